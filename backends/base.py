@@ -1,0 +1,185 @@
+"""The contract between unidist and an engine.
+
+The features above clean what the user passed and call these members; a member does the engine's
+own call and nothing else. What holds for all of them:
+
+* Tensors arrive detached, contiguous, on a device type in ``device_types`` and, where numbers are
+  combined, in a dtype in ``reducible``. Moved bytes may have any dtype.
+* A member marked *Collective* must be called by every rank of its group, in the same order.
+* ``group`` is None for the world, or a handle from ``new_group``.
+* An engine's own exception never escapes: see ``engine_errors``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from unidist.errors import BackendError, CollectiveError, UnidistError
+from unidist.topology import Launch, Topology
+
+Op = Literal["sum", "mean", "min", "max", "product"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What ``init()`` asks of an engine."""
+
+    launch: Launch
+    init_method: str | None = None
+    timeout: timedelta | None = None
+    device: torch.device | None = None
+    #: How many worlds this process has started before; the same on every rank.
+    session: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks of the world, made by ``unidist.new_group``."""
+
+    #: Global ranks, ascending.
+    ranks: tuple[int, ...]
+    #: The engine's own handle.
+    handle: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options of ``wrap_model`` that an engine implements; see there."""
+
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float = 25.0
+    compression: torch.dtype | None = None
+    static_graph: bool = False
+
+
+class Backend(ABC):
+    """One engine, started."""
+
+    #: Device types whose tensors the engine moves; others travel through the CPU.
+    device_types: frozenset[str] = frozenset({"cpu"})
+    #: Dtypes that ``all_reduce`` combines; the features widen the others.
+    reducible: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
+    #: Whether the engine refuses to start without a launcher.
+    needs_launcher: ClassVar[bool] = False
+
+    def __init__(self, name: str, topology: Topology, device: torch.device) -> None:
+        self.name = name
+        self.topology = topology
+        self.device = device
+        #: The groups made so far, by their ranks.
+        self.groups: dict[tuple[int, ...], Group] = {}
+
+    @classmethod
+    @abstractmethod
+    def start(cls, name: str, start: Start) -> Backend:
+        """Start the engine. Collective. Raises ``BackendError`` with the remedy where it cannot."""
+
+    @classmethod
+    @abstractmethod
+    def adopt(cls, start: Start) -> Backend | None:
+        """The engine that this process has started without unidist, or None. ``shutdown`` leaves it running."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop what ``start`` started. Collective."""
+
+    @abstractmethod
+    def world_size(self) -> int:
+        """The size of the engine's real world, asked of the engine."""
+
+    @abstractmethod
+    def new_group(self, ranks: tuple[int, ...]) -> Group:
+        """Make a group of some global ranks (ascending). Collective over the world, members or not."""
+
+    @abstractmethod
+    def barrier(self, group: Group | None = None) -> None:
+        """Return once every rank of the group has called it. Collective."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> None:
+        """Combine ``tensor`` over the ranks, in place; ``mean`` for floating dtypes only. Collective."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, src: int, group: Group | None = None) -> None:
+        """Overwrite ``tensor`` with that of global rank ``src``, in place; same shape everywhere. Collective."""
+
+    @abstractmethod
+    def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], group: Group | None = None) -> torch.Tensor:
+        """Concatenate the ranks' 1-d tensors, of ``sizes[i]`` elements on the group's i-th rank. Collective."""
+
+    @abstractmethod
+    def all_to_all(
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
+    ) -> torch.Tensor:
+        """Send ``send[i]`` elements of a 1-d tensor to the group's i-th rank, receive ``receive[i]``. Collective."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> torch.Tensor:
+        """Combine a 1-d tensor of n * group-size elements; the i-th rank gets the i-th n elements. Collective."""
+
+    @abstractmethod
+    def wrap_model(self, model: torch.nn.Module, options: ModelOptions, group: Group | None = None) -> torch.nn.Module:
+        """Wrap ``model`` so that after ``backward()`` each ``.grad`` is the mean over the ranks.
+
+        The result has DDP's face: ``.module``, ``no_sync()``, state_dict keys that begin with ``module.``.
+        Rank 0's parameters and buffers are the initial ones. Collective.
+        """
+
+    # ------------------------------------------------------------------ the same for every engine
+    def ranks(self, group: Group | None) -> tuple[int, ...]:
+        """The global ranks of a group, ascending."""
+        return group.ranks if group else tuple(range(self.topology.world_size))
+
+    def engine_errors(self, call: str) -> AbstractContextManager[None]:
+        """Turn an engine's exception inside the block into a ``CollectiveError`` that names rank and call."""
+        return _EngineErrors(self, call)
+
+
+class _EngineErrors:
+    # A class, not a generator: it adds no frame and little time to the hot path.
+    def __init__(self, backend: Backend, call: str) -> None:
+        self.backend = backend
+        self.call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        if not isinstance(error, Exception) or isinstance(error, UnidistError):
+            return False
+        place = self.backend.topology
+        raise CollectiveError(
+            f"rank {place.rank} of {place.world_size} ({self.backend.name}): {self.call} failed: {error}. "
+            "Another rank may have failed first, or made a different call: look for the earliest error among all ranks."
+        ) from error
+
+
+def default_device(wanted: torch.device | None, local_rank: int) -> torch.device:
+    """The device of a local rank: what was asked for, else its own GPU, else the CPU.
+
+    One visible GPU is taken as this process's own (a scheduler that gives each task one).
+    """
+    if wanted is not None:
+        if wanted.type == "cuda" and wanted.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        return wanted
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus > 1 and local_rank >= gpus:
+        raise BackendError(
+            f"local rank {local_rank} has no GPU of its own: {gpus} are visible. "
+            'Start fewer processes a node, or pass device="cpu" to init().'
+        )
+    return torch.device("cuda", 0 if gpus == 1 else local_rank)

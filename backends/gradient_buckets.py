@@ -1,0 +1,204 @@
+"""Data parallelism with flat gradient buckets, for engines that bring no DDP of their own.
+
+Parameters are laid out, last first, in flat buckets of one dtype and device. A bucket is the
+storage of its parameters' gradients. A hook runs when a parameter's gradient has been accumulated;
+when all of a bucket's have, its reduction starts while the backward pass goes on. Buckets start in
+the same order on every rank. At the end of the backward pass the reductions are waited for.
+(The scheme of Li et al., "PyTorch Distributed", VLDB 2020.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unidist.backends.base import ModelOptions
+from unidist.errors import UnidistError
+
+
+class Reducer(Protocol):
+    """What the buckets ask of an engine."""
+
+    def start_mean(self, flat: Tensor, name: str) -> Callable[[], None]:
+        """Start to average ``flat`` over the ranks in place; the result waits for it. Collective."""
+
+    def maximum(self, flat: Tensor) -> None:
+        """Take the maximum of an int32 CPU tensor over the ranks in place. Collective."""
+
+    def broadcast_first(self, flat: Tensor) -> None:
+        """Overwrite ``flat`` with the first rank's. Collective."""
+
+
+class DataParallel(nn.Module):
+    """A model with the face of ``DistributedDataParallel``; on its own, for a world of one rank."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.require_backward_grad_sync = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up locally: the forward passes inside start no reduction when they go backward."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+
+class Bucket:
+    """Some parameters of one dtype and device, whose gradients lie side by side in ``flat``."""
+
+    def __init__(self, params: list[Tensor], name: str) -> None:
+        self.params = params
+        self.name = name
+        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
+        parts = self.flat.split([p.numel() for p in params])
+        self.views = [part.view_as(p) for part, p in zip(parts, params)]
+        self.pending = set(range(len(params)))
+        self.wait: Callable[[], None] | None = None
+
+    def fill(self) -> None:
+        """Bring every gradient into ``flat``; one that is missing counts as zero."""
+        for param, view in zip(self.params, self.views):
+            if param.grad is None:
+                view.zero_()
+            elif param.grad is not view:
+                view.copy_(param.grad)
+                param.grad = view
+
+    def reset(self) -> None:
+        """Make ready for the next backward pass."""
+        self.pending = set(range(len(self.params)))
+        self.wait = None
+
+
+class BucketedDataParallel(DataParallel):
+    """``DataParallel`` that averages gradients through a ``Reducer`` while backward runs."""
+
+    _made = count()
+
+    def __init__(self, module: nn.Module, options: ModelOptions, reducer: Reducer) -> None:
+        super().__init__(module)
+        self._reducer = reducer
+        self._find_unused = options.find_unused_parameters
+        self._broadcast_buffers = options.broadcast_buffers
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._names = {p: name for name, p in trained}
+        # Models are wrapped in the same order on every rank, so the number is the same too.
+        self._buckets = make_buckets([p for _, p in trained], options.bucket_cap_mb, f"model{next(self._made)}")
+        self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.params)}
+        self._next = 0
+        self._sync = False
+        self._in_backward = False
+        self._follow_first([*module.parameters(), *module.buffers()])
+        for param in self._place:
+            param.register_post_accumulate_grad_hook(self._accumulated)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._sync = self.require_backward_grad_sync
+            if self._in_backward:
+                self._reset()  # the last backward pass did not come to its end
+            if self._sync and self._broadcast_buffers:
+                self._follow_first(self.module.buffers())
+        return self.module(*args, **kwargs)
+
+    def _accumulated(self, param: Tensor) -> None:
+        if not self._sync:
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        bucket, index = self._place[param]
+        if bucket.wait is not None:
+            raise UnidistError(
+                f"the gradient of {self._names[param]!r} grew again after its reduction had started: a parameter shared "
+                "between checkpointed parts? Use torch.utils.checkpoint with use_reentrant=False."
+            )
+        bucket.pending.discard(index)
+        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._next]
+        bucket.fill()
+        bucket.wait = self._reducer.start_mean(bucket.flat, bucket.name)
+        self._next += 1
+
+    def _finish(self) -> None:
+        """End of the backward pass: every gradient becomes the mean."""
+        unused = [b.params[i] for b in self._buckets for i in sorted(b.pending)]
+        if unused and not self._find_unused:
+            self._reset()
+            names = ", ".join(repr(self._names[p]) for p in unused[:5]) + (", ..." if len(unused) > 5 else "")
+            raise UnidistError(
+                f"{len(unused)} parameters got no gradient in this backward pass: {names}. Pass "
+                "find_unused_parameters=True to wrap_model, or set requires_grad=False on them before wrapping."
+            )
+        params = list(self._place)
+        used = [p.grad is not None for p in params]
+        while self._next < len(self._buckets):
+            self._launch_next()
+        for bucket in self._buckets:
+            assert bucket.wait is not None
+            bucket.wait()
+        if self._find_unused:
+            flags = torch.tensor(used, dtype=torch.int32)
+            self._reducer.maximum(flags)
+            used = [bool(flag) for flag in flags.tolist()]
+        for param, somewhere in zip(params, used):
+            if somewhere and param.grad is None:
+                bucket, index = self._place[param]
+                param.grad = bucket.views[index]
+        self._reset()
+
+    def _reset(self) -> None:
+        self._next = 0
+        self._in_backward = False
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _follow_first(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors with the first rank's, in one broadcast for each dtype and device."""
+        for same in by_kind(tensors):
+            flat = torch.cat([t.detach().reshape(-1) for t in same])
+            self._reducer.broadcast_first(flat)
+            with torch.no_grad():
+                for tensor, part in zip(same, flat.split([t.numel() for t in same])):
+                    tensor.copy_(part.view_as(tensor))
+
+
+def make_buckets(params: list[Tensor], cap_mb: float, name: str) -> list[Bucket]:
+    """Cut parameters, last first, into buckets of at most ``cap_mb`` MiB (or one parameter)."""
+    buckets: list[Bucket] = []
+    for same in by_kind(reversed(params)):
+        # A small first bucket lets the first reduction start early.
+        chunk: list[Tensor] = []
+        size, cap = 0.0, min(1.0, cap_mb) * 2**20
+        for param in same:
+            nbytes = param.numel() * param.element_size()
+            if chunk and size + nbytes > cap:
+                buckets.append(Bucket(chunk, f"{name}.bucket{len(buckets)}"))
+                chunk, size, cap = [], 0.0, cap_mb * 2**20
+            chunk.append(param)
+            size += nbytes
+        buckets.append(Bucket(chunk, f"{name}.bucket{len(buckets)}"))
+    return buckets
+
+
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one dtype and device together, in order of first appearance."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())

@@ -1,0 +1,321 @@
+"""Horovod, under any launcher.
+
+Under horovodrun, and under the mpirun of the MPI that Horovod was built for, Horovod starts itself.
+Everywhere else rank 0 serves the rendezvous that horovodrun would have served, and the ranks find
+it through the launcher's own meeting point.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from unidist.backends import mpi, rendezvous
+from unidist.backends.base import Backend, Group, ModelOptions, Op, Start, default_device
+from unidist.backends.gradient_buckets import BucketedDataParallel
+from unidist.errors import BackendError, UnidistError
+from unidist.topology import Launch, Topology, detect, locate
+
+with suppress(UnidistError):
+    # Horovod makes the symbols of its MPI visible to all that is loaded later, so mpi4py comes first.
+    # Where it is missing and needed, the rendezvous says so.
+    mpi.world(detect(os.environ))
+
+try:
+    import horovod.torch as hvd
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousServer
+except ImportError as error:
+    raise BackendError(
+        f"backend 'horovod' cannot be imported: {error}. Build it for this torch with 'unidist build-horovod --install'."
+    ) from error
+
+_OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+#: Collectives of Horovod wait for ever by default; torch's gloo waits half an hour.
+_PATIENCE_S = 1800.0
+
+
+class HorovodBackend(Backend):
+    """Horovod's global process set, on its Gloo or MPI controller."""
+
+    needs_launcher = True
+
+    def __init__(self, topology: Topology, device: torch.device, release: Callable[[], None] | None) -> None:
+        super().__init__("horovod", topology, device)
+        self._release = release
+        if hvd.nccl_built():
+            self.device_types = frozenset({"cpu", "cuda"})
+
+    @classmethod
+    def start(cls, name: str, start: Start) -> HorovodBackend:
+        launch = start.launch
+        settings = _Settings(_patience(start))
+        settings.add(HOROVOD_DYNAMIC_PROCESS_SETS="1")
+        server: RendezvousServer | None = None
+        topology: Topology | None = None
+        if _by_mpi(launch):
+            settings.add(HOROVOD_CONTROLLER="mpi")
+        elif not _by_horovodrun(start):
+            server, topology = _serve(start, settings)
+        try:
+            hvd.init()
+        except Exception as error:
+            settings.restore()
+            raise BackendError(f"rank {launch.rank} of {launch.world_size}: Horovod did not start: {error}.") from error
+        topology = topology or _topology(launch)
+
+        def release() -> None:
+            hvd.shutdown()
+            settings.restore()
+            if server is not None:
+                server.stop()
+
+        device = default_device(start.device, topology.local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return cls(topology, device, release)
+
+    @classmethod
+    def adopt(cls, start: Start) -> HorovodBackend | None:
+        if not hvd.is_initialized():
+            return None
+        topology = _topology(start.launch)
+        return cls(topology, default_device(start.device, topology.local_rank), None)
+
+    def shutdown(self) -> None:
+        if self._release is not None:
+            self._release()
+
+    def world_size(self) -> int:
+        return int(hvd.size())
+
+    def new_group(self, ranks: tuple[int, ...]) -> Group:
+        if len(ranks) == self.topology.world_size:
+            return Group(ranks, hvd.global_process_set)
+        with self.engine_errors("new_group"):
+            return Group(ranks, hvd.add_process_set(list(ranks)))
+
+    def barrier(self, group: Group | None = None) -> None:
+        with self.engine_errors("barrier"):
+            hvd.barrier(process_set=_set(group))
+
+    def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
+        with self.engine_errors("all_reduce"):
+            hvd.synchronize(
+                hvd.allreduce_async_(tensor, name=_name("all_reduce", group), op=_OPS[op], process_set=_set(group))
+            )
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
+        with self.engine_errors("broadcast"):
+            hvd.synchronize(
+                hvd.broadcast_async_(tensor, root_rank=src, name=_name("broadcast", group), process_set=_set(group))
+            )
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
+        if sum(sizes) == 0:
+            return tensor.clone()
+        with self.engine_errors("all_gather"):
+            result: Tensor = hvd.synchronize(
+                hvd.allgather_async(tensor, name=_name("all_gather", group), process_set=_set(group))
+            )
+        return result
+
+    def all_to_all(
+        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
+    ) -> Tensor:
+        splits = torch.tensor(send, dtype=torch.int32)
+        with self.engine_errors("all_to_all"):
+            handle = hvd.alltoall_async(tensor, splits, name=_name("all_to_all", group), process_set=_set(group))
+            result: Tensor = hvd.synchronize(handle)[0]
+        return result
+
+    def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
+        ranks = self.ranks(group)
+        if op not in ("sum", "mean"):  # Horovod scatters these two only
+            whole = tensor.clone()
+            self.all_reduce(whole, op, group)
+            return whole.view(len(ranks), -1)[ranks.index(self.topology.rank)].clone()
+        with self.engine_errors("reduce_scatter"):
+            name = _name("reduce_scatter", group)
+            result: Tensor = hvd.synchronize(
+                hvd.reducescatter_async(tensor, name=name, op=_OPS[op], process_set=_set(group))
+            )
+        return result
+
+    def wrap_model(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> nn.Module:
+        return BucketedDataParallel(model, options, _HorovodReducer(self, options.compression, group))
+
+
+class _HorovodReducer:
+    """Averages gradient buckets with Horovod's asynchronous allreduce."""
+
+    #: What Horovod adds up itself.
+    DTYPES = (torch.float16, torch.float32, torch.float64)
+
+    def __init__(self, backend: HorovodBackend, compression: torch.dtype | None, group: Group | None) -> None:
+        self.backend = backend
+        self.compression = compression
+        self.group = group
+        self.share = 1.0 / len(backend.ranks(group))
+
+    def start_mean(self, flat: Tensor, name: str) -> Callable[[], None]:
+        wire = flat if self.compression is None else flat.to(self.compression)
+        if wire.dtype not in self.DTYPES:
+            wire = wire.float()
+        if wire.device.type not in self.backend.device_types:
+            wire = wire.cpu()
+        with self.backend.engine_errors("backward"):
+            handle = hvd.allreduce_async_(
+                wire, name=_name(name, self.group), op=hvd.Sum, prescale_factor=self.share, process_set=_set(self.group)
+            )
+
+        def wait() -> None:
+            with self.backend.engine_errors("backward"):
+                hvd.synchronize(handle)
+            if wire is not flat:
+                flat.copy_(wire)
+
+        return wait
+
+    def maximum(self, flat: Tensor) -> None:
+        self.backend.all_reduce(flat, "max", self.group)
+
+    def broadcast_first(self, flat: Tensor) -> None:
+        wire = flat if flat.device.type in self.backend.device_types else flat.cpu()
+        self.backend.broadcast(wire.view(torch.uint8), self.backend.ranks(self.group)[0], self.group)
+        if wire is not flat:
+            flat.copy_(wire)
+
+
+def _name(call: str, group: Group | None) -> str:
+    # Horovod matches operations by name. Its own counted names drift apart when only some ranks take
+    # part in a group's call; a name that repeats is safe, because these calls wait for their end.
+    return f"unidist.{call}" if group is None else f"unidist.{call}.{'_'.join(map(str, group.ranks))}"
+
+
+def _set(group: Group | None) -> Any:
+    return group.handle if group else hvd.global_process_set
+
+
+# ------------------------------------------------------------------------------------ starting
+class _Settings:
+    """Environment variables for Horovod's core, put back at shutdown."""
+
+    def __init__(self, given: dict[str, str]) -> None:
+        self._before: dict[str, str | None] = {}
+        # What the user set for Horovod stands.
+        self.add(**{name: value for name, value in given.items() if name not in os.environ})
+
+    def add(self, **variables: str) -> None:
+        for name, value in variables.items():
+            self._before.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
+
+    def restore(self) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _patience(start: Start) -> dict[str, str]:
+    seconds = start.timeout.total_seconds() if start.timeout else _PATIENCE_S
+    return {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, int(min(60, seconds / 2)))),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(2, int(seconds))),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(2, int(seconds))),
+    }
+
+
+def _by_horovodrun(start: Start) -> bool:
+    # Its server still holds the addresses of a first session, so a second one needs its own.
+    return start.launch.launcher.meeting == "horovod" and start.session == 0
+
+
+def _by_mpi(launch: Launch) -> bool:
+    """Whether this launcher's MPI is the one that Horovod was built for, and Gloo was not asked for."""
+    wanted = os.environ.get("HOROVOD_CONTROLLER", "mpi").lower()
+    return bool(launch.launcher.mpi) and wanted == "mpi" and hvd.mpi_built() and _built_for() == launch.launcher.mpi
+
+
+def _built_for() -> str:
+    from horovod.torch import mpi_lib_v2
+
+    text = ctypes.create_string_buffer(8192)
+    ctypes.CDLL(mpi_lib_v2.__file__).MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
+    return "openmpi" if text.value.startswith((b"Open MPI", b"IBM Spectrum MPI")) else "mpich"
+
+
+def _topology(launch: Launch) -> Topology:
+    """The launcher's declaration where it fits Horovod's world; what is missing, Horovod knows."""
+    fits = (launch.rank, launch.world_size) == (hvd.rank(), hvd.size())
+    local = fits and launch.local_rank is not None and launch.local_size is not None
+    nodes = fits and launch.node_rank is not None and launch.num_nodes is not None
+    whole = Launch(
+        launch.launcher,
+        hvd.rank(),
+        hvd.size(),
+        launch.local_rank if local else hvd.local_rank(),
+        launch.local_size if local else hvd.local_size(),
+        launch.node_rank if nodes else hvd.cross_rank(),
+        launch.num_nodes if nodes else hvd.cross_size(),
+    )
+    return locate(whole, [])
+
+
+def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, Topology]:
+    """Do what horovodrun does: serve a rendezvous from rank 0, and tell Horovod where it is. Collective."""
+    launch = start.launch
+    store, topology = rendezvous.join(start)
+    place = f"{socket.gethostname()},{topology.local_rank},{topology.local_size},{topology.node_rank}"
+    rows = [row.rsplit(",", 3) for row in rendezvous.exchange(store, "slot", launch, place)]
+    hosts = [row[0] for row in rows]
+    slots = []
+    for rank, (host, local_rank, local_size, node) in enumerate(rows):
+        peers = [row[3] for row in rows if row[1] == local_rank]  # the same local rank on the other nodes
+        slots.append(
+            SlotInfo(host, rank, int(local_rank), peers.index(node), launch.world_size, int(local_size), len(peers))
+        )
+    server: RendezvousServer | None = None
+    if launch.rank == 0:
+        server = RendezvousServer()
+        port = server.start()
+        server.init(slots)
+        away = next((host for host in hosts if host != hosts[0]), None)
+        store.set("rendezvous", f"{rendezvous.local_address(away) if away else '127.0.0.1'}:{port}")
+    address, port = store.get("rendezvous").decode().rsplit(":", 1)
+    slot = slots[launch.rank]
+    settings.add(
+        HOROVOD_RANK=str(slot.rank),
+        HOROVOD_SIZE=str(slot.size),
+        HOROVOD_LOCAL_RANK=str(slot.local_rank),
+        HOROVOD_LOCAL_SIZE=str(slot.local_size),
+        HOROVOD_CROSS_RANK=str(slot.cross_rank),
+        HOROVOD_CROSS_SIZE=str(slot.cross_size),
+        HOROVOD_HOSTNAME=slot.hostname,
+        HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
+        HOROVOD_GLOO_RENDEZVOUS_PORT=port,
+        HOROVOD_GLOO_IFACE=_interface(address, hosts),
+        HOROVOD_CONTROLLER="gloo",
+        HOROVOD_CPU_OPERATIONS="gloo",
+    )
+    return server, topology
+
+
+def _interface(address: str, hosts: Sequence[str]) -> str:
+    """Name of the network interface on the way to the other hosts."""
+    away = next((host for host in hosts if host != socket.gethostname()), None)
+    mine = rendezvous.local_address(away) if away else address
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == mine for entry in addresses):
+            return name
+    raise BackendError(f"no network interface has the address {mine}, on the way to {address}: set HOROVOD_GLOO_IFACE.")

@@ -1,0 +1,78 @@
+"""mpi4py under an MPI launcher: the right library, the right world, and an end for all when one rank fails."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+from unidist.errors import BackendError, WorldSizeError
+from unidist.topology import Launch
+
+
+@cache
+def world(launch: Launch) -> Any:
+    """mpi4py's COMM_WORLD. Collective at the first call, which starts MPI.
+
+    Raises:
+        BackendError: mpi4py is missing, or cannot load this launcher's MPI library.
+        WorldSizeError: the library belongs to another launcher: its world is not the launcher's.
+    """
+    name = launch.launcher.name
+    if launch.launcher.meeting != "mpi":
+        raise BackendError(f"{name} is not an MPI launcher.")
+    try:
+        MPI = _import_mpi(launch)
+    except (ImportError, RuntimeError) as error:
+        raise BackendError(
+            f"{name} gives its processes no address to meet at, and mpi4py, which could spread one, cannot be used: {error}. "
+            f"Install mpi4py for this launcher's MPI (pip install mpi4py; Debian's MPICH: see docs/launchers.md), or set "
+            "MASTER_ADDR and MASTER_PORT to rank 0's host and a free port of it."
+        ) from error
+    size = MPI.COMM_WORLD.Get_size()
+    if size != launch.world_size:
+        library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip()
+        raise WorldSizeError(
+            f"mpi4py made a world of {size}, but {name} declared {launch.world_size} ({launch.evidence}): mpi4py uses {library}, "
+            f"which is not this launcher's library. Set MPI4PY_MPIABI={launch.launcher.mpi or 'mpich or openmpi'} "
+            "(and MPI4PY_LIBMPI to its path), or use that library's own mpirun."
+        )
+    _end_all_on_error(MPI)
+    return MPI.COMM_WORLD
+
+
+def _import_mpi(launch: Launch) -> Any:
+    """Import mpi4py.MPI for the launcher's MPI: its wheel carries more than one ABI and takes the first library it finds."""
+    wanted = launch.launcher.mpi
+    if wanted == "mpich" and "mpi4py.MPI" not in sys.modules and hasattr(ctypes.CDLL(None), "ompi_mpi_comm_world"):
+        # Its symbols would answer MPICH's calls, and the process would crash.
+        raise ImportError("Open MPI is loaded in this process already (Horovod, if built for it, does that)")
+    chosen = "MPI4PY_MPIABI" in os.environ or "MPI4PY_LIBMPI" in os.environ
+    if wanted and not chosen:
+        os.environ["MPI4PY_MPIABI"] = wanted
+    try:
+        from mpi4py import MPI
+    finally:
+        if wanted and not chosen:
+            del os.environ["MPI4PY_MPIABI"]
+    return MPI
+
+
+def _end_all_on_error(MPI: Any) -> None:
+    """An uncaught exception ends the whole job.
+
+    Without this the failing process would wait in MPI_Finalize for ranks that wait for it.
+    """
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if MPI.COMM_WORLD.Get_size() > 1 and not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(1)
+
+    sys.excepthook = hook

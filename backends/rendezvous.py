@@ -1,0 +1,168 @@
+"""Where the processes of one launch meet: a key-value store that all of them can reach.
+
+Each launcher offers another way to spread rank 0's address (``Launcher.meeting``); the store built on
+it serves every engine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+
+import torch.distributed as dist
+
+from unidist.backends import mpi
+from unidist.backends.base import Start
+from unidist.errors import BackendError, LaunchError, UnidistError
+from unidist.topology import Launch, Topology, complete, locate
+
+START_TIMEOUT = timedelta(seconds=300)
+
+
+def join(start: Start) -> tuple[dist.Store, Topology]:
+    """Meet the other ranks. Collective.
+
+    Returns:
+        A store of this session's own, and the topology, completed by host names where the launcher
+        left something out.
+
+    Raises:
+        BackendError: the others did not come in time, or two processes claim the same rank.
+    """
+    launch = start.launch
+    timeout = start.timeout or START_TIMEOUT
+    try:
+        base = _base_store(launch, start.init_method, timeout)
+        base.set_timeout(timeout)
+        store = dist.PrefixStore(f"unidist/{start.session}", base)
+        _claim_rank(store, launch)
+        hosts = [] if complete(launch) else _exchange_hosts(store, launch)
+    except UnidistError:
+        raise
+    except Exception as error:
+        raise BackendError(
+            f"rank {launch.rank} of {launch.world_size} ({launch.launcher.name}) did not meet the others within "
+            f"{timeout.total_seconds():.0f} s: {error}. Is every rank running, and can it reach rank 0?"
+        ) from error
+    return store, locate(launch, hosts)
+
+
+def exchange(store: dist.Store, key: str, launch: Launch, value: str) -> list[str]:
+    """Every rank's ``value``, in rank order. Collective; a key serves once."""
+    store.set(f"{key}/{launch.rank}", value)
+    return [store.get(f"{key}/{rank}").decode() for rank in range(launch.world_size)]
+
+
+def local_address(towards: str) -> str:
+    """The address of this host on its way to another: what that one can call back."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # a datagram socket sends nothing when it connects
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def open_on_free_port(timeout: timedelta = START_TIMEOUT) -> dist.TCPStore:
+    """A store that this process serves; ``.port`` tells where."""
+    return dist.TCPStore("0.0.0.0", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+
+
+# ---------------------------------------------------------------------------------------------
+def _claim_rank(store: dist.Store, launch: Launch) -> None:
+    if store.add(f"claim/{launch.rank}", 1) != 1:
+        raise BackendError(
+            f"two processes say that they are rank {launch.rank} of {launch.world_size} ({launch.launcher.name}): "
+            "give each process a rank of its own, or each job an address (MASTER_PORT, file://) of its own."
+        )
+
+
+def _exchange_hosts(store: dist.Store, launch: Launch) -> list[str]:
+    return exchange(store, "host", launch, socket.gethostname())
+
+
+@cache  # one store for all sessions of a process: the address may serve only once
+def _base_store(launch: Launch, init_method: str | None, timeout: timedelta) -> dist.Store:
+    if init_method is not None:
+        url = init_method
+        if url.startswith("env://"):
+            _require_master(launch)
+        store: dist.Store = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout))[0]
+        return store
+    if launch.launcher.name in ("none", "arguments"):
+        return dist.HashStore()
+    return {"master": _at_master, "slurm": _at_master, "horovod": _at_horovod, "mpi": _at_mpi}[launch.launcher.meeting](
+        launch, timeout
+    )
+
+
+def _require_master(launch: Launch) -> tuple[str, int]:
+    if launch.master_addr is None or launch.master_port is None:
+        missing = "MASTER_ADDR" if launch.master_addr is None else "MASTER_PORT"
+        raise LaunchError(
+            f"{missing} is not set ({launch.launcher.name}, {launch.evidence}): set MASTER_ADDR to rank 0's host and "
+            "MASTER_PORT to a free port of it, the same for every rank, or start the script with torchrun."
+        )
+    return launch.master_addr, launch.master_port
+
+
+def _at_master(launch: Launch, timeout: timedelta) -> dist.Store:
+    addr, port = _require_master(launch)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's agent listens there already, and counts its restarts.
+        store = dist.TCPStore(addr, port, is_master=False, timeout=timeout)
+        return dist.PrefixStore(f"restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    try:
+        return dist.TCPStore(addr, port, is_master=launch.rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    except dist.DistNetworkError as error:
+        if launch.rank == 0 and "EADDRINUSE" in str(error):
+            raise BackendError(f"port {port} of {addr} is in use: set MASTER_PORT to a free one on every rank.") from error
+        raise
+
+
+def _at_horovod(launch: Launch, timeout: timedelta) -> dist.Store:
+    """Publish rank 0's address through the key-value server of horovodrun."""
+    server = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+    url = f"http://{server}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}/unidist/store"
+    if launch.rank == 0:
+        store = open_on_free_port(timeout)
+        host = "127.0.0.1" if launch.num_nodes == 1 else _reachable_address(server)
+        urllib.request.urlopen(urllib.request.Request(url, data=f"{host}:{store.port}".encode(), method="PUT"), timeout=30)
+        return store
+    host, port = _poll(url, timeout).rsplit(":", 1)
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+
+
+def _reachable_address(server: str) -> str:
+    address = local_address(server)
+    # Rank 0 beside the launcher: what the others call the launcher, they can call rank 0.
+    return server if address.startswith("127.") else address
+
+
+def _poll(url: str, timeout: timedelta) -> str:
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        with suppress(urllib.error.HTTPError), urllib.request.urlopen(url, timeout=30) as answer:
+            text: str = answer.read().decode()
+            return text
+        if time.monotonic() > end:
+            raise TimeoutError("rank 0 has not published its address")
+        time.sleep(0.05)
+
+
+def _at_mpi(launch: Launch, timeout: timedelta) -> dist.Store:
+    """Spread rank 0's address by one MPI broadcast; without mpi4py, by MASTER_ADDR."""
+    if launch.master_addr is not None and launch.master_port is not None:
+        return _at_master(launch, timeout)
+    world = mpi.world(launch)
+    store = open_on_free_port(timeout) if launch.rank == 0 else None
+    hosts = world.allgather(socket.gethostname())
+    address = None
+    if store is not None:
+        address = ("127.0.0.1" if len(set(hosts)) == 1 else socket.getfqdn(), store.port)
+    host, port = world.bcast(address, root=0)
+    return store or dist.TCPStore(host, port, is_master=False, timeout=timeout)

@@ -1,0 +1,57 @@
+"""One process: a real engine that obeys the contract, so that it is first in every test matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unidist.backends.base import Backend, Group, ModelOptions, Op, Start, default_device
+from unidist.backends.gradient_buckets import DataParallel
+from unidist.topology import locate
+
+
+class SingleBackend(Backend):
+    """A world of one rank. Combining over one rank leaves numbers as they are."""
+
+    device_types = frozenset({"cpu", "cuda", "mps", "xpu", "meta"})
+
+    @classmethod
+    def start(cls, name: str, start: Start) -> SingleBackend:
+        return cls(name, locate(start.launch, []), default_device(start.device, 0))
+
+    @classmethod
+    def adopt(cls, start: Start) -> None:
+        return None
+
+    def shutdown(self) -> None:
+        pass
+
+    def world_size(self) -> int:
+        return 1
+
+    def new_group(self, ranks: tuple[int, ...]) -> Group:
+        return Group(ranks, None)
+
+    def barrier(self, group: Group | None = None) -> None:
+        pass
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> None:
+        pass
+
+    def broadcast(self, tensor: torch.Tensor, src: int, group: Group | None = None) -> None:
+        pass
+
+    def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], group: Group | None = None) -> torch.Tensor:
+        return tensor.clone()
+
+    def all_to_all(
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
+    ) -> torch.Tensor:
+        return tensor.clone()
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> torch.Tensor:
+        return tensor.clone()
+
+    def wrap_model(self, model: torch.nn.Module, options: ModelOptions, group: Group | None = None) -> torch.nn.Module:
+        return DataParallel(model)

@@ -1,0 +1,195 @@
+"""gloo and nccl, through torch.distributed and DistributedDataParallel."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from unidist.backends import rendezvous
+from unidist.backends.base import Backend, Group, ModelOptions, Op, Start, default_device
+from unidist.errors import BackendError
+from unidist.topology import Launch, Topology, complete, locate
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_HALF_HOOKS: dict[torch.dtype, Callable[..., Any]] = {
+    torch.float16: default_hooks.fp16_compress_hook,
+    torch.bfloat16: default_hooks.bf16_compress_hook,
+}
+
+
+# torch 2.13 renamed them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+#: Time for gloo's threads to let go of the last tensors, for which they need the interpreter: one that is
+#: still at it when the interpreter ends aborts the process (seen with torch 2.13, 3 exits of 12).
+_DRAIN_S = 0.05
+
+
+class TorchBackend(Backend):
+    """An engine of torch.distributed, on its default process group."""
+
+    def __init__(self, name: str, topology: Topology, device: torch.device, owned: bool) -> None:
+        super().__init__(name, topology, device)
+        self._owned = owned
+        if name == "nccl":
+            # CPU tensors travel over gloo, beside it.
+            self.device_types = frozenset({"cpu", "cuda"})
+        #: A user's own NCCL group takes no CPU tensors; they get a group beside it.
+        self._split = name == "nccl" and "gloo" not in dist.get_backend_config()
+        self._world = {"cuda": None, "cpu": dist.new_group(backend="gloo") if self._split else None}
+
+    @classmethod
+    def start(cls, name: str, start: Start) -> TorchBackend:
+        _check_available(name)
+        store, topology = rendezvous.join(start)
+        device = _device(name, start, topology)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if name == "nccl" else name,
+                store=store,
+                rank=topology.rank,
+                world_size=topology.world_size,
+                timeout=start.timeout,
+            )
+        except Exception as error:
+            raise BackendError(
+                f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}. Is every rank running, "
+                "and can the hosts reach each other?"
+            ) from error
+        return cls(name, topology, device, owned=True)
+
+    @classmethod
+    def adopt(cls, start: Start) -> TorchBackend | None:
+        if not dist.is_available() or not dist.is_initialized():
+            return None
+        name = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
+        launch = start.launch
+        if (launch.rank, launch.world_size) != (dist.get_rank(), dist.get_world_size()):
+            launch = Launch(launch.launcher, dist.get_rank(), dist.get_world_size())
+        hosts: list[Any] = []
+        if not complete(launch):
+            hosts = [None] * launch.world_size
+            dist.all_gather_object(hosts, socket.gethostname())
+        topology = locate(launch, hosts)
+        return cls(name, topology, _device(name, start, topology), owned=False)
+
+    def shutdown(self) -> None:
+        if self._owned and dist.is_initialized():
+            time.sleep(_DRAIN_S)
+            # A rank that leaves after an error leaves a group that is broken already.
+            with suppress(Exception):
+                dist.destroy_process_group()
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def new_group(self, ranks: tuple[int, ...]) -> Group:
+        with self.engine_errors("new_group"):
+            whole = dist.new_group(list(ranks))
+            return Group(ranks, {"cuda": whole, "cpu": dist.new_group(list(ranks), backend="gloo") if self._split else whole})
+
+    def barrier(self, group: Group | None = None) -> None:
+        with self.engine_errors("barrier"):
+            # On a CPU tensor: a barrier of NCCL would wait for the GPU's queue only.
+            dist.all_reduce(torch.zeros(1), group=self._handle(group, "cpu"))
+
+    def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
+        with self.engine_errors("all_reduce"):
+            dist.all_reduce(tensor, _OPS["sum" if op == "mean" else op], self._handle(group, tensor.device.type))
+            if op == "mean":
+                tensor.div_(len(self.ranks(group)))
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
+        with self.engine_errors("broadcast"):
+            dist.broadcast(tensor, src, self._handle(group, tensor.device.type))
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
+        longest = max(sizes)
+        result = tensor.new_empty(len(sizes) * longest)
+        if longest == 0:
+            return result
+        if tensor.numel() < longest:
+            tensor = torch.cat([tensor, tensor.new_zeros(longest - tensor.numel())])
+        with self.engine_errors("all_gather"):
+            _all_gather(result, tensor, self._handle(group, tensor.device.type))
+        if min(sizes) == longest:
+            return result
+        return torch.cat([row[:size] for row, size in zip(result.view(len(sizes), longest), sizes)])
+
+    def all_to_all(
+        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
+    ) -> Tensor:
+        result = tensor.new_empty(sum(receive))
+        with self.engine_errors("all_to_all"):
+            dist.all_to_all_single(result, tensor, list(receive), list(send), self._handle(group, tensor.device.type))
+        return result
+
+    def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
+        size = len(self.ranks(group))
+        result = tensor.new_empty(tensor.numel() // size)
+        with self.engine_errors("reduce_scatter"):
+            _reduce_scatter(result, tensor, _OPS["sum" if op == "mean" else op], self._handle(group, tensor.device.type))
+        return result.div_(size) if op == "mean" else result
+
+    def wrap_model(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> nn.Module:
+        devices = {p.device for p in model.parameters()}
+        single_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
+        handle = self._handle(group, next(iter(devices)).type)
+        with self.engine_errors("wrap_model"):
+            wrapped = Wrapped(
+                model,
+                device_ids=[next(iter(devices))] if single_gpu else None,
+                process_group=handle,
+                bucket_cap_mb=options.bucket_cap_mb,
+                find_unused_parameters=options.find_unused_parameters,
+                static_graph=options.static_graph,
+            )
+        wrapped.buffers_follow = options.broadcast_buffers
+        if options.compression is not None:
+            wrapped.register_comm_hook(handle, _HALF_HOOKS[options.compression])
+        return wrapped
+
+    def _handle(self, group: Group | None, device_type: str) -> Any:
+        return (group.handle if group else self._world)[device_type]
+
+
+class Wrapped(DistributedDataParallel):
+    """DistributedDataParallel whose evaluation is local.
+
+    The original broadcasts buffers in every forward pass, also under ``no_grad``, where ranks with
+    different numbers of evaluation batches would wait for each other for ever.
+    """
+
+    buffers_follow = True
+
+    def will_sync_module_buffers(self) -> bool:
+        return self.buffers_follow and torch.is_grad_enabled() and bool(super().will_sync_module_buffers())
+
+
+def _device(name: str, start: Start, topology: Topology) -> torch.device:
+    wanted = torch.device("cpu") if name == "gloo" and start.device is None else start.device
+    return default_device(wanted, topology.local_rank)
+
+
+def _check_available(name: str) -> None:
+    if not dist.is_available():
+        raise BackendError("this torch was built without torch.distributed: install another build.")
+    if name == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        missing = "this torch was built without NCCL" if not dist.is_nccl_available() else "no CUDA device is visible"
+        raise BackendError(f"backend 'nccl' cannot run: {missing}. Use backend 'gloo', or a CUDA build of torch on a GPU host.")

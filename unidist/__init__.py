@@ -1,0 +1,82 @@
+"""One training script, any launcher, any engine."""
+
+from unidist.backends.base import Group
+from unidist.collectives import (
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    broadcast_object,
+    new_group,
+    reduce_scatter,
+)
+from unidist.context import (
+    backend_name,
+    device,
+    init,
+    is_initialized,
+    is_main,
+    local_rank,
+    local_size,
+    node_rank,
+    num_nodes,
+    rank,
+    shutdown,
+    world_size,
+)
+from unidist.data import shard_loader
+from unidist.errors import (
+    BackendError,
+    CollectiveError,
+    LaunchError,
+    MismatchError,
+    NotInitializedError,
+    UnidistError,
+    WorldSizeError,
+)
+from unidist.launch import spawn
+from unidist.metrics import allreduce_metric
+from unidist.model import broadcast_optimizer_state, wrap_model
+from unidist.seed import set_seed
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "CollectiveError",
+    "Group",
+    "LaunchError",
+    "MismatchError",
+    "NotInitializedError",
+    "UnidistError",
+    "WorldSizeError",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "allreduce_metric",
+    "backend_name",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "device",
+    "init",
+    "is_initialized",
+    "is_main",
+    "local_rank",
+    "local_size",
+    "new_group",
+    "node_rank",
+    "num_nodes",
+    "rank",
+    "reduce_scatter",
+    "set_seed",
+    "shard_loader",
+    "shutdown",
+    "spawn",
+    "world_size",
+    "wrap_model",
+]

@@ -1,0 +1,387 @@
+"""Collective calls with one meaning on every engine.
+
+The engines differ in the dtypes they know, in what they do to their arguments and in the shapes
+they allow. What is said here holds for all of them: results are new tensors with the dtype, device
+and (0-d) shape of the input; bool, complex, half precision, empty and non-contiguous tensors work;
+CPU tensors work beside NCCL; numbers are combined in at least 32 bits.
+
+Every function is collective: each rank of ``group`` must call it, in the same order. ``group`` is
+what ``new_group`` returned, or None for the world. On an input that requires grad, ``all_reduce``,
+``all_gather``, ``broadcast``, ``all_to_all`` and ``reduce_scatter`` carry gradients: ``backward()``
+is then collective too, and the input must require grad on every rank of the group or on none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from unidist.backends.base import Backend, Group, Op
+from unidist.context import current
+from unidist.errors import MismatchError
+
+T = TypeVar("T")
+ReduceOp = Literal["sum", "mean", "min", "max", "product", "and", "or"]
+
+#: The dtype in which numbers are combined where the engine does not know their own.
+_WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int16: torch.int32,
+}
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
+    """Combine the ranks' tensors element by element. Collective.
+
+    Args:
+        tensor: the same shape and dtype on every rank.
+        op: ``sum``, ``mean`` (floating and complex), ``min``, ``max``, ``product``; ``and`` or ``or`` on bool.
+            Integer sums wrap as torch's do. Half precision is combined in float32 and rounded once.
+        group: the ranks that take part.
+
+    Returns:
+        A new tensor, equal on every rank. ``sum`` and ``mean`` carry gradients.
+
+    Raises:
+        TypeError: the dtype has no such ``op``.
+        ValueError: unknown ``op``, or one without a gradient on a tensor that requires grad.
+    """
+    backend = _member(group)
+    _check_op(tensor, op)
+
+    def run(data: Tensor) -> Tensor:
+        wire = _widened(backend, data, op)
+        if wire.numel():
+            backend.all_reduce(wire.view(-1), _engine_op(op), group)
+        return _narrowed(wire, data)
+
+    return _apply(tensor, run, lambda grad: all_reduce(grad, op, group))
+
+
+def all_gather(tensor: Tensor, group: Group | None = None) -> Tensor:
+    """Concatenate the ranks' tensors along dim 0, in rank order. Collective.
+
+    Args:
+        tensor: any dtype. The first dimension may differ between ranks (0 included), the others may not.
+            0-d tensors count as one row each.
+        group: the ranks that take part.
+
+    Returns:
+        A new tensor of shape ``(sum of first dims, *tensor.shape[1:])``, equal on every rank.
+
+    Raises:
+        MismatchError: on every rank, when dtypes or trailing dimensions differ.
+    """
+    backend = _member(group)
+    rows = [counts[0] for counts in _exchange(backend, tensor, [_rows(tensor)], group)]
+    me = backend.ranks(group).index(backend.topology.rank)
+
+    def run(data: Tensor) -> Tensor:
+        row = _row_bytes(data)
+        flat = backend.all_gather(_to_bytes(backend, data), [n * row for n in rows], group)
+        return _from_bytes(flat, data, sum(rows))
+
+    def transpose(grad: Tensor) -> Tensor:
+        mine = all_reduce(grad, "sum", group).narrow(0, sum(rows[:me]), rows[me])
+        return mine.reshape(tensor.shape)
+
+    return _apply(tensor, run, transpose)
+
+
+def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
+    """Give every rank the tensor of rank ``src``. Collective.
+
+    Args:
+        tensor: the same shape and dtype on every rank; only the values of ``src`` count.
+        src: a global rank of the group.
+        group: the ranks that take part.
+
+    Returns:
+        A new tensor, equal on every rank. Gradients flow, summed, to rank ``src``.
+    """
+    backend = _member(group)
+    _check_src(backend, src, group)
+
+    def run(data: Tensor) -> Tensor:
+        wire = _to_bytes(backend, data, copy=True)
+        if wire.numel():
+            backend.broadcast(wire, src, group)
+        return _from_bytes(wire, data, _rows(data)).reshape(data.shape)
+
+    def transpose(grad: Tensor) -> Tensor:
+        total = all_reduce(grad, "sum", group)
+        return total if backend.topology.rank == src else torch.zeros_like(total)
+
+    return _apply(tensor, run, transpose)
+
+
+def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group | None = None) -> Tensor:
+    """Send rows of ``tensor`` to each rank and receive a part from each. Collective.
+
+    Args:
+        tensor: the rows for the group's first rank, then those for its second, ... The first dimension
+            may differ between ranks, the others and the dtype may not.
+        splits: how many rows go to each rank of the group, in rank order (default: equal parts).
+        group: the ranks that take part.
+
+    Returns:
+        A new tensor: what the group's first rank sent here, then the second's, ...
+
+    Raises:
+        ValueError: ``splits`` does not fit the tensor or the group.
+        MismatchError: on every rank, when dtypes or trailing dimensions differ.
+    """
+    backend = _member(group)
+    ranks = backend.ranks(group)
+    send = _splits(tensor, splits, len(ranks))
+    me = ranks.index(backend.topology.rank)
+    receive = [counts[me] for counts in _exchange(backend, tensor, send, group)]
+
+    def move(data: Tensor, out: Sequence[int], back: Sequence[int]) -> Tensor:
+        row = _row_bytes(data)
+        flat = backend.all_to_all(_to_bytes(backend, data), [n * row for n in out], [n * row for n in back], group)
+        return _from_bytes(flat, data, sum(back))
+
+    return _apply(
+        tensor, lambda data: move(data, send, receive), lambda grad: move(grad, receive, send)
+    )
+
+
+def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
+    """Combine the ranks' tensors and keep one part of the result on each rank. Collective.
+
+    Args:
+        tensor: the same shape and dtype on every rank; dim 0 a multiple of the group's size.
+        op: as for ``all_reduce``.
+        group: the ranks that take part.
+
+    Returns:
+        A new tensor of shape ``(tensor.shape[0] // size, *tensor.shape[1:])``: the i-th part on the i-th rank.
+
+    Raises:
+        ValueError: dim 0 is not a multiple of the group's size.
+    """
+    backend = _member(group)
+    _check_op(tensor, op)
+    size = len(backend.ranks(group))
+    if tensor.dim() == 0 or tensor.shape[0] % size:
+        raise ValueError(
+            f"reduce_scatter over {size} ranks cannot cut shape {tuple(tensor.shape)} along dim 0: pad it to a multiple of {size} rows."
+        )
+
+    def run(data: Tensor) -> Tensor:
+        wire = _widened(backend, data, op)
+        part = wire.new_empty((wire.shape[0] // size, *wire.shape[1:]))
+        if wire.numel():
+            part = backend.reduce_scatter(wire.view(-1), _engine_op(op), group).view(part.shape)
+        return _narrowed(part, data)
+
+    def transpose(grad: Tensor) -> Tensor:
+        whole = all_gather(grad, group)
+        return whole / size if op == "mean" else whole
+
+    return _apply(tensor, run, transpose)
+
+
+def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
+    """Every rank's object, in rank order; anything that pickle takes. Collective."""
+    backend = _member(group)
+    data = _pickled(obj)
+    sizes = [counts[0] for counts in _exchange(backend, data, [data.numel()], group)]
+    flat = backend.all_gather(data, sizes, group)
+    return [_unpickled(part) for part in flat.split(sizes)]
+
+
+def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
+    """The object of global rank ``src`` on every rank; anything that pickle takes. Collective.
+
+    The other ranks' ``obj`` is not looked at.
+    """
+    backend = _member(group)
+    _check_src(backend, src, group)
+    is_src = backend.topology.rank == src
+    data = _pickled(obj) if is_src else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    backend.broadcast(size, src, group)
+    if not is_src:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    backend.broadcast(data, src, group)
+    return obj if is_src else _unpickled(data)
+
+
+def barrier(group: Group | None = None) -> None:
+    """Wait until every rank of the group has made this call. Collective."""
+    _member(group).barrier(group)
+
+
+def new_group(ranks: Sequence[int]) -> Group:
+    """Make a group of some ranks, for the ``group=`` of the other calls.
+
+    Collective over the **world**: the ranks that are not in the group call it too. Asking for the
+    same ranks again returns the same group.
+
+    Args:
+        ranks: global ranks, in any order; a group's ranks are sorted.
+
+    Raises:
+        ValueError: no rank, a rank twice, or one outside the world.
+    """
+    backend = current()
+    key = tuple(sorted(ranks))
+    if not key or len(set(key)) < len(key) or key[0] < 0 or key[-1] >= backend.topology.world_size:
+        raise ValueError(
+            f"new_group({list(ranks)}) needs at least one rank, none twice, all from 0 to {backend.topology.world_size - 1}."
+        )
+    if key not in backend.groups:
+        backend.groups[key] = backend.new_group(key)
+    return backend.groups[key]
+
+
+# --------------------------------------------------------------------------------- gradients
+class _Collective(torch.autograd.Function):
+    """A linear collective: ``run`` forward, its transpose backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tensor: Tensor, run: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.transpose = transpose
+        return run(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.transpose(grad), None, None
+
+
+def _apply(tensor: Tensor, run: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]) -> Tensor:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        result: Tensor = _Collective.apply(tensor, run, transpose)  # type: ignore[no-untyped-call]
+        return result
+    return run(tensor.detach())
+
+
+# --------------------------------------------------------------------------------- arguments
+def _member(group: Group | None) -> Backend:
+    backend = current()
+    if group is not None and backend.topology.rank not in group.ranks:
+        raise ValueError(
+            f"rank {backend.topology.rank} is not in the group of ranks {list(group.ranks)}: only its members make this call."
+        )
+    return backend
+
+
+def _check_src(backend: Backend, src: int, group: Group | None) -> None:
+    if src not in backend.ranks(group):
+        raise ValueError(f"src={src} is not one of the ranks {list(backend.ranks(group))} that take part.")
+
+
+def _check_op(tensor: Tensor, op: str) -> None:
+    if op not in get_args(ReduceOp):
+        raise ValueError(f"op={op!r} is unknown: use one of {', '.join(get_args(ReduceOp))}.")
+    dtype = tensor.dtype
+    if tensor.layout != torch.strided:
+        raise TypeError(f"a {tensor.layout} tensor cannot be combined: pass tensor.to_dense().")
+    if (dtype == torch.bool) != (op in ("and", "or")):
+        raise TypeError(f"{op!r} of {dtype}: bool tensors take 'and' and 'or', only they do; convert with .int() or .bool().")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"the mean of {dtype} is not a whole number: convert with .float() or .double(), or use op='sum'.")
+    if dtype.is_complex and op not in ("sum", "mean"):
+        raise TypeError(f"{op!r} of {dtype}: complex tensors take 'sum' and 'mean'.")
+    if op not in ("sum", "mean") and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op!r} over ranks has no gradient here: pass tensor.detach(), or use 'sum' or 'mean'.")
+
+
+def _engine_op(op: ReduceOp) -> Op:
+    if op == "and":
+        return "min"
+    return "max" if op == "or" else op
+
+
+def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if splits is None:
+        if tensor.dim() == 0 or rows % size:
+            raise ValueError(f"shape {tuple(tensor.shape)} has no {size} equal parts along dim 0: pass splits=.")
+        return [rows // size] * size
+    counts = [int(n) for n in splits]
+    if tensor.dim() == 0 or len(counts) != size or min(counts) < 0 or sum(counts) != rows:
+        raise ValueError(
+            f"splits={counts} must be {size} counts, none negative, that add up to the {rows} rows of shape {tuple(tensor.shape)}."
+        )
+    return counts
+
+
+# ------------------------------------------------------------------------------ to and from the wire
+def _carrier(backend: Backend, tensor: Tensor) -> torch.device:
+    return tensor.device if tensor.device.type in backend.device_types else torch.device("cpu")
+
+
+def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
+    """A contiguous copy in a dtype that the engine combines."""
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    dtype = torch.int32 if tensor.dtype == torch.bool else tensor.dtype
+    if dtype not in backend.reducible:
+        if dtype not in _WIDER:
+            raise TypeError(f"{op!r} of {dtype} is not supported: convert it first, for example with .float() or .long().")
+        dtype = _WIDER[dtype]
+    wire = torch.empty(tensor.shape, dtype=dtype, device=_carrier(backend, tensor))
+    return wire.copy_(tensor)
+
+
+def _narrowed(wire: Tensor, like: Tensor) -> Tensor:
+    if like.dtype.is_complex:
+        wire = torch.view_as_complex(wire)
+    return wire.to(dtype=like.dtype, device=like.device)
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.element_size()
+
+
+def _to_bytes(backend: Backend, tensor: Tensor, copy: bool = False) -> Tensor:
+    wire = tensor.resolve_conj().resolve_neg().to(device=_carrier(backend, tensor)).contiguous()
+    if copy and wire.data_ptr() == tensor.data_ptr():
+        wire = wire.clone()
+    return wire.reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(flat: Tensor, like: Tensor, rows: int) -> Tensor:
+    return flat.view(like.dtype).reshape(rows, *like.shape[1:]).to(like.device)
+
+
+def _exchange(backend: Backend, tensor: Tensor, counts: Sequence[int], group: Group | None) -> list[list[int]]:
+    """Every rank's ``counts``; raises on every rank when dtype or trailing shape differ."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"a {tensor.layout} tensor cannot be moved: pass tensor.to_dense().")
+    form = f"{tensor.dtype} {tuple(tensor.shape[1:])}"
+    mine = torch.tensor([zlib.crc32(form.encode()), *counts])
+    size = len(backend.ranks(group))
+    table = backend.all_gather(mine, [mine.numel()] * size, group).view(size, -1).tolist()
+    if any(row[0] != table[0][0] for row in table):
+        forms = zip(backend.ranks(group), all_gather_object((str(tensor.dtype), tuple(tensor.shape)), group))
+        told = "; ".join(f"rank {rank}: {dtype} {shape}" for rank, (dtype, shape) in forms)
+        raise MismatchError(f"dtypes and all dimensions but the first must agree between ranks, but {told}.")
+    return [row[1:] for row in table]
+
+
+def _pickled(obj: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _unpickled(data: Tensor) -> Any:
+    # Tensor.numpy() would need NumPy, which torch does not.
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

@@ -1,0 +1,48 @@
+"""Every ``UNIDIST_*`` environment variable, in one place.
+
+===================  ==========================================================================
+UNIDIST_BACKEND      engine for ``init("auto")``: ``single``, ``gloo``, ``nccl``, ``horovod``
+UNIDIST_LAUNCHER     launcher whose variables are read, whatever else is set; ``none`` reads none
+UNIDIST_TIMEOUT      seconds after which a start-up or a collective without its peers fails
+UNIDIST_CACHE        folder for built wheels (default ``$XDG_CACHE_HOME/unidist``)
+===================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from unidist.errors import LaunchError
+
+BACKEND = "UNIDIST_BACKEND"
+LAUNCHER = "UNIDIST_LAUNCHER"
+TIMEOUT = "UNIDIST_TIMEOUT"
+CACHE = "UNIDIST_CACHE"
+
+
+def backend(env: Mapping[str, str]) -> str:
+    """Name of the wanted engine, ``auto`` when unset."""
+    return env.get(BACKEND) or "auto"
+
+
+def timeout(env: Mapping[str, str]) -> timedelta | None:
+    """The wanted timeout, or None when unset."""
+    text = env.get(TIMEOUT)
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+        if not 0 < seconds < 1e9:
+            raise ValueError
+    except ValueError:
+        raise LaunchError(f"{TIMEOUT}={text!r} is not a number of seconds above 0: correct or unset it.") from None
+    return timedelta(seconds=seconds)
+
+
+def cache_dir(env: Mapping[str, str]) -> Path:
+    """Folder for what is expensive to make again."""
+    if env.get(CACHE):
+        return Path(env[CACHE]).expanduser()
+    return Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unidist"

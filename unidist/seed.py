@@ -1,0 +1,24 @@
+"""Seeding every random number generator that a training script uses."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import torch
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python's, NumPy's (where loaded) and torch's generators, on every device.
+
+    The same seed on every rank gives every rank the same numbers; add ``unidist.rank()`` for different ones.
+
+    Args:
+        seed: from 0 to 2**32 - 1, as NumPy asks.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"set_seed({seed}): a seed runs from 0 to 2**32 - 1.")
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)

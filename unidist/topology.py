@@ -1,0 +1,315 @@
+"""Which launcher started this process, and where the process stands in the world.
+
+A launcher is a row of variable names. ``detect`` reads a mapping and nothing else: it opens,
+imports and writes nothing. Two launchers' variables may be set at once (torchrun inside an
+``salloc``, mpirun under Slurm): the first row that matches wins, so the rows are ordered from the
+launcher that must have been started last to the one that surrounds it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unidist import knobs
+from unidist.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables that one launcher sets for each process. An empty name: it does not say."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str = ""
+    local_size: str = ""
+    node_rank: str = ""
+    num_nodes: str = ""
+    #: The row matches when all of these are set.
+    marks: tuple[str, ...] = ()
+    #: How its processes find each other: ``master`` (MASTER_ADDR and MASTER_PORT), ``horovod`` (the
+    #: launcher's key-value server), ``mpi`` (one broadcast) or ``slurm`` (first node of the step).
+    meeting: str = "master"
+    #: The MPI library that it belongs to: ``openmpi``, ``mpich`` or none.
+    mpi: str = ""
+
+
+_TORCH = dict(
+    rank="RANK",
+    world_size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    node_rank="GROUP_RANK",
+    num_nodes="GROUP_WORLD_SIZE",
+)
+
+LAUNCHERS: tuple[Launcher, ...] = (
+    # unidist.spawn() names itself, so this row is found by name and matches nothing else.
+    Launcher("spawn", **_TORCH, marks=(knobs.LAUNCHER,)),
+    Launcher("torchrun", **_TORCH, marks=("TORCHELASTIC_RUN_ID",)),
+    Launcher(
+        "horovodrun",
+        rank="HOROVOD_RANK",
+        world_size="HOROVOD_SIZE",
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_size="HOROVOD_LOCAL_SIZE",
+        node_rank="HOROVOD_CROSS_RANK",
+        num_nodes="HOROVOD_CROSS_SIZE",
+        marks=("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+        meeting="horovod",
+    ),
+    # horovodrun --mpi becomes an mpirun and leaves no variable of its own.
+    # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the rank of the node.
+    Launcher(
+        "openmpi",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        marks=("OMPI_COMM_WORLD_RANK",),
+        meeting="mpi",
+        mpi="openmpi",
+    ),
+    Launcher(
+        "mpich",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+        marks=("PMI_RANK", "MPI_LOCALRANKID"),
+        meeting="mpi",
+        mpi="mpich",
+    ),
+    Launcher(
+        "jsrun",
+        rank="JSM_NAMESPACE_RANK",
+        world_size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        local_size="JSM_NAMESPACE_LOCAL_SIZE",
+        marks=("JSM_NAMESPACE_RANK",),
+        meeting="mpi",
+        mpi="openmpi",
+    ),
+    # Variables set by hand, by Kubernetes' PyTorchJob, by DeepSpeed's launcher, ...
+    Launcher("env", **_TORCH, marks=("RANK",)),
+    # A batch script and a shell inside salloc have SLURM_PROCID too, but only srun sets the step's size.
+    Launcher(
+        "slurm",
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        node_rank="SLURM_NODEID",
+        num_nodes="SLURM_STEP_NUM_NODES",
+        marks=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        meeting="slurm",
+    ),
+    Launcher("pmi", rank="PMI_RANK", world_size="PMI_SIZE", marks=("PMI_RANK",), meeting="mpi", mpi="mpich"),
+    # PMIx publishes the size through its library only, so it has to be given by hand.
+    Launcher("pmix", rank="PMIX_RANK", world_size="WORLD_SIZE", marks=("PMIX_RANK",), meeting="mpi"),
+)
+
+NONE = Launcher("none", rank="", world_size="")
+#: What ``init(rank=..., world_size=...)`` makes of its arguments.
+EXPLICIT = Launcher("arguments", rank="rank=", world_size="world_size=")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher declared about this process. None: it did not say."""
+
+    launcher: Launcher
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    node_rank: int | None = None
+    num_nodes: int | None = None
+    #: Where rank 0 listens, if the environment says so.
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    @property
+    def evidence(self) -> str:
+        """The declaration as a user sees it, for messages."""
+        if self.launcher is NONE:
+            return "no launcher's variables are set"
+        row = self.launcher
+        return f"{row.rank.rstrip('=')}={self.rank} {row.world_size.rstrip('=')}={self.world_size}"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this process stands. Ranks count from 0; a node is one host, or one agent of the launcher."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    launcher: str
+
+
+def detect(env: Mapping[str, str]) -> Launch:
+    """Read this process's place from its environment.
+
+    Args:
+        env: a mapping such as ``os.environ``; it is only read.
+
+    Returns:
+        The launcher's declaration; rank 0 of 1 by launcher ``none`` when no launcher left variables.
+
+    Raises:
+        LaunchError: a variable is missing, not a number, or contradicts another.
+    """
+    row = _launcher(env)
+    if row is NONE:
+        return Launch(NONE, rank=0, world_size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1)
+    rank = _number(env, row, row.rank, minimum=0)
+    size = _number(env, row, row.world_size, minimum=1)
+    _below(row, row.rank, rank, row.world_size, size)
+    local_rank = _optional(env, row, row.local_rank, minimum=0)
+    local_size = _optional(env, row, row.local_size, minimum=1)
+    node_rank = _optional(env, row, row.node_rank, minimum=0)
+    num_nodes = _optional(env, row, row.num_nodes, minimum=1)
+    _below(row, row.local_rank, local_rank, row.local_size, local_size)
+    _below(row, row.node_rank, node_rank, row.num_nodes, num_nodes)
+    for name, value in ((row.local_size, local_size), (row.num_nodes, num_nodes)):
+        if value is not None and value > size:
+            raise LaunchError(
+                f"{name}={value} is larger than {row.world_size}={size} ({row.name}): "
+                f"stale variables of another launch? Unset them, or {_force(row)}."
+            )
+    addr, port = _master(env, row)
+    launch = Launch(row, rank, size, local_rank, local_size, node_rank, num_nodes, addr, port)
+    if row.name == "env" and not env.get(knobs.LAUNCHER):
+        _refuse_smaller_world(env, launch)
+    return launch
+
+
+def locate(launch: Launch, hosts: Sequence[str]) -> Topology:
+    """Complete a declaration with the host name of every rank, in rank order.
+
+    What the launcher declared stands; what it left out follows from who shares a host with whom.
+    ``hosts`` may be empty where nothing was left out.
+    """
+    rank, size = launch.rank, launch.world_size
+    same = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+    nodes = list(dict.fromkeys(hosts))
+
+    def known(declared: int | None, derived: int) -> int:
+        return derived if declared is None else declared
+
+    return Topology(
+        rank=rank,
+        world_size=size,
+        local_rank=known(launch.local_rank, same.index(rank) if same else 0),
+        local_size=known(launch.local_size, len(same)),
+        node_rank=known(launch.node_rank, nodes.index(hosts[rank]) if hosts else 0),
+        num_nodes=known(launch.num_nodes, len(nodes)),
+        launcher=launch.launcher.name,
+    )
+
+
+def complete(launch: Launch) -> bool:
+    """Whether the launcher declared all six numbers."""
+    return None not in (launch.local_rank, launch.local_size, launch.node_rank, launch.num_nodes)
+
+
+# ---------------------------------------------------------------------------------------------
+def _launcher(env: Mapping[str, str]) -> Launcher:
+    forced = env.get(knobs.LAUNCHER)
+    if forced == "none":
+        return NONE
+    if forced:
+        for row in LAUNCHERS:
+            if row.name == forced:
+                return row
+        names = ", ".join(["none", *(row.name for row in LAUNCHERS)])
+        raise LaunchError(f"{knobs.LAUNCHER}={forced!r} is not a known launcher: use one of {names}.")
+    for row in LAUNCHERS:
+        if all(env.get(mark) for mark in row.marks):
+            return row
+    if env.get("WORLD_SIZE"):
+        raise LaunchError(
+            f"WORLD_SIZE={env['WORLD_SIZE']!r} is set but RANK is not: set both (each process its own RANK), "
+            f"or unset WORLD_SIZE, or {knobs.LAUNCHER}=none for one process."
+        )
+    return NONE
+
+
+def _force(row: Launcher) -> str:
+    return f"set {knobs.LAUNCHER}=none to ignore {row.name}'s variables"
+
+
+def _number(env: Mapping[str, str], row: Launcher, name: str, *, minimum: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        raise LaunchError(
+            f"{name} is not set, but the other variables say that {row.name} started this process: set {name}, or {_force(row)}."
+        )
+    # int() would also take "1_0", " 1 " and other scripts' digits.
+    if not re.fullmatch(r"-?[0-9]{1,9}", text) or int(text) < minimum:
+        raise LaunchError(
+            f"{name}={text!r} is not a whole number from {minimum} up ({row.name}): correct it, or {_force(row)}."
+        )
+    return int(text)
+
+
+def _optional(env: Mapping[str, str], row: Launcher, name: str, *, minimum: int) -> int | None:
+    return _number(env, row, name, minimum=minimum) if name and env.get(name) else None
+
+
+def _below(row: Launcher, name: str, value: int | None, size_name: str, size: int | None) -> None:
+    if value is not None and size is not None and value >= size:
+        raise LaunchError(
+            f"{name}={value} is not below {size_name}={size} ({row.name}): ranks count from 0; correct them, or {_force(row)}."
+        )
+
+
+def _master(env: Mapping[str, str], row: Launcher) -> tuple[str | None, int | None]:
+    addr = env.get("MASTER_ADDR") or None
+    port: int | None = None
+    if env.get("MASTER_PORT"):
+        port = _number(env, row, "MASTER_PORT", minimum=1)
+        if port > 65535:
+            raise LaunchError(f"MASTER_PORT={port} is not a TCP port: use a free one from 1024 to 65535.")
+    if row.meeting == "slurm":
+        nodes = env.get("SLURM_STEP_NODELIST", "")
+        addr = addr or (first_host(nodes) if nodes else None)
+        port = port or _slurm_port(env)
+    return addr, port
+
+
+def first_host(nodelist: str) -> str:
+    """First host of a Slurm node list: ``gpu[03-07,9],login1`` gives ``gpu03``."""
+    match = re.match(r"([^\[,]+)(?:\[([^\]]*)\]([^\[,]*))?", nodelist)
+    if not match:
+        raise LaunchError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list: set MASTER_ADDR to rank 0's host.")
+    prefix, ranges, suffix = match.groups()
+    if ranges is None:
+        return prefix
+    return prefix + re.split(r"[-,]", ranges)[0] + suffix
+
+
+def _slurm_port(env: Mapping[str, str]) -> int:
+    reserved = re.match(r"[0-9]+", env.get("SLURM_STEP_RESV_PORTS", ""))
+    if reserved:
+        return int(reserved.group())
+    digits = [re.sub(r"\D", "", env.get(name, "")) or "0" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    job, step = (int(text[-9:]) for text in digits)
+    # The private ports 49152-65535 are what the kernel hands to clients; stay below them.
+    return 20000 + (job * 64 + step) % 12000
+
+
+def _refuse_smaller_world(env: Mapping[str, str], launch: Launch) -> None:
+    """RANK and WORLD_SIZE left over in a shell would turn an srun of N tasks into N lonely jobs."""
+    slurm = next(row for row in LAUNCHERS if row.name == "slurm")
+    tasks = env.get(slurm.world_size, "")
+    if tasks.isascii() and tasks.isdigit() and launch.world_size < int(tasks):
+        raise LaunchError(
+            f"RANK={launch.rank} WORLD_SIZE={launch.world_size} are set, but srun started {tasks} tasks: "
+            f"unset RANK and WORLD_SIZE, or set {knobs.LAUNCHER}=slurm to follow srun or {knobs.LAUNCHER}=env to follow them."
+        )
