@@ -40,8 +40,30 @@ def world(launch: Launch) -> Any:
             f"which is not this launcher's library. Set MPI4PY_MPIABI={launch.launcher.mpi or 'mpich or openmpi'} "
             "(and MPI4PY_LIBMPI to its path), or use that library's own mpirun."
         )
-    _end_all_on_error(MPI)
     return MPI.COMM_WORLD
+
+
+def end_all_on_error(launch: Launch) -> None:
+    """Make an uncaught exception end the whole job, where MPI was started by ``world``.
+
+    Without this the failing process would wait in MPI_Finalize for ranks that wait for it. To be called
+    after the engine's start: torch.distributed puts a hook of its own, which shows the error when ours returns.
+    """
+    if world.cache_info().currsize == 0:
+        return
+    from mpi4py import MPI
+
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Inside another hook (a session before this one put it there) the error may not be shown yet.
+        if sys.excepthook is hook and launch.world_size > 1 and not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(1)
+
+    sys.excepthook = hook
 
 
 def _import_mpi(launch: Launch) -> Any:
@@ -59,20 +81,3 @@ def _import_mpi(launch: Launch) -> Any:
         if wanted and not chosen:
             del os.environ["MPI4PY_MPIABI"]
     return MPI
-
-
-def _end_all_on_error(MPI: Any) -> None:
-    """An uncaught exception ends the whole job.
-
-    Without this the failing process would wait in MPI_Finalize for ranks that wait for it.
-    """
-    show = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if MPI.COMM_WORLD.Get_size() > 1 and not MPI.Is_finalized():
-            MPI.COMM_WORLD.Abort(1)
-
-    sys.excepthook = hook

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from unidist.backends import rendezvous
+from unidist.backends import mpi, rendezvous
 from unidist.backends.base import Backend, Group, ModelOptions, Op, Start, default_device
 from unidist.errors import BackendError
 from unidist.topology import Launch, Topology, complete, locate
@@ -72,6 +72,7 @@ class TorchBackend(Backend):
                 f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}. Is every rank running, "
                 "and can the hosts reach each other?"
             ) from error
+        mpi.end_all_on_error(start.launch)
         return cls(name, topology, device, owned=True)
 
     @classmethod

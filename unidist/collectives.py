@@ -353,10 +353,11 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _to_bytes(backend: Backend, tensor: Tensor, copy: bool = False) -> Tensor:
-    wire = tensor.resolve_conj().resolve_neg().to(device=_carrier(backend, tensor)).contiguous()
-    if copy and wire.data_ptr() == tensor.data_ptr():
-        wire = wire.clone()
-    return wire.reshape(-1).view(torch.uint8)
+    wire = tensor.resolve_conj().resolve_neg().to(device=_carrier(backend, tensor)).reshape(-1)
+    # One expanded element counts as contiguous with stride 0, which no byte view takes.
+    if not wire.is_contiguous() or wire.stride(0) != 1 or (copy and wire.data_ptr() == tensor.data_ptr()):
+        wire = wire.clone(memory_format=torch.contiguous_format)
+    return wire.view(torch.uint8)
 
 
 def _from_bytes(flat: Tensor, like: Tensor, rows: int) -> Tensor:

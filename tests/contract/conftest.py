@@ -1,0 +1,35 @@
+"""Runs on every rank of a world that ``tests/test_contract.py`` launched."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import unidist
+from tests.worlds import IN_WORLD
+
+_counts = {"passed": 0, "skipped": 0}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def world() -> Iterator[None]:
+    unidist.init(timeout=60)
+    torch.manual_seed(0)
+    verdict = Path(os.environ[IN_WORLD]) / f"{unidist.rank()}.json"
+    yield
+    unidist.shutdown()
+    verdict.write_text(json.dumps(_counts))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        # The first failure on any rank ends the world: the other ranks would wait for this one.
+        place = unidist.rank() if unidist.is_initialized() else "?"
+        print(f"\nrank {place}: {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)
+        os._exit(1)
+    if report.when == "call" or report.skipped:
+        _counts[report.outcome] += 1

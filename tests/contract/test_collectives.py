@@ -1,0 +1,283 @@
+"""One meaning on every engine."""
+
+import pytest
+import torch
+
+import unidist
+from unidist.collectives import ReduceOp
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+SHAPES = [(), (0,), (1,), (5,), (2, 3), (2, 0, 3)]
+
+
+def make(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of a rank; every rank can make every rank's."""
+    generator = torch.Generator().manual_seed(rank + 1)
+    return torch.randint(1, 5, shape, generator=generator).to(dtype)
+
+
+def everyone(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.stack([make(rank, shape, dtype) for rank in range(unidist.world_size())])
+
+
+def reduced(stack: torch.Tensor, op: str) -> torch.Tensor:
+    wide = stack.double() if stack.dtype.is_floating_point else stack.long()
+    done = {
+        "sum": lambda: wide.sum(0),
+        "mean": lambda: wide.mean(0),
+        "min": lambda: wide.amin(0),
+        "max": lambda: wide.amax(0),
+        "product": lambda: wide.prod(0),
+    }[op]()
+    return done.to(stack.dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS + INTS, ids=str)
+def test_all_reduce(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    mine = make(unidist.rank(), shape, dtype)
+    before = mine.clone()
+    for op in ("sum", "min", "max", "product", "mean"):
+        if op == "mean" and not dtype.is_floating_point:
+            continue
+        result = unidist.all_reduce(mine, op)  # type: ignore[arg-type]
+        torch.testing.assert_close(result, reduced(everyone(shape, dtype), op))
+    assert torch.equal(mine, before) and (not mine.numel() or result.data_ptr() != mine.data_ptr())
+
+
+def test_all_reduce_bool() -> None:
+    mine = torch.tensor([True, unidist.rank() == 0, False])
+    assert unidist.all_reduce(mine, "or").tolist() == [True, True, False]
+    assert unidist.all_reduce(mine, "and").tolist() == [True, unidist.world_size() == 1, False]
+
+
+def test_all_reduce_complex() -> None:
+    mine = torch.tensor([1 + 2j, 3j]) * (unidist.rank() + 1)
+    total = sum(range(1, unidist.world_size() + 1))
+    torch.testing.assert_close(unidist.all_reduce(mine), torch.tensor([1 + 2j, 3j]) * total)
+    torch.testing.assert_close(unidist.all_reduce(mine.conj()), torch.tensor([1 - 2j, -3j]) * total)
+    torch.testing.assert_close(unidist.all_reduce(mine, "mean"), torch.tensor([1 + 2j, 3j]) * total / unidist.world_size())
+
+
+def test_exact_beyond_float64() -> None:
+    big = 2**53 + 1
+    result = unidist.all_reduce(torch.tensor([big + unidist.rank()]))
+    assert result.item() == sum(big + rank for rank in range(unidist.world_size()))
+    assert unidist.all_reduce(torch.tensor(big + unidist.rank()), "max").item() == big + unidist.world_size() - 1
+    assert unidist.all_gather(torch.tensor(-(2**63))).tolist() == [-(2**63)] * unidist.world_size()
+
+
+def test_mean_of_half_does_not_overflow() -> None:
+    result = unidist.all_reduce(torch.tensor([60000.0], dtype=torch.float16), "mean")
+    assert result.item() == 60000.0
+
+
+def test_non_contiguous() -> None:
+    base = torch.arange(12.0).view(3, 4) + unidist.rank()
+    size = unidist.world_size()
+    extra = sum(range(size))
+    torch.testing.assert_close(unidist.all_reduce(base.t()), torch.arange(12.0).view(3, 4).t() * size + extra)
+    gathered = unidist.all_gather(base[:, ::2])
+    torch.testing.assert_close(gathered, torch.cat([torch.arange(12.0).view(3, 4)[:, ::2] + r for r in range(size)]))
+    expanded = torch.ones(1, 3).expand(2, 3)
+    torch.testing.assert_close(unidist.all_reduce(expanded), torch.full((2, 3), float(size)))
+    torch.testing.assert_close(unidist.broadcast(base.t()), torch.arange(12.0).view(3, 4).t())
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTS, torch.bool, torch.complex64, torch.uint16], ids=str)
+def test_all_gather_uneven(dtype: torch.dtype) -> None:
+    mine = make(unidist.rank(), (unidist.rank(), 2), torch.int64).to(dtype)
+    expected = torch.cat([make(rank, (rank, 2), torch.int64).to(dtype) for rank in range(unidist.world_size())])
+    result = unidist.all_gather(mine)
+    assert result.dtype == dtype and torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_gather_shapes(shape: tuple[int, ...]) -> None:
+    result = unidist.all_gather(make(unidist.rank(), shape, torch.float32))
+    stack = everyone(shape, torch.float32)
+    assert torch.equal(result, stack if shape == () else stack.flatten(0, 1))
+
+
+def test_all_gather_mismatch_is_told_on_every_rank() -> None:
+    if unidist.world_size() == 1:
+        assert unidist.all_gather(torch.zeros(2, 1)).shape == (2, 1)
+        return
+    with pytest.raises(unidist.MismatchError, match=r"rank 0: torch.float32 \(2, 1\); rank 1: torch.float32 \(2, 2\)"):
+        unidist.all_gather(torch.zeros(2, unidist.rank() + 1))
+    with pytest.raises(unidist.MismatchError, match="rank 0: torch.float32"):
+        unidist.all_gather(torch.zeros(2, dtype=torch.float32 if unidist.rank() == 0 else torch.int32))
+    assert unidist.all_gather(torch.ones(1)).tolist() == [1.0] * unidist.world_size()
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTS, torch.bool, torch.complex64], ids=str)
+def test_broadcast(dtype: torch.dtype) -> None:
+    for src in range(unidist.world_size()):
+        for shape in SHAPES:
+            mine = make(unidist.rank(), shape, torch.int64).to(dtype)
+            before = mine.clone()
+            result = unidist.broadcast(mine, src)
+            assert result.shape == shape and torch.equal(result, make(src, shape, torch.int64).to(dtype))
+            assert torch.equal(mine, before)
+
+
+def test_all_to_all() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    even = torch.arange(size * 2).view(size * 2, 1) + 100 * rank
+    expected = torch.cat([torch.arange(rank * 2, rank * 2 + 2).view(2, 1) + 100 * r for r in range(size)])
+    assert torch.equal(unidist.all_to_all(even), expected)
+    # Rank r sends r + d rows to rank d, each of the value 10 r + d.
+    splits = [rank + d for d in range(size)]
+    rows = torch.cat([torch.full((rank + d, 3), 10 * rank + d, dtype=torch.int16) for d in range(size)])
+    received = unidist.all_to_all(rows, splits)
+    assert torch.equal(received, torch.cat([torch.full((r + rank, 3), 10 * r + rank, dtype=torch.int16) for r in range(size)]))
+    with pytest.raises(ValueError, match="add up to"):
+        unidist.all_to_all(torch.zeros(3), [1] * (size + 1))
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
+def test_reduce_scatter(op: ReduceOp) -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = make(rank, (size * 2, 3), dtype)
+        expected = reduced(everyone((size * 2, 3), dtype), op)[rank * 2 : rank * 2 + 2]
+        torch.testing.assert_close(unidist.reduce_scatter(mine, op), expected)
+    with pytest.raises(ValueError, match="cannot cut"):
+        unidist.reduce_scatter(torch.tensor(1.0))
+
+
+def test_calls_of_changing_shape_and_dtype() -> None:
+    """The same call again with other arguments; an engine that caches by name must notice."""
+    for step in range(12):
+        dtype = (torch.float32, torch.int64, torch.float64)[step % 3]
+        result = unidist.all_reduce(torch.ones(1 + step * 7 % 5, dtype=dtype))
+        assert result.dtype == dtype and result.tolist() == [unidist.world_size()] * (1 + step * 7 % 5)
+        assert unidist.all_gather(torch.ones(step % 4, dtype=dtype)).numel() == step % 4 * unidist.world_size()
+
+
+# ------------------------------------------------------------------------------------ objects
+OBJECTS = [None, "Zürich – 東京 🦊", {"n": 2**100, "t": (1, [2.5])}, b"\x00\xff", float("inf"), list(range(5000))]
+
+
+def test_objects() -> None:
+    size = unidist.world_size()
+    for obj in OBJECTS:
+        assert unidist.all_gather_object((unidist.rank(), obj)) == [(rank, obj) for rank in range(size)]
+        for src in range(size):
+            assert unidist.broadcast_object(obj if unidist.rank() == src else "ignored", src) == obj
+    assert unidist.all_gather_object("x" * unidist.rank() * 1000) == ["x" * rank * 1000 for rank in range(size)]
+
+
+# ------------------------------------------------------------------------------------ gradients
+def grad_of(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Gradient of a rank's own loss: rank r weighs every entry of the result with r + 1."""
+    (result.double().sum() * (unidist.rank() + 1)).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_gradients() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    total = float(sum(range(1, size + 1)))
+    x = torch.ones(3, requires_grad=True)
+    torch.testing.assert_close(grad_of(unidist.all_reduce(x), x), torch.full((3,), total))
+    x = torch.ones(3, requires_grad=True)
+    torch.testing.assert_close(grad_of(unidist.all_reduce(x, "mean"), x), torch.full((3,), total / size))
+    x = torch.ones(rank + 1, 2, requires_grad=True)
+    torch.testing.assert_close(grad_of(unidist.all_gather(x), x), torch.full((rank + 1, 2), total))
+    x = torch.tensor(1.0, requires_grad=True)
+    torch.testing.assert_close(grad_of(unidist.all_gather(x), x), torch.tensor(total))
+    x = torch.ones(2, requires_grad=True)
+    torch.testing.assert_close(grad_of(unidist.broadcast(x, size - 1), x), torch.full((2,), total if rank == size - 1 else 0.0))
+    x = torch.ones(size, requires_grad=True)
+    torch.testing.assert_close(grad_of(unidist.all_to_all(x), x), torch.arange(1.0, size + 1))
+    x = torch.ones(size, 2, requires_grad=True)
+    expected = torch.arange(1.0, size + 1).view(-1, 1).expand(size, 2)
+    torch.testing.assert_close(grad_of(unidist.reduce_scatter(x), x), expected)
+    x = torch.ones(size, 2, requires_grad=True)
+    torch.testing.assert_close(grad_of(unidist.reduce_scatter(x, "mean"), x), expected / size)
+
+
+def test_contrastive_loss_is_that_of_one_process() -> None:
+    """A loss over all ranks' embeddings has the gradients of one process with the whole batch."""
+    size = unidist.world_size()
+    generator = torch.Generator().manual_seed(3)
+    data = torch.randn(size * 2, 4, generator=generator, dtype=torch.float64)
+    weight = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+
+    def loss_of(embedded: torch.Tensor) -> torch.Tensor:
+        return torch.logsumexp(embedded @ embedded.t(), dim=1).mean()
+
+    local = weight.clone().requires_grad_()
+    mine = data[unidist.rank() * 2 : unidist.rank() * 2 + 2]
+    loss_of(unidist.all_gather(mine @ local)).backward()
+    whole = weight.clone().requires_grad_()
+    loss_of(data @ whole).backward()
+    assert local.grad is not None
+    torch.testing.assert_close(unidist.all_reduce(local.grad, "mean"), whole.grad)
+
+
+def test_no_gradient_without_asking() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        assert not unidist.all_reduce(x, "max").requires_grad
+    assert not unidist.all_reduce(x.detach()).requires_grad
+    with pytest.raises(ValueError, match="detach"):
+        unidist.all_reduce(x, "max")
+
+
+# ------------------------------------------------------------------------------------ groups
+def test_groups() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    evens = unidist.new_group(range(0, size, 2))
+    last = unidist.new_group([size - 1])
+    assert unidist.new_group(list(reversed(range(0, size, 2)))) is evens
+    if rank in evens.ranks:
+        assert unidist.all_reduce(torch.tensor(rank), group=evens).item() == sum(evens.ranks)
+        assert unidist.all_reduce(torch.tensor(float(rank)), "mean", evens).item() == sum(evens.ranks) / len(evens.ranks)
+        assert unidist.all_gather(torch.tensor([rank]), evens).tolist() == list(evens.ranks)
+        assert unidist.broadcast(torch.tensor(rank), evens.ranks[-1], evens).item() == evens.ranks[-1]
+        assert unidist.all_gather_object(rank, evens) == list(evens.ranks)
+        assert unidist.broadcast_object(rank, evens.ranks[-1], evens) == evens.ranks[-1]
+        assert unidist.all_to_all(torch.full((len(evens.ranks),), rank), group=evens).tolist() == list(evens.ranks)
+        assert unidist.reduce_scatter(torch.ones(len(evens.ranks)), group=evens).tolist() == [len(evens.ranks)]
+        unidist.barrier(evens)
+    else:
+        with pytest.raises(ValueError, match="not in the group"):
+            unidist.all_reduce(torch.ones(1), group=evens)
+    if rank == size - 1:
+        assert unidist.all_reduce(torch.tensor(7), group=last).item() == 7
+    # Only some ranks took part above; the world still agrees.
+    assert unidist.all_gather(torch.tensor(rank)).tolist() == list(range(size))
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [-1], [99]], ids=str)
+def test_bad_groups(ranks: list[int]) -> None:
+    with pytest.raises(ValueError, match="new_group"):
+        unidist.new_group(ranks)
+
+
+# ------------------------------------------------------------------------------------ bad input
+@pytest.mark.parametrize(
+    ("tensor", "op", "error", "match"),
+    [
+        (torch.ones(1), "average", ValueError, "use one of sum, mean"),
+        (torch.ones(1, dtype=torch.int64), "mean", TypeError, "not a whole number"),
+        (torch.ones(1, dtype=torch.bool), "sum", TypeError, "bool tensors take"),
+        (torch.ones(1), "and", TypeError, "bool tensors take"),
+        (torch.ones(1, dtype=torch.complex64), "max", TypeError, "complex tensors take"),
+        (torch.ones(1, dtype=torch.uint16), "sum", TypeError, "not supported"),
+        (torch.eye(2).to_sparse(), "sum", TypeError, "to_dense"),
+    ],
+)
+def test_bad_all_reduce(tensor: torch.Tensor, op: ReduceOp, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        unidist.all_reduce(tensor, op)
+
+
+def test_bad_src() -> None:
+    with pytest.raises(ValueError, match="src=17"):
+        unidist.broadcast(torch.ones(1), 17)
+    with pytest.raises(ValueError, match="src=-1"):
+        unidist.broadcast_object(1, -1)
