@@ -62,7 +62,7 @@ class Bucket:
         self.params = params
         self.name = name
         self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
-        parts = self.flat.split([p.numel() for p in params])
+        parts = torch.split(self.flat, [p.numel() for p in params])
         self.views = [part.view_as(p) for part, p in zip(parts, params)]
         self.pending = set(range(len(params)))
         self.wait: Callable[[], None] | None = None
@@ -93,7 +93,7 @@ class BucketedDataParallel(DataParallel):
         self._find_unused = options.find_unused_parameters
         self._broadcast_buffers = options.broadcast_buffers
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._names = {p: name for name, p in trained}
+        self._names: dict[Tensor, str] = {p: name for name, p in trained}
         # Models are wrapped in the same order on every rank, so the number is the same too.
         self._buckets = make_buckets([p for _, p in trained], options.bucket_cap_mb, f"model{next(self._made)}")
         self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.params)}
@@ -102,7 +102,7 @@ class BucketedDataParallel(DataParallel):
         self._in_backward = False
         self._follow_first([*module.parameters(), *module.buffers()])
         for param in self._place:
-            param.register_post_accumulate_grad_hook(self._accumulated)
+            param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -118,7 +118,7 @@ class BucketedDataParallel(DataParallel):
             return
         if not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket, index = self._place[param]
         if bucket.wait is not None:
             raise UnidistError(
@@ -174,7 +174,7 @@ class BucketedDataParallel(DataParallel):
             flat = torch.cat([t.detach().reshape(-1) for t in same])
             self._reducer.broadcast_first(flat)
             with torch.no_grad():
-                for tensor, part in zip(same, flat.split([t.numel() for t in same])):
+                for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same])):
                     tensor.copy_(part.view_as(tensor))
 
 

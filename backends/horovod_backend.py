@@ -77,6 +77,7 @@ class HorovodBackend(Backend):
             settings.restore()
             if server is not None:
                 server.stop()
+                server._httpd.server_close()  # stop() leaves the socket open
 
         device = default_device(start.device, topology.local_rank)
         if device.type == "cuda":

@@ -117,10 +117,14 @@ def _at_master(launch: Launch, timeout: timedelta) -> dist.Store:
         store = dist.TCPStore(addr, port, is_master=False, timeout=timeout)
         return dist.PrefixStore(f"restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     try:
-        return dist.TCPStore(addr, port, is_master=launch.rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+        return dist.TCPStore(
+            addr, port, is_master=launch.rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
     except dist.DistNetworkError as error:
         if launch.rank == 0 and "EADDRINUSE" in str(error):
-            raise BackendError(f"port {port} of {addr} is in use: set MASTER_PORT to a free one on every rank.") from error
+            raise BackendError(
+                f"port {port} of {addr} is in use: set MASTER_PORT to a free one on every rank."
+            ) from error
         raise
 
 
@@ -131,7 +135,9 @@ def _at_horovod(launch: Launch, timeout: timedelta) -> dist.Store:
     if launch.rank == 0:
         store = open_on_free_port(timeout)
         host = "127.0.0.1" if launch.num_nodes == 1 else _reachable_address(server)
-        urllib.request.urlopen(urllib.request.Request(url, data=f"{host}:{store.port}".encode(), method="PUT"), timeout=30)
+        urllib.request.urlopen(
+            urllib.request.Request(url, data=f"{host}:{store.port}".encode(), method="PUT"), timeout=30
+        )
         return store
     host, port = _poll(url, timeout).rsplit(":", 1)
     return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from unidist.backends import mpi, rendezvous
@@ -25,12 +24,6 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_HALF_HOOKS: dict[torch.dtype, Callable[..., Any]] = {
-    torch.float16: default_hooks.fp16_compress_hook,
-    torch.bfloat16: default_hooks.bf16_compress_hook,
-}
-
-
 # torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -103,7 +96,9 @@ class TorchBackend(Backend):
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         with self.engine_errors("new_group"):
             whole = dist.new_group(list(ranks))
-            return Group(ranks, {"cuda": whole, "cpu": dist.new_group(list(ranks), backend="gloo") if self._split else whole})
+            return Group(
+                ranks, {"cuda": whole, "cpu": dist.new_group(list(ranks), backend="gloo") if self._split else whole}
+            )
 
     def barrier(self, group: Group | None = None) -> None:
         with self.engine_errors("barrier"):
@@ -145,7 +140,9 @@ class TorchBackend(Backend):
         size = len(self.ranks(group))
         result = tensor.new_empty(tensor.numel() // size)
         with self.engine_errors("reduce_scatter"):
-            _reduce_scatter(result, tensor, _OPS["sum" if op == "mean" else op], self._handle(group, tensor.device.type))
+            _reduce_scatter(
+                result, tensor, _OPS["sum" if op == "mean" else op], self._handle(group, tensor.device.type)
+            )
         return result.div_(size) if op == "mean" else result
 
     def wrap_model(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> nn.Module:
@@ -163,7 +160,7 @@ class TorchBackend(Backend):
             )
         wrapped.buffers_follow = options.broadcast_buffers
         if options.compression is not None:
-            wrapped.register_comm_hook(handle, _HALF_HOOKS[options.compression])
+            wrapped.register_comm_hook(handle, _compressed(options.compression, len(self.ranks(group))))
         return wrapped
 
     def _handle(self, group: Group | None, device_type: str) -> Any:
@@ -180,7 +177,18 @@ class Wrapped(DistributedDataParallel):
     buffers_follow = True
 
     def will_sync_module_buffers(self) -> bool:
-        return self.buffers_follow and torch.is_grad_enabled() and bool(super().will_sync_module_buffers())
+        return self.buffers_follow and torch.is_grad_enabled() and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
+
+def _compressed(dtype: torch.dtype, size: int) -> Callable[..., Any]:
+    """A communication hook that averages gradients in ``dtype``; torch's own refuses bfloat16 on the CPU."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, not their names
+        wire = bucket.buffer().to(dtype).div_(size)
+        future = dist.all_reduce(wire, group=state, async_op=True).get_future()
+        return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+    return hook
 
 
 def _device(name: str, start: Start, topology: Topology) -> torch.device:
@@ -193,4 +201,6 @@ def _check_available(name: str) -> None:
         raise BackendError("this torch was built without torch.distributed: install another build.")
     if name == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
         missing = "this torch was built without NCCL" if not dist.is_nccl_available() else "no CUDA device is visible"
-        raise BackendError(f"backend 'nccl' cannot run: {missing}. Use backend 'gloo', or a CUDA build of torch on a GPU host.")
+        raise BackendError(
+            f"backend 'nccl' cannot run: {missing}. Use backend 'gloo', or a CUDA build of torch on a GPU host."
+        )

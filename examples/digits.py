@@ -75,7 +75,10 @@ def main() -> None:
         loss = unidist.allreduce_metric(loss.item())
         correct, seen = evaluate(model, test)
         if unidist.is_main():
-            print(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  accuracy {correct}/{seen} = {correct / seen:.4f}", flush=True)
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  accuracy {correct}/{seen} = {correct / seen:.4f}",
+                flush=True,
+            )
 
     if unidist.is_main():
         torch.save(model.module.state_dict(), args.save)

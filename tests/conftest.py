@@ -1,9 +1,12 @@
 """Two kinds of tests: those here start worlds; those in ``contract`` run inside one, on every rank."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests import slurm
 from tests.worlds import IN_WORLD, shown
 
 # What runs inside a world is collected only there.
@@ -15,3 +18,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(title)
         for line in lines:
             terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def srun_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which ``srun`` reaches a Slurm of this test run's own."""
+    absent = slurm.missing()
+    if absent:
+        pytest.skip(absent)
+    with slurm.slurm(tmp_path_factory.mktemp("slurm")) as env:
+        yield env

@@ -45,7 +45,16 @@ def _torchrun(*options: str) -> Callable[[int, Sequence[str]], list[list[str]]]:
 
 def _two_agents(n: int, argv: Sequence[str]) -> list[list[str]]:
     assert n % 2 == 0
-    meeting = ["--nnodes", "2", "--nproc-per-node", str(n // 2), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    meeting = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        str(n // 2),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    ]
     return [[*TORCHRUN, *meeting, "--node-rank", str(node), *argv] for node in range(2)]
 
 
@@ -63,7 +72,9 @@ LAUNCHERS: dict[str, Callable[[int, Sequence[str]], list[list[str]]]] = {
     "horovodrun --mpi": lambda n, argv: [
         [*HOROVODRUN, "-np", str(n), "--mpi", "--mpi-args=--oversubscribe", PYTHON, *argv]
     ],
-    "mpirun": lambda n, argv: [["mpirun.openmpi", "--oversubscribe", "-np", str(n), PYTHON, *argv]],
+    "mpirun": lambda n, argv: [
+        ["mpirun.openmpi", "--oversubscribe", "--bind-to", "none", "-np", str(n), PYTHON, *argv]
+    ],
     "mpiexec (MPICH)": lambda n, argv: [["mpiexec.mpich", "-n", str(n), PYTHON, *argv]],
     "srun": lambda n, argv: [["srun", "-n", str(n), "--overcommit", PYTHON, *argv]],
 }

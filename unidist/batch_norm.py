@@ -56,7 +56,7 @@ class SyncBatchNorm(_BatchNorm):
         # One row a rank, the others' zero: the sum is a gather that carries gradients.
         table = F.pad(mine.unsqueeze(0), (0, 0, ranks.index(backend.topology.rank), 0))
         table = all_reduce(F.pad(table, (0, 0, 0, len(ranks) - table.shape[0])), "sum", self.group)
-        means, variances, counts = table.split([len(mean), len(var), 1], dim=1)
+        means, variances, counts = torch.split(table, [len(mean), len(var), 1], dim=1)
         count = counts.sum()
         total_mean = (counts * means).sum(0) / count
         total_var = (counts * (variances + (means - total_mean) ** 2)).sum(0) / count

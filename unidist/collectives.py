@@ -151,9 +151,7 @@ def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group
         flat = backend.all_to_all(_to_bytes(backend, data), [n * row for n in out], [n * row for n in back], group)
         return _from_bytes(flat, data, sum(back))
 
-    return _apply(
-        tensor, lambda data: move(data, send, receive), lambda grad: move(grad, receive, send)
-    )
+    return _apply(tensor, lambda data: move(data, send, receive), lambda grad: move(grad, receive, send))
 
 
 def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
@@ -198,7 +196,7 @@ def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
     data = _pickled(obj)
     sizes = [counts[0] for counts in _exchange(backend, data, [data.numel()], group)]
     flat = backend.all_gather(data, sizes, group)
-    return [_unpickled(part) for part in flat.split(sizes)]
+    return [_unpickled(part) for part in torch.split(flat, sizes)]
 
 
 def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
@@ -251,14 +249,14 @@ class _Collective(torch.autograd.Function):
     """A linear collective: ``run`` forward, its transpose backward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, tensor: Tensor, run: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
     ) -> Tensor:
         ctx.transpose = transpose
         return run(tensor.detach())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.transpose(grad), None, None
 
 
@@ -291,9 +289,13 @@ def _check_op(tensor: Tensor, op: str) -> None:
     if tensor.layout != torch.strided:
         raise TypeError(f"a {tensor.layout} tensor cannot be combined: pass tensor.to_dense().")
     if (dtype == torch.bool) != (op in ("and", "or")):
-        raise TypeError(f"{op!r} of {dtype}: bool tensors take 'and' and 'or', only they do; convert with .int() or .bool().")
+        raise TypeError(
+            f"{op!r} of {dtype}: bool tensors take 'and' and 'or', only they do; convert with .int() or .bool()."
+        )
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f"the mean of {dtype} is not a whole number: convert with .float() or .double(), or use op='sum'.")
+        raise TypeError(
+            f"the mean of {dtype} is not a whole number: convert with .float() or .double(), or use op='sum'."
+        )
     if dtype.is_complex and op not in ("sum", "mean"):
         raise TypeError(f"{op!r} of {dtype}: complex tensors take 'sum' and 'mean'.")
     if op not in ("sum", "mean") and tensor.requires_grad and torch.is_grad_enabled():
@@ -332,7 +334,9 @@ def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
     dtype = torch.int32 if tensor.dtype == torch.bool else tensor.dtype
     if dtype not in backend.reducible:
         if dtype not in _WIDER:
-            raise TypeError(f"{op!r} of {dtype} is not supported: convert it first, for example with .float() or .long().")
+            raise TypeError(
+                f"{op!r} of {dtype} is not supported: convert it first, for example with .float() or .long()."
+            )
         dtype = _WIDER[dtype]
     wire = torch.empty(tensor.shape, dtype=dtype, device=_carrier(backend, tensor))
     return wire.copy_(tensor)

@@ -78,19 +78,21 @@ def init(
         WorldSizeError: the engine's world has another size than the launcher declared.
     """
     global _current, _asked, _sessions
-    asked: dict[str, object] = dict(
-        backend=None if backend == "auto" else backend,
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device=None if device is None else torch.device(device),
-    )
+    asked: dict[str, object] = {
+        "backend": None if backend == "auto" else backend,
+        "init_method": init_method,
+        "rank": rank,
+        "world_size": world_size,
+        "timeout": timeout,
+        "device": None if device is None else torch.device(device),
+    }
     if _current is not None:
         _refuse_change(asked, _current)
     else:
         launch = _declared(init_method, rank, world_size)
-        start = Start(launch, init_method, _timeout(timeout), None if device is None else torch.device(device), _sessions)
+        start = Start(
+            launch, init_method, _timeout(timeout), None if device is None else torch.device(device), _sessions
+        )
         name = backend if backend != "auto" else knobs.backend(os.environ)
         started, why = _start(name, start)
         _sessions += 1
@@ -109,15 +111,21 @@ def init(
 def shutdown() -> None:
     """Leave the world; ``init()`` may be called again afterwards. Collective. No-op when not initialised.
 
-    An engine that ``init()`` found running is left running. Called at exit if the script does not.
+    Waits for the other ranks, which may still be at work, unless an exception is on its way through
+    this process (as in a ``finally`` block). An engine that ``init()`` found running is left running.
+    A script that ends without this call leaves without waiting.
     """
+    if _current is not None and sys.exc_info()[0] is None:
+        _current.barrier()
+    _leave()
+
+
+@atexit.register
+def _leave() -> None:
     global _current, _asked
     backend, _current, _asked = _current, None, {}
     if backend is not None:
         backend.shutdown()
-
-
-atexit.register(shutdown)
 
 
 def is_initialized() -> bool:
@@ -221,7 +229,9 @@ def _start(name: str, start: Start) -> tuple[Backend, str]:
         if adopted and name in ("auto", adopted.name):
             return adopted, "already initialised"
         if adopted:
-            raise BackendError(f"init({name!r}): a process group on {adopted.name!r} is already initialised; ask for that.")
+            raise BackendError(
+                f"init({name!r}): a process group on {adopted.name!r} is already initialised; ask for that."
+            )
     why = "asked for"
     if name == "auto":
         name, why = _pick(start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,7 +96,9 @@ def shard_loader(
     drop_last = loader.drop_last if drop_last is None else drop_last
     pad = (not drop_last) if pad is None else pad
     if pad and drop_last:
-        raise ValueError("shard_loader(pad=True, drop_last=True): the last samples can be repeated or dropped, not both.")
+        raise ValueError(
+            "shard_loader(pad=True, drop_last=True): the last samples can be repeated or dropped, not both."
+        )
     if pad and length == 0:
         raise ValueError("shard_loader cannot pad an empty dataset: pass pad=False if it may be empty.")
     sampler = ShardSampler(
@@ -107,6 +110,7 @@ def shard_loader(
         drop_last=drop_last,
         pad=pad,
     )
+    newer: dict[str, Any] = {"in_order": loader.in_order} if hasattr(loader, "in_order") else {}
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,
@@ -118,12 +122,17 @@ def shard_loader(
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
-        # Seeds the workers: each rank's differ, and all come back in the next run.
-        generator=torch.Generator().manual_seed(seed + place.rank * 2**32),
+        generator=_worker_seeds(seed, place.rank),
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
-        **({"in_order": loader.in_order} if hasattr(loader, "in_order") else {}),
+        **newer,
     )
+
+
+def _worker_seeds(seed: int, rank: int) -> torch.Generator:
+    """What seeds the workers: another generator for each rank, the same in every run."""
+    # torch's generator takes 32 bits, so seed and rank are mixed into as many.
+    return torch.Generator().manual_seed(random.Random(f"{seed} {rank}").getrandbits(32))
 
 
 def _check_shardable(loader: DataLoader[Any]) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn as start_processes
 
 from unidist import context, knobs
 
@@ -34,7 +34,7 @@ def spawn(fn: Callable[..., object], nprocs: int, args: tuple[Any, ...] = (), ba
     from unidist.backends import rendezvous
 
     store = rendezvous.open_on_free_port()  # the children's meeting point, for as long as they run
-    mp.spawn(_run, args=(nprocs, store.port, fn, args, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]
+    start_processes(_run, args=(nprocs, store.port, fn, args, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]
 
 
 def _run(index: int, nprocs: int, port: int, fn: Callable[..., object], args: tuple[Any, ...], backend: str) -> None:

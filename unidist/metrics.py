@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unidist.context import current
 from unidist.errors import MismatchError
-from unidist.tree import leaves, map_leaves
+from unidist.tree import leaves, map_leaves, walk
 
 T = TypeVar("T")
 MetricOp = Literal["mean", "sum", "min", "max"]
@@ -57,7 +57,7 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
     backend.all_reduce(wire, "sum" if op == "mean" else op)
     result = wire.cpu()
     _check_header(header, result, op, backend.topology.world_size)
-    answers = result[len(header) : length].split([len(part) for part in packed])
+    answers = torch.split(result[len(header) : length], [len(part) for part in packed])
     pairs = iter(zip(answers, parts))
     combined: T = map_leaves(lambda _: _unpack(*next(pairs), op, result, backend.topology.world_size), value)
     return combined
@@ -84,18 +84,20 @@ def _pack(leaf: Any, op: str, share: float) -> Tensor:
             raise TypeError(f"allreduce_metric takes dense real tensors, not {leaf.dtype} ({leaf.layout}).")
         return _pack_tensor(leaf.detach().cpu().reshape(-1), op, share)
     if not isinstance(leaf, Real):
-        raise TypeError(f"allreduce_metric takes numbers and tensors in dicts, lists and tuples, not {type(leaf).__name__}.")
+        raise TypeError(
+            f"allreduce_metric takes numbers and tensors in dicts, lists and tuples, not {type(leaf).__name__}."
+        )
     if op == "mean":
         return _weighted(torch.tensor([float(leaf)], dtype=torch.float64), share)
-    whole = isinstance(leaf, Integral)
+    n = int(leaf) if isinstance(leaf, Integral) else None
     limit = 2**80 if op == "sum" else _EXACT
-    if isinstance(leaf, Integral) and abs(int(leaf)) > limit:
+    if n is not None and abs(n) > limit:
         raise ValueError(f"the {op} of {leaf} is not exact beyond {limit}: pass a float.")
     if op != "sum":
         return torch.tensor([float(leaf)], dtype=torch.float64)
     # A rank may report 0 where another reports 0.5, so integers and floats take the same room.
-    n = int(leaf) if whole else 0
-    return torch.tensor([0.0 if whole else float(leaf), n >> 32, n & 0xFFFFFFFF, whole], dtype=torch.float64)
+    parts = [float(leaf), 0, 0, False] if n is None else [0.0, n >> 32, n & 0xFFFFFFFF, True]
+    return torch.tensor(parts, dtype=torch.float64)
 
 
 def _pack_tensor(flat: Tensor, op: str, share: float) -> Tensor:
@@ -145,7 +147,7 @@ def _unpack_tensor(answer: Tensor, leaf: Tensor, op: str, result: Tensor) -> Ten
 # ------------------------------------------------------------------------------ the same on every rank?
 def _header(value: Any, op: str, share: float) -> Tensor:
     """This rank's share, and a fingerprint of the structure in a form whose combination shows a difference."""
-    form = zlib.crc32(repr((op, map_leaves(_form, value))).encode()) % 2**20
+    form = zlib.crc32(repr((op, [(path, _form(leaf)) for path, leaf in walk(value)])).encode()) % 2**20
     numbers = [share, form, form**2] if op in ("mean", "sum") else [form, -form]
     return torch.tensor(numbers, dtype=torch.float64)
 

@@ -36,19 +36,23 @@ class Launcher:
     mpi: str = ""
 
 
-_TORCH = dict(
-    rank="RANK",
-    world_size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_size="LOCAL_WORLD_SIZE",
-    node_rank="GROUP_RANK",
-    num_nodes="GROUP_WORLD_SIZE",
-)
+def _torch_like(name: str, mark: str) -> Launcher:
+    return Launcher(
+        name,
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        node_rank="GROUP_RANK",
+        num_nodes="GROUP_WORLD_SIZE",
+        marks=(mark,),
+    )
+
 
 LAUNCHERS: tuple[Launcher, ...] = (
     # unidist.spawn() names itself, so this row is found by name and matches nothing else.
-    Launcher("spawn", **_TORCH, marks=(knobs.LAUNCHER,)),
-    Launcher("torchrun", **_TORCH, marks=("TORCHELASTIC_RUN_ID",)),
+    _torch_like("spawn", mark=knobs.LAUNCHER),
+    _torch_like("torchrun", mark="TORCHELASTIC_RUN_ID"),
     Launcher(
         "horovodrun",
         rank="HOROVOD_RANK",
@@ -93,7 +97,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         mpi="openmpi",
     ),
     # Variables set by hand, by Kubernetes' PyTorchJob, by DeepSpeed's launcher, ...
-    Launcher("env", **_TORCH, marks=("RANK",)),
+    _torch_like("env", mark="RANK"),
     # A batch script and a shell inside salloc have SLURM_PROCID too, but only srun sets the step's size.
     Launcher(
         "slurm",
@@ -285,13 +289,10 @@ def _master(env: Mapping[str, str], row: Launcher) -> tuple[str | None, int | No
 
 def first_host(nodelist: str) -> str:
     """First host of a Slurm node list: ``gpu[03-07,9],login1`` gives ``gpu03``."""
-    match = re.match(r"([^\[,]+)(?:\[([^\]]*)\]([^\[,]*))?", nodelist)
-    if not match:
+    first = re.sub(r"\[(\w*)[^\]]*\]", r"\1", nodelist).split(",")[0]
+    if not re.fullmatch(r"[\w.-]+", first):
         raise LaunchError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list: set MASTER_ADDR to rank 0's host.")
-    prefix, ranges, suffix = match.groups()
-    if ranges is None:
-        return prefix
-    return prefix + re.split(r"[-,]", ranges)[0] + suffix
+    return first
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:

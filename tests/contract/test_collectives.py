@@ -57,7 +57,9 @@ def test_all_reduce_complex() -> None:
     total = sum(range(1, unidist.world_size() + 1))
     torch.testing.assert_close(unidist.all_reduce(mine), torch.tensor([1 + 2j, 3j]) * total)
     torch.testing.assert_close(unidist.all_reduce(mine.conj()), torch.tensor([1 - 2j, -3j]) * total)
-    torch.testing.assert_close(unidist.all_reduce(mine, "mean"), torch.tensor([1 + 2j, 3j]) * total / unidist.world_size())
+    torch.testing.assert_close(
+        unidist.all_reduce(mine, "mean"), torch.tensor([1 + 2j, 3j]) * total / unidist.world_size()
+    )
 
 
 def test_exact_beyond_float64() -> None:
@@ -104,9 +106,9 @@ def test_all_gather_mismatch_is_told_on_every_rank() -> None:
     if unidist.world_size() == 1:
         assert unidist.all_gather(torch.zeros(2, 1)).shape == (2, 1)
         return
-    with pytest.raises(unidist.MismatchError, match=r"rank 0: torch.float32 \(2, 1\); rank 1: torch.float32 \(2, 2\)"):
+    with pytest.raises(unidist.MismatchError, match=r"rank 0: torch\.float32 \(2, 1\); rank 1: torch\.float32 \(2, 2\)"):
         unidist.all_gather(torch.zeros(2, unidist.rank() + 1))
-    with pytest.raises(unidist.MismatchError, match="rank 0: torch.float32"):
+    with pytest.raises(unidist.MismatchError, match=r"rank 0: torch\.float32"):
         unidist.all_gather(torch.zeros(2, dtype=torch.float32 if unidist.rank() == 0 else torch.int32))
     assert unidist.all_gather(torch.ones(1)).tolist() == [1.0] * unidist.world_size()
 
@@ -131,7 +133,9 @@ def test_all_to_all() -> None:
     splits = [rank + d for d in range(size)]
     rows = torch.cat([torch.full((rank + d, 3), 10 * rank + d, dtype=torch.int16) for d in range(size)])
     received = unidist.all_to_all(rows, splits)
-    assert torch.equal(received, torch.cat([torch.full((r + rank, 3), 10 * r + rank, dtype=torch.int16) for r in range(size)]))
+    assert torch.equal(
+        received, torch.cat([torch.full((r + rank, 3), 10 * r + rank, dtype=torch.int16) for r in range(size)])
+    )
     with pytest.raises(ValueError, match="add up to"):
         unidist.all_to_all(torch.zeros(3), [1] * (size + 1))
 
@@ -157,7 +161,7 @@ def test_calls_of_changing_shape_and_dtype() -> None:
 
 
 # ------------------------------------------------------------------------------------ objects
-OBJECTS = [None, "Zürich – 東京 🦊", {"n": 2**100, "t": (1, [2.5])}, b"\x00\xff", float("inf"), list(range(5000))]
+OBJECTS = [None, "Zürich, 東京 🦊", {"n": 2**100, "t": (1, [2.5])}, b"\x00\xff", float("inf"), list(range(5000))]
 
 
 def test_objects() -> None:
@@ -189,7 +193,9 @@ def test_gradients() -> None:
     x = torch.tensor(1.0, requires_grad=True)
     torch.testing.assert_close(grad_of(unidist.all_gather(x), x), torch.tensor(total))
     x = torch.ones(2, requires_grad=True)
-    torch.testing.assert_close(grad_of(unidist.broadcast(x, size - 1), x), torch.full((2,), total if rank == size - 1 else 0.0))
+    torch.testing.assert_close(
+        grad_of(unidist.broadcast(x, size - 1), x), torch.full((2,), total if rank == size - 1 else 0.0)
+    )
     x = torch.ones(size, requires_grad=True)
     torch.testing.assert_close(grad_of(unidist.all_to_all(x), x), torch.arange(1.0, size + 1))
     x = torch.ones(size, 2, requires_grad=True)
@@ -235,7 +241,9 @@ def test_groups() -> None:
     assert unidist.new_group(list(reversed(range(0, size, 2)))) is evens
     if rank in evens.ranks:
         assert unidist.all_reduce(torch.tensor(rank), group=evens).item() == sum(evens.ranks)
-        assert unidist.all_reduce(torch.tensor(float(rank)), "mean", evens).item() == sum(evens.ranks) / len(evens.ranks)
+        assert unidist.all_reduce(torch.tensor(float(rank)), "mean", evens).item() == sum(evens.ranks) / len(
+            evens.ranks
+        )
         assert unidist.all_gather(torch.tensor([rank]), evens).tolist() == list(evens.ranks)
         assert unidist.broadcast(torch.tensor(rank), evens.ranks[-1], evens).item() == evens.ranks[-1]
         assert unidist.all_gather_object(rank, evens) == list(evens.ranks)

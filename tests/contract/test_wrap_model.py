@@ -1,0 +1,313 @@
+"""After ``backward()``, ``.grad`` is the mean over the ranks, whatever the engine."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import unidist
+
+Batch = tuple[Tensor, Tensor]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def whole_batch(step: int, per_rank: int = 4) -> Batch:
+    """The batch of one process that trains alone."""
+    generator = torch.Generator().manual_seed(step)
+    n = per_rank * unidist.world_size()
+    return torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)
+
+
+def my_batch(step: int, per_rank: int = 4) -> Batch:
+    start = per_rank * unidist.rank()
+    return tuple(part[start : start + per_rank] for part in whole_batch(step, per_rank))  # type: ignore[return-value]
+
+
+def train(model: nn.Module, batch: Callable[[int], Batch], steps: int = 5, **sgd: float) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
+def assert_same(left: nn.Module, right: nn.Module, **tolerance: float) -> None:
+    for (name, a), (_, b) in zip(left.state_dict().items(), right.state_dict().items()):
+        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+def assert_in_step(model: nn.Module) -> None:
+    """Every rank has the same weights."""
+    for name, value in model.state_dict().items():
+        assert torch.equal(unidist.broadcast(value), value), name
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25, 1e-4])
+def test_training_is_that_of_one_process(bucket_cap_mb: float) -> None:
+    model = unidist.wrap_model(make_model(), bucket_cap_mb=bucket_cap_mb)
+    train(model, my_batch)
+    alone = make_model()
+    train(alone, whole_batch)
+    assert_same(model.module, alone, rtol=1e-5, atol=1e-6)
+    assert_in_step(model)
+
+
+def test_face_of_ddp() -> None:
+    inner = make_model()
+    model = unidist.wrap_model(inner)
+    assert model.module is inner
+    assert list(model.state_dict()) == [f"module.{name}" for name in inner.state_dict()]
+    assert model.eval() is model and not inner.training
+    assert len(list(model.parameters())) == len(list(inner.parameters()))
+
+
+def test_initial_weights_are_those_of_rank_0() -> None:
+    torch.manual_seed(unidist.rank())
+    inner = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).bfloat16())
+    inner[1].running_mean.fill_(unidist.rank())  # type: ignore[operator, union-attr]
+    model = unidist.wrap_model(inner)
+    assert_in_step(model)
+    assert model.module[1].running_mean.tolist() == [0.0] * 3
+
+
+def test_zero_grad_and_accumulation() -> None:
+    """Windows of 3 micro-batches with ``no_sync``, the last one short; grads kept or dropped between steps."""
+    windows = [(0, 1, 2), (3, 4, 5), (6,)]
+    for set_to_none in (True, False):
+        model = unidist.wrap_model(make_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        alone = make_model()
+        alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for window in windows:
+            for step in window[:-1]:
+                with model.no_sync():
+                    inputs, targets = my_batch(step)
+                    F.cross_entropy(model(inputs), targets).backward()
+            inputs, targets = my_batch(window[-1])
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            for step in window:
+                inputs, targets = whole_batch(step)
+                F.cross_entropy(alone(inputs), targets).backward()
+            alone_optimizer.step()
+            alone_optimizer.zero_grad()
+        assert_same(model.module, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_no_sync_keeps_gradients_local() -> None:
+    model = unidist.wrap_model(nn.Linear(1, 1, bias=False))
+    with model.no_sync():
+        model(torch.tensor([[float(unidist.rank() + 1)]])).sum().backward()
+    assert model.module.weight.grad.item() == unidist.rank() + 1
+
+
+def test_gradient_of_a_leaf_can_be_read_twice() -> None:
+    """A second backward pass adds to the first one's mean."""
+    model = unidist.wrap_model(nn.Linear(1, 1, bias=False))
+    mean = sum(range(1, unidist.world_size() + 1)) / unidist.world_size()
+    for times in (1, 2, 3):
+        model(torch.tensor([[float(unidist.rank() + 1)]])).sum().backward()
+        assert model.module.weight.grad.item() == pytest.approx(times * mean)
+
+
+class Branches(nn.Module):
+    """Three branches, of which a call uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.branches = nn.ModuleList(nn.Linear(2, 1) for _ in range(3))
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        return torch.stack([self.branches[i](x) for i in used]).sum()
+
+
+def test_find_unused_parameters() -> None:
+    """Branch 0 is used everywhere, branch 1 on the last rank only, branch 2 nowhere."""
+    size = unidist.world_size()
+    model = unidist.wrap_model(Branches(), find_unused_parameters=True, bucket_cap_mb=1e-5)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(1, 2), [0, 1] if unidist.rank() == size - 1 else [0]).backward()
+        grads = [branch.weight.grad for branch in model.module.branches]
+        torch.testing.assert_close(grads[0], torch.ones(1, 2))
+        torch.testing.assert_close(grads[1], torch.ones(1, 2) / size)
+        assert grads[2] is None
+
+
+def test_frozen_parameters() -> None:
+    inner = make_model()
+    for param in inner[0].parameters():
+        param.requires_grad = False
+    before = copy.deepcopy(inner[0])
+    model = unidist.wrap_model(inner)
+    train(model, my_batch, steps=2)
+    assert_same(model.module[0], before, rtol=0, atol=0)
+    assert_in_step(model)
+
+
+def test_mixed_dtypes() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kinds = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+            self.parts = nn.ParameterList(nn.Parameter(torch.ones(3, dtype=kind)) for kind in kinds)
+
+        def forward(self, x: float) -> Tensor:
+            return torch.stack([(part * x).double().sum() for part in self.parts]).sum()
+
+    model = unidist.wrap_model(Mixed())
+    model(float(unidist.rank() + 1)).backward()
+    mean = sum(range(1, unidist.world_size() + 1)) / unidist.world_size()
+    for part in model.module.parts:
+        torch.testing.assert_close(part.grad, torch.full_like(part, mean))
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_compression(compression: str) -> None:
+    model = unidist.wrap_model(make_model(), compression=compression)  # type: ignore[arg-type]
+    plain = unidist.wrap_model(make_model())
+    for wrapped in (model, plain):
+        inputs, targets = my_batch(0)
+        F.cross_entropy(wrapped(inputs), targets).backward()
+    size = unidist.world_size()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert p.dtype == torch.float32 and p.grad is not None
+        torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=2e-3)
+    if size > 1:
+        assert any(not torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters()))  # type: ignore[arg-type]
+
+
+def test_buffers_follow_rank_0_while_training_and_not_in_evaluation() -> None:
+    model = unidist.wrap_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    norm = model.module[1]
+    for _ in range(3):
+        model(torch.randn(4, 2) + unidist.rank()).sum().backward()
+    model(torch.randn(4, 2)).sum().backward()
+    # The broadcast comes before a forward pass, so the buffers differ by one batch at most; another pass aligns them.
+    before = unidist.broadcast(norm.running_mean)
+    norm.momentum = 0.0
+    model(torch.randn(4, 2))
+    torch.testing.assert_close(norm.running_mean, before)
+    # In evaluation ranks may make different numbers of calls.
+    norm.running_mean.fill_(float(unidist.rank()))
+    model.eval()
+    with torch.no_grad():
+        for _ in range(unidist.rank()):
+            model(torch.ones(1, 2))
+    unidist.barrier()
+    assert norm.running_mean.tolist() == [float(unidist.rank())] * 2
+
+
+def test_buffers_stay_when_asked() -> None:
+    model = unidist.wrap_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), broadcast_buffers=False)
+    model.module[1].running_mean.fill_(float(unidist.rank()))
+    model.module[1].momentum = 0.0
+    model(torch.ones(4, 2)).sum().backward()
+    assert model.module[1].running_mean.tolist() == [float(unidist.rank())] * 2
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_sync_bn_is_batch_norm_of_one_process(uneven: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)).double()
+
+    rank, size = unidist.rank(), unidist.world_size()
+    counts = [2 + r if uneven else 3 for r in range(size)]
+    parts = torch.randn(sum(counts), 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).split(
+        counts
+    )
+    model, alone = unidist.wrap_model(make(), sync_bn=True), make()
+    # The mean over ranks of size * (my sum) / N is the mean over all samples.
+    (model(parts[rank]).square().sum() * size / sum(counts)).backward()
+    (alone(torch.cat(parts)).square().sum() / sum(counts)).backward()
+    assert_same(model.module, alone)
+    for p, q in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+    model.eval(), alone.eval()
+    torch.testing.assert_close(model(parts[rank]), alone(parts[rank]))
+
+
+def test_group() -> None:
+    """Two models trained side by side, each by some of the ranks."""
+    rank, size = unidist.rank(), unidist.world_size()
+    groups = [unidist.new_group(range(half, size, 2)) for half in range(min(2, size))]
+    group = groups[rank % 2]
+    torch.manual_seed(rank)
+    model = unidist.wrap_model(nn.Linear(1, 1, bias=False), group=group)
+    model(torch.tensor([[float(rank)]])).sum().backward()
+    assert model.module.weight.grad.item() == pytest.approx(sum(group.ranks) / len(group.ranks))
+
+
+# ------------------------------------------------------------------------------------ bad input
+def test_different_models_are_told_on_every_rank() -> None:
+    if unidist.world_size() == 1:
+        assert unidist.wrap_model(nn.Linear(2, 2)).module.out_features == 2
+        return
+    last = unidist.rank() == unidist.world_size() - 1
+    with pytest.raises(
+        unidist.MismatchError, match=r"parameter weight \(2, 2\).*on rank 0, but parameter weight \(3, 2\)"
+    ):
+        unidist.wrap_model(nn.Linear(2, 3 if last else 2))
+    with pytest.raises(unidist.MismatchError, match="nothing more"):
+        unidist.wrap_model(nn.Linear(2, 2, bias=not last))
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="requires grad"):
+        unidist.wrap_model(nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(ValueError, match="compression='int8'"):
+        unidist.wrap_model(nn.Linear(2, 2), compression="int8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bucket_cap_mb=0"):
+        unidist.wrap_model(nn.Linear(2, 2), bucket_cap_mb=0)
+
+
+# ------------------------------------------------------------------------------------ optimizer state
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.LBFGS])
+def test_broadcast_optimizer_state(kind: type[torch.optim.Optimizer]) -> None:
+    model = make_model()
+    options = {"momentum": 0.9, "lr": 0.1} if kind is torch.optim.SGD else {"lr": 0.01 + 0.01 * unidist.rank()}
+    optimizer = kind(model.parameters(), **options)  # type: ignore[call-arg]
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 6), 1.0 + unidist.rank())).square().sum()
+        loss.backward()
+        return loss.item()
+
+    src = unidist.world_size() - 1
+    if unidist.rank() == src:
+        optimizer.step(closure)  # the others have no state yet
+    weights = copy.deepcopy(model.state_dict())
+    unidist.broadcast_optimizer_state(optimizer, src)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+    states = unidist.all_gather_object(optimizer.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(states, [states[src]] * len(states))
+    assert states[0]["state"]
+
+
+def test_broadcast_optimizer_state_before_the_first_step() -> None:
+    optimizer = torch.optim.AdamW(make_model().parameters(), lr=0.1 * (unidist.rank() + 1))
+    unidist.broadcast_optimizer_state(optimizer)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1) and not optimizer.state
+
+
+def test_broadcast_optimizer_state_mismatch() -> None:
+    if unidist.world_size() > 1:
+        params = list(make_model().parameters())[: 2 + unidist.rank()]
+        with pytest.raises(unidist.MismatchError, match="parameter groups"):
+            unidist.broadcast_optimizer_state(torch.optim.SGD(params, lr=0.1))

@@ -1,0 +1,237 @@
+"""Launchers, meeting points and what can go wrong between them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worlds import PYTHON, ROOT, environment, free_port, missing, run_world
+
+PLACE = "tests/programs/place.py"
+
+
+def places(output: str) -> list[dict[str, Any]]:
+    line = next(line for line in output.splitlines() if "PLACES" in line)
+    found: list[dict[str, Any]] = json.loads(line[line.index("[{") :])
+    return found
+
+
+def expected(backend: str, size: int, nodes: int = 1) -> list[dict[str, Any]]:
+    local = size // nodes
+    return [
+        {
+            "rank": rank,
+            "world_size": size,
+            "local_rank": rank % local,
+            "local_size": local,
+            "node_rank": rank // local,
+            "num_nodes": nodes,
+            "backend_name": backend,
+            "sum": sum(range(size)),
+        }
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size", "backend", "nodes"),
+    [
+        ("torchrun", 3, "gloo", 1),
+        ("torchrun 2 nodes", 4, "gloo", 2),
+        ("torchrun 2 nodes", 4, "horovod", 2),
+        ("spawn", 3, "horovod", 1),
+        ("horovodrun --gloo", 3, "gloo", 1),
+        ("mpirun", 3, "gloo", 1),
+        ("mpirun", 3, "horovod", 1),
+        ("mpiexec (MPICH)", 3, "horovod", 1),
+        ("srun", 2, "gloo", 1),
+    ],
+)
+def test_place(launcher: str, size: int, backend: str, nodes: int, request: pytest.FixtureRequest) -> None:
+    absent = missing(launcher)
+    if absent:
+        pytest.skip(absent)
+    env = request.getfixturevalue("srun_env") if launcher == "srun" else {}
+    result = run_world(launcher, size, [PLACE], backend=backend, env=env)
+    assert result.returncode == 0, result.output
+    assert places(result.output) == expected(backend, size, nodes)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "chosen"),
+    [("python", "single"), ("torchrun", "gloo"), ("horovodrun --gloo", "horovod"), ("mpirun", "gloo")],
+)
+def test_auto(launcher: str, chosen: str) -> None:
+    size = 1 if launcher == "python" else 2
+    result = run_world(launcher, size, [PLACE])
+    assert result.returncode == 0, result.output
+    assert places(result.output) == expected(chosen, size)
+
+
+def test_torchrun_inside_mpirun_and_slurm_wins(srun_env: dict[str, str]) -> None:
+    """One torchrun per node, started by the scheduler: the inner launcher counts."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", PLACE]
+    for launcher, env in (("mpirun", {}), ("srun", srun_env)):
+        result = run_world(launcher, 1, torchrun, env=env)
+        assert result.returncode == 0, result.output
+        assert places(result.output) == expected("gloo", 2)
+
+
+def by_hand(options: dict[str, Any], size: int, **env: str) -> list[subprocess.CompletedProcess[str]]:
+    """Start the ranks without a launcher, each with MY_RANK."""
+    command = [PYTHON, PLACE, json.dumps(options)]
+    running = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment("python", {**env, "MY_RANK": str(rank)} if env.get("RANK") is None else {**env, "RANK": str(rank)}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in running]
+    return [
+        subprocess.CompletedProcess(command, process.returncode, output) for process, output in zip(running, outputs)
+    ]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "horovod"])
+@pytest.mark.parametrize("method", ["tcp", "file"])
+def test_init_method(method: str, backend: str, tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}" if method == "tcp" else f"file://{tmp_path}/meeting"
+    options = {"backend": backend, "init_method": url, "rank_from": "MY_RANK", "world_size": 2}
+    ended = by_hand(options, 2)
+    assert [process.returncode for process in ended] == [0, 0], ended
+    assert places("".join(process.stdout for process in ended)) == expected(backend, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"init_method": "env://"}], ids=["launcher env", "env://"])
+def test_variables_set_by_hand(options: dict[str, Any]) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ended = by_hand(options, 2, **env)
+    assert [process.returncode for process in ended] == [0, 0], ended
+    assert places("".join(process.stdout for process in ended)) == expected("gloo", 2)
+
+
+# ------------------------------------------------------------------------------------ the guard
+@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec (MPICH)"])
+def test_horovod_alone_in_a_world_of_two_is_refused(launcher: str) -> None:
+    """``hvd.init()`` under these makes two worlds of one rank, without a word."""
+    result = run_world(launcher, 2, ["tests/programs/lonely.py", "horovod"])
+    assert result.returncode != 0
+    assert "horovod made a world of 1" in result.output and "declared 2" in result.output, result.output
+    assert "trained alone" not in result.output
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun --gloo", "mpirun"])
+def test_torch_alone_in_a_world_of_two_is_refused(launcher: str) -> None:
+    result = run_world(launcher, 2, ["tests/programs/lonely.py", "torch"])
+    assert result.returncode != 0
+    assert "gloo made a world of 1" in result.output and "declared 2" in result.output, result.output
+    assert "trained alone" not in result.output
+
+
+def test_single_under_a_launcher_is_refused() -> None:
+    result = run_world("torchrun", 2, [PLACE], backend="single")
+    assert result.returncode != 0
+    assert "single made a world of 1" in result.output and "UNIDIST_LAUNCHER=none" in result.output
+
+
+def test_the_wrong_mpi_library_is_refused() -> None:
+    """mpi4py bound to Open MPI under MPICH's mpiexec makes two worlds of one rank."""
+    result = run_world("mpiexec (MPICH)", 2, [PLACE], backend="gloo", env={"MPI4PY_MPIABI": "openmpi"})
+    assert result.returncode != 0
+    assert "mpi4py made a world of 1, but mpich declared 2" in result.output, result.output
+    assert "MPI4PY_MPIABI=mpich" in result.output
+
+
+def test_two_processes_of_one_rank_are_refused() -> None:
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "UNIDIST_TIMEOUT": "20"}
+    command = [PYTHON, PLACE]
+    running = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment("python", {**env, "RANK": rank}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1", "1")
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in running]
+    assert any("two processes say that they are rank 1" in output for output in outputs), outputs
+
+
+@pytest.mark.parametrize(("engine", "launcher"), [("torch", "torchrun"), ("horovod", "horovodrun --gloo"), ("horovod", "mpirun")])
+def test_adopts_what_runs_already(engine: str, launcher: str) -> None:
+    result = run_world(launcher, 2, ["tests/programs/adopt.py", engine])
+    assert result.returncode == 0, result.output
+    assert result.output.count(f"adopted {engine}") == 2
+
+
+def test_a_missing_rank_ends_the_start_with_a_clear_error() -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "UNIDIST_TIMEOUT": "3"}
+    result = run_world("python", 1, [PLACE], env=env, timeout=60)
+    assert result.returncode != 0
+    assert "Is every rank running" in result.output and result.seconds < 30, result.output
+
+
+# ------------------------------------------------------------------------------------ a rank that fails
+@pytest.mark.parametrize("backend", ["gloo", "horovod"])
+@pytest.mark.parametrize("launcher", ["torchrun", "spawn", "horovodrun --gloo", "horovodrun --mpi", "mpirun", "mpiexec (MPICH)"])
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -> None:
+    absent = missing(launcher)
+    if absent:
+        pytest.skip(absent)
+    result = run_world(launcher, 2, ["tests/programs/fail_on_rank.py", "1", how], backend=backend, timeout=60)
+    assert result.returncode != 0 and result.seconds < 30
+    assert "finished" not in result.output
+    if how == "raise":
+        assert "rank 1 fails on purpose" in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK='abc'"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT is not set"),
+        ({"UNIDIST_LAUNCHER": "torchelastic"}, "use one of none, spawn, torchrun"),
+        ({"UNIDIST_BACKEND": "mpi4py"}, "use auto, single, gloo"),
+        ({"UNIDIST_TIMEOUT": "soon"}, "UNIDIST_TIMEOUT='soon'"),
+    ],
+)
+def test_nonsense_environments_give_one_clear_error_at_once(env: dict[str, str], told: str) -> None:
+    """The error comes from ``init()`` in under a second; the import is not counted."""
+    code = (
+        "import time, unidist\n"
+        "start = time.monotonic()\n"
+        "try:\n    unidist.init()\n"
+        "except unidist.UnidistError as error:\n"
+        "    print(f'{type(error).__name__} after {time.monotonic() - start:.3f} s: {error}')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment("python", env), cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 1 and told in lines[0], (done.stdout, done.stderr)
+    assert float(lines[0].split()[2]) < 1.0
+
+
+def test_spawn_bad_input() -> None:
+    import unidist
+
+    with pytest.raises(ValueError, match="nprocs=0"):
+        unidist.spawn(os.getpid, 0)

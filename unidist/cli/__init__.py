@@ -1,0 +1,40 @@
+"""The command line: ``unidist COMMAND``, also ``python -m unidist.cli``.
+
+One module per command: ``build-horovod`` is ``command`` in ``build_horovod.py``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+try:
+    import click
+    import rich  # noqa: F401
+except ModuleNotFoundError as error:
+    # The console script imports this module before anything else: a traceback would hide the remedy.
+    raise SystemExit(f"unidist: {error.name} is not installed: pip install 'unidist-torch[cli]'") from None
+
+# The help lines stand here, so that `unidist --help` imports no command.
+COMMANDS = {
+    "build-horovod": "Build Horovod for the installed PyTorch.",
+}
+
+
+class LazyCommands(click.Group):
+    """A group that imports a command's module when the command is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+main = LazyCommands("unidist", help="One PyTorch training script for every launcher and engine.")

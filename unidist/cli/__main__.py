@@ -1,0 +1,5 @@
+"""``python -m unidist.cli``."""
+
+from unidist.cli import main
+
+main()

@@ -1,0 +1,249 @@
+"""``unidist build-horovod``: Horovod from its source, for the torch that is installed here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path, PurePath
+from subprocess import PIPE, STDOUT
+from typing import TextIO
+
+import click
+
+from unidist import knobs
+from unidist.cli.toolchain import Target, find_mpi, find_target, lacking_modules, lacking_tools, remedy
+
+VERSION = "0.28.1"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+WHAT_IT_HAS = """
+import horovod.torch as hvd
+built = {"gloo": hvd.gloo_built(), "mpi": hvd.mpi_built(), "nccl": hvd.nccl_built()}
+print(", ".join(name for name in built if built[name]))
+"""
+
+
+def stop_if(problems: Iterable[str]) -> None:
+    if lines := list(problems):
+        raise click.ClickException("\n  ".join([f"Horovod {VERSION} cannot be built here:", *lines]))
+
+
+def notes(target: Target) -> Iterator[str]:
+    """What the build will do without, though nothing is wrong."""
+    if not shutil.which("mpicxx"):
+        install = remedy("libopenmpi-dev openmpi-bin", "brew install open-mpi")
+        yield f"Without MPI, with Gloo only; for MPI, have mpicxx on the PATH ({install}) and build again."
+    if target.cuda and not target.nccl:
+        yield "Without NCCL: nccl.h is not found; install NCCL's headers or set HOROVOD_NCCL_HOME, and build again."
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yields a function that takes the build's lines and shows how far it is."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield print_tens()
+        return
+    with Progress(console=console) as bar:
+        task = bar.add_task("fetch, configure", total=100)
+
+        def show(line: str) -> None:
+            if step := cmake_step(line):
+                bar.update(task, completed=step[0], description=step[1])
+
+        yield show
+
+
+def print_tens() -> Callable[[str], None]:
+    """For logs: a line for every ten percent."""
+    shown = -10
+
+    def show(line: str) -> None:
+        nonlocal shown
+        step = cmake_step(line)
+        if step and step[0] >= shown + 10:
+            shown = step[0] // 10 * 10
+            click.echo(f"{step[0]:3} % {step[1]}", err=True)
+
+    return show
+
+
+def cmake_step(line: str) -> tuple[int, str] | None:
+    """Percent and file of a line such as ``[ 45%] Building CXX object .../common.cc.o``."""
+    found = re.search(r"\[ *(\d+)%\] (?:Building|Linking) .* (\S+)", line)
+    return (int(found[1]), PurePath(found[2]).name.removesuffix(".o")) if found else None
+
+
+def run_step(command: list[str], cwd: Path, env: dict[str, str], log: TextIO, show: Callable[[str], None]) -> None:
+    """Run the command with its output in the log; interrupted, end it and all that it started."""
+    lines: list[str] = []
+    # In a session of its own, one signal reaches every compiler.
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        stdout=PIPE,
+        stderr=STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        assert process.stdout
+        try:
+            for line in process.stdout:
+                log.write(line)
+                lines.append(line)
+                show(line)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.stdout.read()  # ends when the last compiler has: nobody writes any more
+            raise
+    if process.returncode:
+        raise click.ClickException("\n".join([*telling(lines), f"The build failed; the whole log: {log.name}"]))
+
+
+def telling(lines: Sequence[str], count: int = 20) -> list[str]:
+    """The lines that say why: from the first error on, else the last ones."""
+    errors = (at for at, line in enumerate(lines) if re.search(r"\berror: |CMake Error|No space left", line))
+    start = next(errors, max(0, len(lines) - count))
+    return [line.rstrip()[:200] for line in lines[start : start + count]]
+
+
+def build(target: Target, folder: Path, jobs: int) -> Path:
+    """Build the wheel in a temporary folder, then put it into the cache's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"build-{platform.node()}-{os.getpid()}.log"  # its own: another build may run
+    click.echo(f"Building Horovod {VERSION} for {target.key()}: some minutes; log: {log}", err=True)
+    on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended like with Ctrl-C: nothing stays behind
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="unidist-") as work,
+            log.open("w", encoding="utf-8") as out,
+            progress() as show,
+        ):
+            built = compile_wheel(Path(work), target.env(os.environ, jobs) | {"TMPDIR": work}, out, show)
+            wheel = publish(built, folder)
+    except KeyboardInterrupt:
+        log.unlink()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, on_term)
+    log.replace(folder / "build.log")
+    return wheel
+
+
+def compile_wheel(work: Path, env: dict[str, str], log: TextIO, show: Callable[[str], None]) -> Path:
+    pin = work / "pin.txt"
+    pin.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
+    from_source = ["--no-deps", "--no-build-isolation"]
+    run_step([*PIP, "download", *from_source, "--no-binary=:all:", f"-r{pin}"], work, env, log, show)
+    source = unpack(work / f"horovod-{VERSION}.tar.gz")
+    run_step([*PIP, "wheel", *from_source, "-v", "--wheel-dir=wheel", str(source)], work, env, log, show)
+    return next(work.glob("wheel/*.whl"))
+
+
+def unpack(archive: Path) -> Path:
+    """The source beside the archive, set to C++17: PyTorch's headers need it since 2.1."""
+    with tarfile.open(archive) as tar:
+        # Pythons that know the filter warn without it; 3.10.0 does not know it.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(archive.parent)
+    source = archive.parent / archive.name.removesuffix(".tar.gz")
+    for path in (source / "CMakeLists.txt", source / "horovod/torch/CMakeLists.txt"):
+        path.write_text(path.read_text().replace("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"))
+    return source
+
+
+def publish(wheel: Path, folder: Path) -> Path:
+    """Move the wheel into the folder in one step, so that nobody ever reads half of it."""
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as staging:
+        return Path(shutil.copy(wheel, staging)).replace(folder / wheel.name)
+
+
+def cached(folder: Path) -> Path | None:
+    return next(folder.glob(f"horovod-{VERSION}-*.whl"), None)
+
+
+def install(wheel: Path) -> str:
+    """Install the wheel unless it is installed and works; returns the controllers it has."""
+    if is_installed(wheel):
+        with suppress(click.ClickException):
+            return controllers()
+    done = subprocess.run(
+        [*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)], stdout=PIPE, stderr=STDOUT, text=True
+    )
+    if done.returncode:
+        raise click.ClickException("\n".join([*telling(done.stdout.splitlines()), f"pip did not install {wheel}"]))
+    return controllers()
+
+
+def is_installed(wheel: Path) -> bool:
+    """Whether the compiled library of the installed Horovod is the wheel's."""
+    with zipfile.ZipFile(wheel) as content, suppress(metadata.PackageNotFoundError):
+        record = content.read(f"horovod-{VERSION}.dist-info/RECORD").decode()
+        installed = (metadata.distribution("horovod").read_text("RECORD") or "").splitlines()
+        return all(line in installed for line in record.splitlines() if "mpi_lib" in line)
+    return False
+
+
+def controllers() -> str:
+    """Import Horovod in a new process and ask it what was built in."""
+    # From another folder, lest one of the name `horovod` in this one be imported.
+    done = subprocess.run([sys.executable, "-c", WHAT_IT_HAS], capture_output=True, text=True, cwd=sys.prefix)
+    if done.returncode:
+        why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        raise click.ClickException(f"Horovod is installed but does not import: {why}; try again with --force.")
+    return done.stdout.strip()
+
+
+@click.command()
+@click.option("--install", "wanted", is_flag=True, help="Install the wheel into this Python, and try it.")
+@click.option("--force", is_flag=True, help="Build even if the cache has the wheel.")
+@click.option("--jobs", type=click.IntRange(min=1), default=min(os.cpu_count() or 1, 16), help="Compilers at a time.")
+@click.option("--without-mpi", is_flag=True, help="Gloo only, even if mpicxx is found.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), help=f"Where wheels are kept. [default: ${knobs.CACHE}]")
+def command(wanted: bool, force: bool, jobs: int, without_mpi: bool, cache_dir: Path | None) -> None:
+    """Build Horovod for the installed PyTorch.
+
+    Horovod 0.28.1, the last release, does not compile against PyTorch 2.1 or newer as it is. This fetches its source
+    from PyPI, corrects it, and builds it with Gloo, with MPI where mpicxx is found, and with NCCL where PyTorch, nvcc
+    and NCCL's headers allow it. The wheel is kept and found again; the last line printed is its path.
+    """
+    try:
+        wheel = get_wheel(force, jobs, "" if without_mpi else find_mpi(), (cache_dir or knobs.cache_dir(os.environ)))
+        click.echo(f"Horovod {VERSION} is installed with: {install(wheel)}" if wanted else wheel)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def get_wheel(force: bool, jobs: int, mpi: str, cache: Path) -> Path:
+    """The wheel for what is installed here, from the cache or newly built."""
+    if platform.system() not in ("Linux", "Darwin"):
+        raise click.ClickException(f"Horovod is for Linux and macOS, not for {platform.system()}.")
+    problems = list(lacking_modules())
+    if problems:
+        stop_if([*problems, *lacking_tools(mpi)])
+    target = find_target(mpi)
+    folder = cache.absolute() / "horovod" / target.key()
+    wheel = None if force else cached(folder)
+    if wheel:
+        click.echo(f"Found in the cache: {target.key()}", err=True)
+        return wheel
+    stop_if(lacking_tools(mpi))
+    for note in notes(target):
+        click.echo(note, err=True)
+    return build(target, folder, jobs)

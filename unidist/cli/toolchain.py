@@ -1,0 +1,147 @@
+"""What a build of Horovod finds on this machine: the target, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+
+# What Horovod imports to be built and to run; pip knows `yaml` as pyyaml.
+MODULES = ("setuptools", "wheel", "cffi", "cloudpickle", "packaging", "psutil", "yaml")
+MPI_NAMES = {"Open MPI": "openmpi", "MVAPICH2": "mvapich", "MPICH": "mpich", "Intel(R) MPI Library": "intelmpi"}
+CXX17 = "#include <optional>\nint main() { if constexpr (true) return std::optional<int>(0).value(); }\n"
+MPI_H = "#include <mpi.h>\nint main() { return MPI_Init(nullptr, nullptr); }\n"
+# Set in a shell, or by a `make` around this, these would build something else than the key says.
+BUILD_SWITCHES = re.compile("HOROVOD_(WITH|GPU|CPU|SKIP|DEBUG|LOCAL_VERSION|ALLOW)|CMAKE_GENERATOR|MAKE")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a wheel is built for."""
+
+    torch: str
+    mpi: str = ""
+    cuda: str = ""
+    nccl: bool = False
+
+    def key(self) -> str:
+        """Name of the wheel's folder in the cache."""
+        python = f"cp{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+        system = re.sub(r"[-.]", "_", sysconfig.get_platform())
+        gpu = self.cuda and f"{'nccl' if self.nccl else 'cuda'}{self.cuda}"
+        return "-".join(filter(None, (f"torch{self.torch}", python, system, "gloo", self.mpi, gpu)))
+
+    def env(self, env: Mapping[str, str], jobs: int) -> dict[str, str]:
+        """Environment of the build."""
+        wanted = {
+            "HOROVOD_WITH_PYTORCH": "1",
+            "HOROVOD_WITHOUT_TENSORFLOW": "1",
+            "HOROVOD_WITHOUT_MXNET": "1",
+            "HOROVOD_WITH_GLOO": "1",
+            "HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI": "1",
+            "MAKEFLAGS": f"-j{jobs}",
+            # Gloo's CMakeLists.txt asks for an older CMake than CMake 4 can imitate.
+            "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        }
+        if self.nccl:
+            wanted["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        return {name: env[name] for name in env if not BUILD_SWITCHES.match(name)} | wanted
+
+
+def find_target(mpi: str) -> Target:
+    """What is installed here. A torch for CPUs is built for as such, whatever CUDA the machine has."""
+    import torch
+
+    if not torch.version.cuda:
+        return Target(torch.__version__, mpi)
+    from torch.utils.cpp_extension import CUDA_HOME  # Horovod's CMake files ask the same
+
+    if not CUDA_HOME or not Path(CUDA_HOME, "bin", "nvcc").exists():
+        return Target(torch.__version__, mpi)
+    return Target(torch.__version__, mpi, torch.version.cuda, has_nccl(os.environ, CUDA_HOME))
+
+
+def has_nccl(env: Mapping[str, str], cuda_home: str) -> bool:
+    """Whether NCCL's header is where Horovod's CMake files look for it."""
+    homes = [env.get("HOROVOD_NCCL_HOME"), cuda_home, "/usr", "/usr/local"]
+    folders = [env.get("HOROVOD_NCCL_INCLUDE"), *(f"{home}/include" for home in homes if home)]
+    return any(Path(folder, "nccl.h").exists() for folder in folders if folder)
+
+
+def find_mpi() -> str:
+    """Name and version of the MPI that mpicxx compiles for, or an empty string without mpicxx."""
+    if not shutil.which("mpicxx"):
+        return ""
+    # The first is Open MPI's, the second everybody else's; `--version` would be the compiler's.
+    text = output_of("mpicxx", "--showme:version") + output_of("mpicxx", "-v")
+    found = re.search(rf"({'|'.join(map(re.escape, MPI_NAMES))})\D*(\d[\w.]*)", text)
+    return MPI_NAMES[found[1]] + found[2].rstrip(".") if found else "mpi"
+
+
+def output_of(*command: str) -> str:
+    """What the command prints, or an empty string where there is no such command."""
+    with suppress(OSError):
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+    return ""
+
+
+def compiles(compiler: Sequence[str], source: str, suffix: str = ".cc") -> bool:
+    """Whether the compiler makes a program of the source."""
+    with tempfile.TemporaryDirectory() as folder, suppress(OSError):
+        path = Path(folder, f"try{suffix}")
+        path.write_text(source)
+        command = [*compiler, str(path), "-o", f"{folder}/try"]
+        return subprocess.run(command, capture_output=True).returncode == 0
+    return False
+
+
+def compiler_of(variable: str, *names: str) -> list[str]:
+    """The compiler that CMake will take: the variable's, else the first of the names that is found."""
+    found = [name for name in names if shutil.which(name)]
+    return shlex.split(os.environ.get(variable, "")) or found[:1] or [names[0]]
+
+
+def remedy(linux: str, mac: str) -> str:
+    return mac if platform.system() == "Darwin" else f"apt-get install {linux}"
+
+
+def lacking_modules() -> Iterator[str]:
+    """Python packages that are missing, each line with its remedy."""
+    if not util.find_spec("torch"):
+        yield "PyTorch is not installed: pip install torch"
+    if not util.find_spec("pip"):
+        yield "pip is not installed: python -m ensurepip"
+    if missing := [name for name in MODULES if not util.find_spec(name)]:
+        yield f"Python modules {', '.join(missing)} are missing: pip install 'unidist-torch[horovod]'"
+
+
+def lacking_tools(mpi: str) -> Iterator[str]:
+    """Tools and headers that are missing, each line with its remedy."""
+    cxx, cc = compiler_of("CXX", "c++", "g++", "clang++"), compiler_of("CC", "cc", "gcc", "clang")
+    if not compiles([*cxx, "-std=c++17"], CXX17):
+        yield f"{shlex.join(cxx)} does not compile C++17: {remedy('g++', 'xcode-select --install')}, or set CXX"
+    if not compiles(cc, "int main(void) { return 0; }\n", ".c"):
+        yield f"{shlex.join(cc)} does not compile C: {remedy('gcc', 'xcode-select --install')}, or set CC"
+    cmake = output_of(os.environ.get("HOROVOD_CMAKE", "cmake"), "--version")
+    version = re.search(r"version (\d+)\.(\d+)", cmake)
+    if not version or (int(version[1]), int(version[2])) < (3, 13):
+        found = f"{version[0]} found" if version else "none found"
+        yield f"cmake 3.13 or newer is needed, {found}: {remedy('cmake', 'brew install cmake')}, or pip install cmake"
+    if not (shutil.which("make") or shutil.which("gmake")):
+        yield f"make is not found: {remedy('make', 'xcode-select --install')}"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        yield f"Python.h is not found: {remedy('python3-dev', 'install Python from python.org')}"
+    if mpi and not compiles(["mpicxx"], MPI_H):
+        install = remedy("libopenmpi-dev", "brew install open-mpi")
+        yield f"mpicxx is found but its headers are missing: {install}, or --without-mpi"
