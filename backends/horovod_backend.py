@@ -231,11 +231,13 @@ class _Settings:
 
 def _patience(start: Start) -> dict[str, str]:
     seconds = start.timeout.total_seconds() if start.timeout else _PATIENCE_S
-    return {
+    settings = {
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, int(min(60, seconds / 2)))),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(2, int(seconds))),
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(2, int(seconds))),
     }
+    if start.timeout:
+        settings["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(max(2, int(seconds)))
+    return settings
 
 
 def _by_horovodrun(start: Start) -> bool:
@@ -279,13 +281,22 @@ def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, 
     launch = start.launch
     store, topology = rendezvous.join(start)
     place = f"{socket.gethostname()},{topology.local_rank},{topology.local_size},{topology.node_rank}"
+    # Horovod tells nodes apart by name; here two of them may be on one host.
     rows = [row.rsplit(",", 3) for row in rendezvous.exchange(store, "slot", launch, place)]
     hosts = [row[0] for row in rows]
     slots = []
     for rank, (host, local_rank, local_size, node) in enumerate(rows):
         peers = [row[3] for row in rows if row[1] == local_rank]  # the same local rank on the other nodes
         slots.append(
-            SlotInfo(host, rank, int(local_rank), peers.index(node), launch.world_size, int(local_size), len(peers))
+            SlotInfo(
+                f"{host}-node{node}",
+                rank,
+                int(local_rank),
+                peers.index(node),
+                launch.world_size,
+                int(local_size),
+                len(peers),
+            )
         )
     server: RendezvousServer | None = None
     if launch.rank == 0:

@@ -84,8 +84,8 @@ class TorchBackend(Backend):
         return cls(name, topology, _device(name, start, topology), owned=False)
 
     def shutdown(self) -> None:
+        time.sleep(_DRAIN_S)
         if self._owned and dist.is_initialized():
-            time.sleep(_DRAIN_S)
             # A rank that leaves after an error leaves a group that is broken already.
             with suppress(Exception):
                 dist.destroy_process_group()

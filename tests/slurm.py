@@ -63,7 +63,9 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     try:
         running.append(_munged(folder))
         for program in ("slurmctld", "slurmd"):
-            running.append(subprocess.Popen([program, "-D"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            running.append(
+                subprocess.Popen([program, "-D"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
         _wait_until_idle(env, folder)
         yield {"SLURM_CONF": str(conf)}
     finally:

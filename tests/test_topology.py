@@ -77,7 +77,14 @@ BY_HAND = {"RANK": "0", "WORLD_SIZE": "3"}
 def test_each_launcher(env: dict[str, str], launcher: str, numbers: tuple[Any, ...]) -> None:
     found = detect(env)
     assert found.launcher.name == launcher
-    assert (found.rank, found.world_size, found.local_rank, found.local_size, found.node_rank, found.num_nodes) == numbers
+    assert (
+        found.rank,
+        found.world_size,
+        found.local_rank,
+        found.local_size,
+        found.node_rank,
+        found.num_nodes,
+    ) == numbers
 
 
 @pytest.mark.parametrize(

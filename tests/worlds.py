@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
@@ -113,7 +115,7 @@ def run_world(
     *,
     backend: str = "auto",
     env: Mapping[str, str] | None = None,
-    timeout: float = 240,
+    timeout: float = 120,
 ) -> Result:
     """Run ``python *argv`` in ``nprocs`` processes under a launcher, and wait for its end.
 
@@ -144,11 +146,20 @@ def run_world(
             output += process.communicate(timeout=max(1.0, left))[0]
     except subprocess.TimeoutExpired as error:
         for process in running:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process.pid)
             output += process.communicate()[0]
         raise TimeoutError(f"{launcher} on {backend} did not end within {timeout:.0f} s:\n{output}") from error
     codes = [process.returncode for process in running]
     return Result(next((code for code in codes if code), 0), output, time.monotonic() - start)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a launcher and what it started; workers may be in sessions of their own."""
+    with suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(pid)
+        for process in [*launcher.children(recursive=True), launcher]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def missing(launcher: str) -> str | None:

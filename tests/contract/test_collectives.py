@@ -106,7 +106,9 @@ def test_all_gather_mismatch_is_told_on_every_rank() -> None:
     if unidist.world_size() == 1:
         assert unidist.all_gather(torch.zeros(2, 1)).shape == (2, 1)
         return
-    with pytest.raises(unidist.MismatchError, match=r"rank 0: torch\.float32 \(2, 1\); rank 1: torch\.float32 \(2, 2\)"):
+    with pytest.raises(
+        unidist.MismatchError, match=r"rank 0: torch\.float32 \(2, 1\); rank 1: torch\.float32 \(2, 2\)"
+    ):
         unidist.all_gather(torch.zeros(2, unidist.rank() + 1))
     with pytest.raises(unidist.MismatchError, match=r"rank 0: torch\.float32"):
         unidist.all_gather(torch.zeros(2, dtype=torch.float32 if unidist.rank() == 0 else torch.int32))

@@ -16,4 +16,4 @@ for step in range(100_000):
             sys.exit(3)
         raise RuntimeError(f"rank {rank} fails on purpose")
     model(torch.ones(2, 4)).sum().backward()
-print("finished")
+print("trained to the end")

@@ -15,4 +15,4 @@ else:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 os.environ.pop("UNIDIST_BACKEND", None)
 unidist.init()
-print("trained alone")
+print("went on in a lonely world")

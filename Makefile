@@ -1,0 +1,42 @@
+# make demo: train the example on 2 ranks.  make test: everything that CI runs.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+APT_PACKAGES := g++ cmake make openmpi-bin libopenmpi-dev mpich slurm-wlm munge
+PROGRAMS := g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld slurmd munged
+
+.PHONY: demo test lint system clean
+
+demo: $(VENV)/demo.stamp
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
+
+test: $(VENV)/test.stamp lint
+	$(BIN)/pytest
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV) || { echo "No venv module: apt-get install python3-venv" >&2; exit 1; }
+
+$(VENV)/demo.stamp: $(BIN)/python setup.cfg constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[examples]"
+	touch $@
+
+# Horovod's wheel is cached outside the checkout (UNIDIST_CACHE, default ~/.cache/unidist).
+$(VENV)/test.stamp: $(BIN)/python setup.cfg constraints.txt | system
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[cli,horovod,mpi,examples,test]"
+	$(BIN)/unidist build-horovod --install
+	touch $@
+
+# Debian and Ubuntu: what the launchers' tests need, if it is missing.
+system:
+	@missing=; for program in $(PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	[ -z "$$missing" ] && exit 0; echo "installing what provides:$$missing"; \
+	sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
+	$$sudo apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -y -qq --no-install-recommends $(APT_PACKAGES)
