@@ -165,6 +165,15 @@ class _EngineErrors:
         ) from error
 
 
+def unused_parameters(names: Sequence[str]) -> UnidistError:
+    """The error for parameters that got no gradient in a backward pass."""
+    shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+    return UnidistError(
+        f"{len(names)} parameters got no gradient in a backward pass: {shown}. Pass find_unused_parameters=True to "
+        "wrap_model, or set requires_grad=False on them before wrapping."
+    )
+
+
 def default_device(wanted: torch.device | None, local_rank: int) -> torch.device:
     """The device of a local rank: what was asked for, else its own GPU, else the CPU.
 

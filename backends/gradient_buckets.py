@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.base import ModelOptions
+from unidist.backends.base import ModelOptions, unused_parameters
 from unidist.errors import UnidistError
 
 
@@ -72,6 +72,11 @@ class Bucket:
         for param, view in zip(self.params, self.views):
             if param.grad is None:
                 view.zero_()
+            elif param.grad.layout != torch.strided:
+                raise UnidistError(
+                    f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient, which these buckets "
+                    "do not carry: use sparse=False, or a torch engine."
+                )
             elif param.grad is not view:
                 view.copy_(param.grad)
                 param.grad = view
@@ -137,14 +142,10 @@ class BucketedDataParallel(DataParallel):
 
     def _finish(self) -> None:
         """End of the backward pass: every gradient becomes the mean."""
-        unused = [b.params[i] for b in self._buckets for i in sorted(b.pending)]
+        unused = {b.params[i] for b in self._buckets for i in b.pending}
         if unused and not self._find_unused:
             self._reset()
-            names = ", ".join(repr(self._names[p]) for p in unused[:5]) + (", ..." if len(unused) > 5 else "")
-            raise UnidistError(
-                f"{len(unused)} parameters got no gradient in this backward pass: {names}. Pass "
-                "find_unused_parameters=True to wrap_model, or set requires_grad=False on them before wrapping."
-            )
+            raise unused_parameters([name for p, name in self._names.items() if p in unused])
         params = list(self._place)
         used = [p.grad is not None for p in params]
         while self._next < len(self._buckets):

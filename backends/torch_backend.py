@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unidist.backends import mpi, rendezvous
-from unidist.backends.base import Backend, Group, ModelOptions, Op, Start, default_device
+from unidist.backends.base import Backend, Group, ModelOptions, Op, Start, default_device, unused_parameters
 from unidist.errors import BackendError
 from unidist.topology import Launch, Topology, complete, locate
 
@@ -175,6 +176,17 @@ class Wrapped(DistributedDataParallel):
     """
 
     buffers_follow = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            # DDP tells of unused parameters here, one step late and by their indices.
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if found is None:
+                raise
+            trained = [name for name, param in self.module.named_parameters() if param.requires_grad]
+            raise unused_parameters([trained[int(index)] for index in found[1].split()]) from error
 
     def will_sync_module_buffers(self) -> bool:
         return self.buffers_follow and torch.is_grad_enabled() and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]

@@ -53,6 +53,8 @@ def wrap_model(
 
     Raises:
         ValueError: no parameter requires grad, or an option has no such value.
+        UnidistError: from ``backward()`` (on the torch engines from the next forward pass), when parameters got no
+            gradient and ``find_unused_parameters`` is off; names them.
         MismatchError: on every rank, when the ranks' models differ; names the first difference.
     """
     if compression is not None and compression not in _COMPRESSION:

@@ -146,6 +146,17 @@ def test_find_unused_parameters() -> None:
         assert grads[2] is None
 
 
+def test_unused_parameters_are_named() -> None:
+    model = unidist.wrap_model(Branches())
+    if unidist.backend_name() == "single":
+        model(torch.ones(1, 2), [0, 1]).backward()  # nothing to average, nothing to wait for
+        assert model.module.branches[2].weight.grad is None
+        return
+    with pytest.raises(unidist.UnidistError, match=r"2 parameters .*'branches\.2\.weight', 'branches\.2\.bias'"):
+        for _ in range(2):  # DDP notices at the next forward pass
+            model(torch.ones(1, 2), [0, 1]).backward()
+
+
 def test_frozen_parameters() -> None:
     inner = make_model()
     for param in inner[0].parameters():
@@ -249,6 +260,117 @@ def test_group() -> None:
     model = unidist.wrap_model(nn.Linear(1, 1, bias=False), group=group)
     model(torch.tensor([[float(rank)]])).sum().backward()
     assert model.module.weight.grad.item() == pytest.approx(sum(group.ranks) / len(group.ranks))
+
+
+# ------------------------------------------------------------------------------------ usual uses
+def grads_of(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def mean_over_ranks(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_two_models_in_one_backward_pass() -> None:
+    """As in a GAN: the second model's loss flows through the first."""
+    first, second = (unidist.wrap_model(nn.Linear(1, 1, bias=False)) for _ in range(2))
+    for model in (first, second):
+        nn.init.ones_(model.module.weight)
+    rank, size = unidist.rank(), unidist.world_size()
+    mean = mean_over_ranks([r + 1.0 for r in range(size)])
+    for _ in range(2):
+        first.zero_grad(), second.zero_grad()
+        second(first(torch.tensor([[rank + 1.0]]))).sum().backward()
+        assert first.module.weight.grad.item() == pytest.approx(mean)
+        assert second.module.weight.grad.item() == pytest.approx(mean)
+
+
+def test_shared_parameters() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2, bias=False)
+            self.again = self.inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.again(torch.tanh(self.inner(x)))
+
+    torch.manual_seed(0)
+    inner = Tied()
+    alone = copy.deepcopy(inner)
+    model = unidist.wrap_model(inner)
+    data = torch.arange(2.0 * unidist.world_size()).view(-1, 2)
+    model(data[unidist.rank()]).sum().backward()
+    (alone(data).sum() / unidist.world_size()).backward()
+    torch.testing.assert_close(grads_of(model), grads_of(alone))
+
+
+def test_several_forwards_before_one_backward() -> None:
+    model = unidist.wrap_model(nn.Linear(1, 1, bias=False))
+    rank, size = unidist.rank(), unidist.world_size()
+    with model.no_sync():
+        loss = model(torch.tensor([[float(rank)]])).sum()
+    (loss + model(torch.tensor([[1.0]])).sum()).backward()
+    assert model.module.weight.grad.item() == pytest.approx(1 + mean_over_ranks([float(r) for r in range(size)]))
+
+
+def test_activation_checkpointing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = make_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.body:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    model = unidist.wrap_model(Checkpointed())
+    train(model, my_batch, steps=2)
+    alone = make_model()
+    train(alone, whole_batch, steps=2)
+    assert_same(model.module.body, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_backward_that_fails_can_be_followed_by_another() -> None:
+    model = unidist.wrap_model(make_model())
+    inputs, targets = my_batch(0)
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    loss = F.cross_entropy(model(inputs), targets)
+    loss.register_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss.backward()
+    train(model, my_batch)
+    alone = make_model()
+    train(alone, whole_batch)
+    assert_same(model.module, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_odd_shapes() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            self.nothing = nn.Parameter(torch.empty(0, 3))
+            self.image = nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
+            self.turned = nn.Parameter(torch.ones(2, 5).t())
+
+        def forward(self, x: float) -> Tensor:
+            parts = (self.scale, self.nothing, self.image, self.turned)
+            return torch.stack([(part * x).sum() for part in parts]).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about strides of gradients
+        model = unidist.wrap_model(Odd())
+        model(float(unidist.rank())).backward()
+    mean = mean_over_ranks([float(r) for r in range(unidist.world_size())])
+    for param in model.parameters():
+        torch.testing.assert_close(param.grad, torch.full_like(param, mean))
 
 
 # ------------------------------------------------------------------------------------ bad input

@@ -1,0 +1,200 @@
+"""The shape of the code: names, imports, optional packages, docs."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unidist
+from tests.worlds import ROOT, environment
+from unidist.context import BACKENDS
+
+FEATURES = {"model", "data", "metrics", "collectives", "batch_norm", "launch"}
+#: What each module of the package may import of it.
+BELOW = {
+    "errors": set(),
+    "tree": set(),
+    "seed": set(),
+    "knobs": {"errors"},
+    "topology": {"errors", "knobs"},
+    "backends": {"errors", "topology", "backends"},
+    "context": {"errors", "knobs", "topology", "seed", "backends"},
+    **{name: {"errors", "knobs", "context", "tree", "backends", *FEATURES} for name in FEATURES},
+    "cli": {"errors", "knobs", "cli"},
+    "__init__": {"errors", "context", "seed", "backends", *FEATURES},
+}
+LIBRARIES = {
+    "torch.distributed": {"torch_backend.py", "rendezvous.py"},
+    "horovod": {"horovod_backend.py"},
+    "mpi4py": {"mpi.py"},
+}
+SOURCES = [*(ROOT / "unidist").glob("*.py"), *(ROOT / "unidist/cli").glob("*.py"), *(ROOT / "backends").glob("*.py")]
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of all that a file imports, wherever the import stands."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_imports_point_down(path: Path) -> None:
+    layer = path.parent.name if path.parent.name in ("backends", "cli") else path.stem
+    for name in imported(path):
+        if name.startswith("unidist."):
+            assert name.split(".")[1] in BELOW[layer], f"{path.name} imports {name}"
+        for library, homes in LIBRARIES.items():
+            if name == library or name.startswith(f"{library}."):
+                assert path.name in homes, f"{path.name} imports {name}"
+
+
+def test_features_do_not_ask_which_engine_it_is() -> None:
+    for path in (ROOT / "unidist").glob("*.py"):
+        if path.stem == "context":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                names = {part.value for part in [node.left, *node.comparators] if isinstance(part, ast.Constant)}
+                assert not names & set(BACKENDS), f"{path.name}:{node.lineno}"
+
+
+def test_public_names() -> None:
+    assert unidist.__all__ == sorted(unidist.__all__)
+    for name in unidist.__all__:
+        assert inspect.getdoc(getattr(unidist, name)), f"{name} has no docstring"
+
+
+def test_import_needs_torch_alone_and_changes_no_environment() -> None:
+    code = (
+        "import os, sys; before = dict(os.environ)\n"
+        "import unidist\n"
+        "assert dict(os.environ) == before\n"
+        "loaded = {name.split('.')[0] for name in sys.modules}\n"
+        "assert not loaded & {'horovod', 'mpi4py', 'click', 'rich', 'psutil'}, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment("python", {}))
+
+
+def test_the_second_name_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", "import backends"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0 and "import unidist.backends" in done.stderr
+
+
+def test_build_has_the_engines(tmp_path: Path) -> None:
+    """The wheel and the source archive carry ``unidist.backends``, and a bare checkout imports it."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    import tarfile
+    import zipfile
+
+    wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    assert "unidist/backends/base.py" in wheel and "unidist/py.typed" in wheel and "backends/base.py" not in wheel
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        assert any(name.endswith("/backends/base.py") for name in archive.getnames())
+    checkout = tmp_path / "checkout"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(checkout)], check=True)
+    code = "import unidist, unidist.backends.single as s; print(unidist.__file__, s.__file__)"
+    # -S -E would lose torch; PYTHONPATH comes before an editable install's finder.
+    env = environment("python", {"PYTHONPATH": str(checkout)})
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    assert all(part.startswith(str(checkout)) for part in done.stdout.split()), done.stdout
+
+
+# ------------------------------------------------------------------------------------ docs
+DOCS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda path: path.name)
+def test_links_lead_somewhere(doc: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", doc.read_text()):
+        assert target.startswith("https://") or (doc.parent / target).exists(), target
+
+
+def test_every_module_is_in_the_architecture_page() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    for path in SOURCES:
+        if not path.name.startswith("__") and path.parent.name != "cli":
+            assert path.name in page, path
+
+
+def test_readme_names_every_public_call() -> None:
+    page = (ROOT / "README.md").read_text()
+    for name in unidist.__all__:
+        if inspect.isfunction(getattr(unidist, name)):
+            assert name in page or (name.endswith("_object") and "*_object" in page), name
+
+
+def test_readme_script_runs() -> None:
+    """The first example, with a model and data in place of the reader's."""
+    script = (ROOT / "README.md").read_text().split("```python")[1].split("```")[0]
+    before = (
+        "import torch\n"
+        "train_set = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 3, (64,)))\n"
+        "loss_fn = torch.nn.functional.cross_entropy\n"
+        "Net = lambda: torch.nn.Linear(4, 3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", before + script], cwd=ROOT, env=environment("python", {}), capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "{'loss': " in done.stdout, done.stderr
+
+
+def readme_commands() -> list[str]:
+    """The indented lines of the README."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    return [
+        line.split("#")[0].strip()
+        for line in lines
+        if line.startswith("    ") and "import" not in line and "=" not in line
+    ]
+
+
+def test_readme_commands_are_run_by_tests() -> None:
+    """Each command of the README is the one that a test or ``make test`` runs."""
+    covered = {
+        "make demo": "tests/test_shape.py",
+        "make test": ".ci/run",
+        "pip install -e .": "Makefile",
+        'pip install -e ".[horovod]"': "Makefile",
+        "unidist build-horovod --install": "Makefile",
+        "python examples/digits.py": "tests/test_matrix.py",
+        "torchrun --nproc-per-node 2 examples/digits.py": "tests/test_matrix.py",
+        "horovodrun -np 2 python examples/digits.py": "tests/test_matrix.py",
+        "mpirun -np 2 --bind-to none python examples/digits.py": "tests/test_matrix.py",
+        "srun -n 2 python examples/digits.py": "tests/test_matrix.py",
+    }
+    commands = [
+        command
+        for command in readme_commands()
+        if re.match(r"(make|pip|unidist|python|torchrun|horovodrun|mpirun|srun) ", command)
+    ]
+    assert sorted(commands) == sorted(covered)
+    assert "build-horovod --install" in (ROOT / "Makefile").read_text()
+    assert "make test" in (ROOT / ".ci/run").read_text()
+
+
+def test_make_demo(tmp_path: Path) -> None:
+    """``make demo`` in this environment: trains, and says the accuracy and where the model is."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    for name in ("python", "torchrun"):
+        (venv / "bin" / name).symlink_to(Path(sys.executable).parent / name)
+    for name in ("demo.stamp",):
+        (venv / name).touch()
+    done = subprocess.run(
+        ["make", "-o", str(venv / "demo.stamp"), "demo", f"VENV={venv}"],
+        cwd=ROOT, env=environment("python", {}), capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"epoch 8/8 .*accuracy 3\d\d/357", done.stdout) and "saved digits.pt" in done.stdout
