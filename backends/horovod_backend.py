@@ -39,8 +39,6 @@ except ImportError as error:
     ) from error
 
 _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
-#: Collectives of Horovod wait for ever by default; torch's gloo waits half an hour.
-_PATIENCE_S = 1800.0
 
 
 class HorovodBackend(Backend):
@@ -57,7 +55,7 @@ class HorovodBackend(Backend):
     @classmethod
     def start(cls, name: str, start: Start) -> HorovodBackend:
         launch = start.launch
-        settings = _Settings(_patience(start))
+        settings = _Settings(_connect_timeout(start))
         settings.add(HOROVOD_DYNAMIC_PROCESS_SETS="1")
         server: RendezvousServer | None = None
         topology: Topology | None = None
@@ -229,15 +227,10 @@ class _Settings:
                 os.environ[name] = value
 
 
-def _patience(start: Start) -> dict[str, str]:
-    seconds = start.timeout.total_seconds() if start.timeout else _PATIENCE_S
-    settings = {
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, int(min(60, seconds / 2)))),
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(2, int(seconds))),
-    }
-    if start.timeout:
-        settings["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(max(2, int(seconds)))
-    return settings
+def _connect_timeout(start: Start) -> dict[str, str]:
+    if start.timeout is None:
+        return {}
+    return {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(start.timeout.total_seconds())))}
 
 
 def _by_horovodrun(start: Start) -> bool:
