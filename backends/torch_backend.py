@@ -30,7 +30,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 #: Time for gloo's threads to let go of the last tensors, for which they need the interpreter: one that is
 #: still at it when the interpreter ends aborts the process (seen with torch 2.13, 3 exits of 12).
-_DRAIN_S = 0.05
+_DRAIN_S = 0.1
 
 
 class TorchBackend(Backend):
