@@ -28,12 +28,13 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        if not (self.training or self.running_mean is None):
+        if not self.training:
+            local = self.running_mean is None  # this batch's own statistics
             return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+                input, self.running_mean, self.running_var, self.weight, self.bias, local, 0.0, self.eps
             )
         mean, var, count = self._statistics(input)
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._track(mean.detach(), var.detach(), count.detach())
         shape = [1, -1] + [1] * (input.dim() - 2)
         scale = torch.rsqrt(var + self.eps)

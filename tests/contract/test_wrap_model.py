@@ -251,6 +251,25 @@ def test_sync_bn_is_batch_norm_of_one_process(uneven: bool) -> None:
     torch.testing.assert_close(model(parts[rank]), alone(parts[rank]))
 
 
+def test_sync_bn_evaluates_alone_and_keeps_its_options() -> None:
+    """``affine=False``, no running statistics, ``momentum=None``: as torch's own; evaluation is not collective."""
+    for options in ({"affine": False}, {"track_running_stats": False}, {"momentum": None}):
+        plain = nn.BatchNorm1d(3, **options)  # type: ignore[arg-type]
+        inner = nn.Sequential(nn.Linear(2, 3), copy.deepcopy(plain))
+        norm = unidist.wrap_model(inner, sync_bn=True).module[1]
+        batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):  # equal batches everywhere: the statistics are those of one (but for N - 1)
+            torch.testing.assert_close(norm(batch), plain(batch))
+        if plain.track_running_stats:
+            torch.testing.assert_close(norm.running_mean, plain.running_mean)
+        norm.eval(), plain.eval()
+        for _ in range(unidist.rank()):
+            if plain.running_mean is None:
+                torch.testing.assert_close(norm(batch), plain(batch))
+            else:
+                norm(batch)
+
+
 def test_group() -> None:
     """Two models trained side by side, each by some of the ranks."""
     rank, size = unidist.rank(), unidist.world_size()
