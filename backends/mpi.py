@@ -5,12 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from functools import cache
 from types import TracebackType
 from typing import Any
 
 from unidist.errors import BackendError, WorldSizeError
 from unidist.topology import Launch
+
+#: Time for the launcher to read the error: MPICH's drops what is still in the pipe when a rank aborts.
+_READ_S = 1.0
 
 
 @cache
@@ -61,6 +65,7 @@ def end_all_on_error(launch: Launch) -> None:
         sys.stderr.flush()
         # Inside another hook (a session before this one put it there) the error may not be shown yet.
         if sys.excepthook is hook and launch.world_size > 1 and not MPI.Is_finalized():
+            time.sleep(_READ_S)
             MPI.COMM_WORLD.Abort(1)
 
     sys.excepthook = hook

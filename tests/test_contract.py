@@ -4,15 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.worlds import IN_WORLD, run_world, shown
 
 ENGINES = [("torchrun", "gloo"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
 WORLDS = [("python", "single", 1), *((launcher, backend, size) for size in (1, 2, 3) for launcher, backend in ENGINES)]
+WORLDS += [("torchrun", "nccl", size) for size in (1, 2)]
 
 
 @pytest.mark.parametrize(("launcher", "backend", "size"), WORLDS)
 def test_contract(launcher: str, backend: str, size: int, tmp_path: Path) -> None:
+    gpus = torch.cuda.device_count()
+    if backend == "nccl" and gpus < size:
+        pytest.skip(f"nccl at {size} ranks needs {size} GPUs, {gpus} are visible")
     suite = ["-m", "pytest", "tests/contract", "-q", "--color=no", "-p", "no:cacheprovider"]
     # An MPI rank that fails must take the others with it.
     argv = ["-m", "mpi4py", *suite] if launcher == "mpirun" else suite
