@@ -67,19 +67,21 @@ class Bucket:
         self.pending = set(range(len(params)))
         self.wait: Callable[[], None] | None = None
 
-    def fill(self) -> None:
-        """Bring every gradient into ``flat``; one that is missing counts as zero."""
-        for param, view in zip(self.params, self.views):
-            if param.grad is None:
-                view.zero_()
-            elif param.grad.layout != torch.strided:
-                raise UnidistError(
-                    f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient, which these buckets "
-                    "do not carry: use sparse=False, or a torch engine."
-                )
-            elif param.grad is not view:
-                view.copy_(param.grad)
-                param.grad = view
+    def take(self, index: int) -> None:
+        """Bring a parameter's new gradient into ``flat``, at once: no second copy stays alive."""
+        param, view = self.params[index], self.views[index]
+        if param.grad is view:
+            return
+        if param.grad is None:
+            view.zero_()
+            return
+        if param.grad.layout != torch.strided:
+            raise UnidistError(
+                f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient, which these buckets "
+                "do not carry: use sparse=False, or a torch engine."
+            )
+        view.copy_(param.grad)
+        param.grad = view
 
     def reset(self) -> None:
         """Make ready for the next backward pass."""
@@ -119,24 +121,27 @@ class BucketedDataParallel(DataParallel):
         return self.module(*args, **kwargs)
 
     def _accumulated(self, param: Tensor) -> None:
+        bucket, index = self._place[param]
         if not self._sync:
+            bucket.take(index)
             return
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        bucket, index = self._place[param]
         if bucket.wait is not None:
             raise UnidistError(
                 f"the gradient of {self._names[param]!r} grew again after its reduction had started: a parameter shared "
                 "between checkpointed parts? Use torch.utils.checkpoint with use_reentrant=False."
             )
+        bucket.take(index)
         bucket.pending.discard(index)
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
             self._launch_next()
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
-        bucket.fill()
+        for index in bucket.pending:
+            bucket.take(index)
         bucket.wait = self._reducer.start_mean(bucket.flat, bucket.name)
         self._next += 1
 

@@ -156,6 +156,8 @@ class TorchBackend(Backend):
                 device_ids=[next(iter(devices))] if single_gpu else None,
                 process_group=handle,
                 bucket_cap_mb=options.bucket_cap_mb,
+                # One copy of the gradients, as on the engines without DDP.
+                gradient_as_bucket_view=True,
                 find_unused_parameters=options.find_unused_parameters,
                 static_graph=options.static_graph,
             )

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.worlds import PYTHON, ROOT, environment, free_port, missing, run_world
+from tests.worlds import PYTHON, ROOT, environment, free_port, run_world
+from unidist.cli.worlds import missing
 
 PLACE = "tests/programs/place.py"
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worlds import LAUNCHERS, missing, run_world, shown
+from tests.worlds import LAUNCHERS, run_world, shown
+from unidist.cli.worlds import missing
 
 TOLERANCE = 1e-5
 MULTI = [name for name in LAUNCHERS if name != "python"]

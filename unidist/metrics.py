@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterator, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from unidist.context import current
 from unidist.errors import MismatchError
-from unidist.tree import leaves, map_leaves, walk
+from unidist.tree import map_leaves, walk
 
 T = TypeVar("T")
 MetricOp = Literal["mean", "sum", "min", "max"]
@@ -47,19 +48,35 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
         MismatchError: the ranks' structures differ.
     """
     share = _share(weight, op)
-    parts = leaves(value)
-    packed = [_pack(leaf, op, share) for leaf in parts]
-    header = _header(value, op, share)
-    length = len(header) + sum(map(len, packed))
-    payload = torch.cat([header, *packed, header.new_zeros(-length % _BLOCK)])
+    found = walk(value)
+    numbers = _header(found, op, share)
+    skip = len(numbers)
+    tensors: list[Tensor] = []
+    for _, leaf in found:
+        if isinstance(leaf, Tensor):
+            tensors.append(_pack_tensor(leaf, op, share))
+        else:
+            numbers += _pack(leaf, op, share)
+    sizes = [len(numbers), *map(len, tensors)]
+    padding = -sum(sizes) % _BLOCK
     backend = current()
+    payload = torch.tensor(numbers if tensors else numbers + [0.0] * padding, dtype=torch.float64)
+    if tensors:
+        payload = torch.cat([payload, *tensors, payload.new_zeros(padding)])
     wire = payload.to(backend.device)
     backend.all_reduce(wire, "sum" if op == "mean" else op)
-    result = wire.cpu()
-    _check_header(header, result, op, backend.topology.world_size)
-    answers = torch.split(result[len(header) : length], [len(part) for part in packed])
-    pairs = iter(zip(answers, parts))
-    combined: T = map_leaves(lambda _: _unpack(*next(pairs), op, result, backend.topology.world_size), value)
+    size = backend.topology.world_size
+    result, *answers = wire.cpu().split([*sizes, padding]) if tensors else [wire.cpu()]
+    totals = result.tolist()
+    _check_header(totals, op, size)
+    scalars, parts = iter(totals[skip:]), iter(answers)
+
+    def unpack(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return _unpack_tensor(next(parts), leaf, op, totals[0])
+        return _unpack(scalars, leaf, op, totals[0], size)
+
+    combined: T = map_leaves(unpack, value)
     return combined
 
 
@@ -77,32 +94,33 @@ def _share(weight: float | Tensor | None, op: str) -> float:
 
 
 # ------------------------------------------------------------------------------------ one value
-def _pack(leaf: Any, op: str, share: float) -> Tensor:
-    """A value as float64 numbers on the CPU that can be combined one by one."""
-    if isinstance(leaf, Tensor):
-        if leaf.dtype.is_complex or leaf.layout != torch.strided:
-            raise TypeError(f"allreduce_metric takes dense real tensors, not {leaf.dtype} ({leaf.layout}).")
-        return _pack_tensor(leaf.detach().cpu().reshape(-1), op, share)
-    if not isinstance(leaf, Real):
+def _pack(leaf: Any, op: str, share: float) -> list[float]:
+    """A number as floats that can be combined one by one."""
+    if not isinstance(leaf, (float, Real)):
         raise TypeError(
             f"allreduce_metric takes numbers and tensors in dicts, lists and tuples, not {type(leaf).__name__}."
         )
     if op == "mean":
-        return _weighted(torch.tensor([float(leaf)], dtype=torch.float64), share)
+        # Not a product alone: an empty shard's nan must not count.
+        return [float(leaf) * share if share else 0.0]
     n = int(leaf) if isinstance(leaf, Integral) else None
     limit = 2**80 if op == "sum" else _EXACT
     if n is not None and abs(n) > limit:
         raise ValueError(f"the {op} of {leaf} is not exact beyond {limit}: pass a float.")
     if op != "sum":
-        return torch.tensor([float(leaf)], dtype=torch.float64)
+        return [float(leaf)]
     # A rank may report 0 where another reports 0.5, so integers and floats take the same room.
-    parts = [float(leaf), 0, 0, False] if n is None else [0.0, n >> 32, n & 0xFFFFFFFF, True]
-    return torch.tensor(parts, dtype=torch.float64)
+    return [float(leaf), 0.0, 0.0, 0.0] if n is None else [0.0, float(n >> 32), float(n & 0xFFFFFFFF), 1.0]
 
 
-def _pack_tensor(flat: Tensor, op: str, share: float) -> Tensor:
+def _pack_tensor(leaf: Tensor, op: str, share: float) -> Tensor:
+    """A tensor as float64 on the CPU, in a form that can be combined element by element."""
+    if leaf.dtype.is_complex or leaf.layout != torch.strided:
+        raise TypeError(f"allreduce_metric takes dense real tensors, not {leaf.dtype} ({leaf.layout}).")
+    flat = leaf.detach().cpu().reshape(-1)
     if op == "mean":
-        return _weighted(flat.double(), share)
+        numbers = flat.double()
+        return numbers * share if share else torch.zeros_like(numbers)
     if flat.dtype.is_floating_point:
         return flat.double()
     flat = flat.long()
@@ -113,29 +131,23 @@ def _pack_tensor(flat: Tensor, op: str, share: float) -> Tensor:
     return flat.double()
 
 
-def _weighted(numbers: Tensor, share: float) -> Tensor:
-    # Not a product: an empty shard's nan must not count.
-    return numbers * share if share else torch.zeros_like(numbers)
-
-
-def _unpack(answer: Tensor, leaf: Any, op: str, result: Tensor, world_size: int) -> Any:
-    if isinstance(leaf, Tensor):
-        return _unpack_tensor(answer, leaf, op, result)
+def _unpack(answers: Iterator[float], leaf: Any, op: str, share: float, world_size: int) -> float:
+    """The combined number, from as many of the answers as ``_pack`` made."""
+    answer = next(answers)
     if op == "mean":
-        return float(answer / result[0])
+        return answer / share if share else math.nan
     if op == "sum":
-        total, high, low, integers = answer.tolist()
+        high, low, integers = next(answers), next(answers), next(answers)
         exact = (int(high) << 32) + int(low)
-        return exact if integers == world_size else total + exact
-    number = float(answer)
-    return int(number) if isinstance(leaf, Integral) and number.is_integer() else number
+        return exact if integers == world_size else answer + exact
+    return int(answer) if isinstance(leaf, Integral) and answer.is_integer() else answer
 
 
-def _unpack_tensor(answer: Tensor, leaf: Tensor, op: str, result: Tensor) -> Tensor:
+def _unpack_tensor(answer: Tensor, leaf: Tensor, op: str, share: float) -> Tensor:
     floating = leaf.dtype.is_floating_point
     dtype = leaf.dtype
     if op == "mean":
-        answer = answer / result[0]
+        answer = answer / share
         dtype = leaf.dtype if floating else torch.float32
     elif op == "sum" and not floating:
         high, low = answer.long().view(2, -1)
@@ -145,18 +157,17 @@ def _unpack_tensor(answer: Tensor, leaf: Tensor, op: str, result: Tensor) -> Ten
 
 
 # ------------------------------------------------------------------------------ the same on every rank?
-def _header(value: Any, op: str, share: float) -> Tensor:
+def _header(found: Sequence[tuple[Any, Any]], op: str, share: float) -> list[float]:
     """This rank's share, and a fingerprint of the structure in a form whose combination shows a difference."""
-    form = zlib.crc32(repr((op, [(path, _form(leaf)) for path, leaf in walk(value)])).encode()) % 2**20
-    numbers = [share, form, form**2] if op in ("mean", "sum") else [form, -form]
-    return torch.tensor(numbers, dtype=torch.float64)
+    form = zlib.crc32(repr((op, [(path, _form(leaf)) for path, leaf in found])).encode()) % 2**20
+    return [share, form, form**2] if op in ("mean", "sum") else [form, -form]
 
 
 def _form(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype.is_floating_point) if isinstance(leaf, Tensor) else "number"
+    return (tuple(leaf.shape), leaf.dtype.is_floating_point) if isinstance(leaf, Tensor) else 0
 
 
-def _check_header(mine: Tensor, result: Tensor, op: str, world_size: int) -> None:
+def _check_header(result: Sequence[float], op: str, world_size: int) -> None:
     if op in ("mean", "sum"):
         # Equality in the inequality of Cauchy and Schwarz: all fingerprints are the same.
         total, squares = int(result[1]), int(result[2])

@@ -12,7 +12,7 @@ from unidist.batch_norm import convert_batch_norm
 from unidist.collectives import all_gather_object, broadcast, broadcast_object
 from unidist.context import current
 from unidist.errors import MismatchError
-from unidist.tree import leaves, map_leaves
+from unidist.tree import map_leaves, walk
 
 _COMPRESSION = {"fp16": torch.float16, "bf16": torch.bfloat16}
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, gr
     counts = all_gather_object([len(entry["params"]) for entry in optimizer.param_groups], group)
     _same_everywhere(counts, "the optimizer's parameter groups have {} parameters", group)
     state = optimizer.state_dict()
-    tensors = [leaf for leaf in leaves(state) if isinstance(leaf, Tensor)]
+    tensors = [leaf for _, leaf in walk(state) if isinstance(leaf, Tensor)]
     # The frame carries everything but the numbers of the tensors, which follow one by one.
     frame = broadcast_object(map_leaves(_describe, state), src, group)
     is_src = current().topology.rank == src

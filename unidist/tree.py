@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 
-def walk(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def walk(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """Each value of nested dicts, lists and tuples with the keys that lead to it.
 
     Dicts are visited in the order of sorted keys, which does not depend on the order in which each rank filled them.
     """
+    found: list[tuple[tuple[Any, ...], Any]] = []
+    _walk(tree, (), found)
+    return found
+
+
+def _walk(tree: Any, path: tuple[Any, ...], found: list[tuple[tuple[Any, ...], Any]]) -> None:
     if isinstance(tree, dict):
         for key in sorted_keys(tree):
-            yield from walk(tree[key], (*path, key))
+            _walk(tree[key], (*path, key), found)
     elif isinstance(tree, (list, tuple)):
         for index, item in enumerate(tree):
-            yield from walk(item, (*path, index))
+            _walk(item, (*path, index), found)
     else:
-        yield path, tree
-
-
-def leaves(tree: Any) -> list[Any]:
-    """The values alone."""
-    return [leaf for _, leaf in walk(tree)]
+        found.append((path, tree))
 
 
 def sorted_keys(tree: dict[Any, Any]) -> list[Any]:
     """A dict's keys in an order that is the same on every rank, for keys of any types."""
+    if all(type(key) is str for key in tree):
+        return sorted(tree)
     return sorted(tree, key=lambda key: (type(key).__name__, repr(key)))
 
 

@@ -9,6 +9,7 @@ from importlib import import_module
 
 try:
     import click
+    import psutil  # noqa: F401
     import rich  # noqa: F401
 except ModuleNotFoundError as error:
     # The console script imports this module before anything else: a traceback would hide the remedy.
@@ -16,6 +17,7 @@ except ModuleNotFoundError as error:
 
 # The help lines stand here, so that `unidist --help` imports no command.
 COMMANDS = {
+    "bench": "Measure unidist beside the raw libraries and its peers.",
     "build-horovod": "Build Horovod for the installed PyTorch.",
 }
 

@@ -1,0 +1,51 @@
+"""Collectives from 4 B to 256 MB, beside the raw libraries' calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import unidist
+from unidist.bench import peers
+from unidist.bench.measure import OURS, Case, alternate
+
+SIZES = [4, 1024, 64 * 1024, 1024**2, 16 * 1024**2, 256 * 1024**2]
+QUICK_SIZES = SIZES[:-1]
+OURS_BY_NAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "all_reduce": unidist.all_reduce,
+    "all_gather": unidist.all_gather,
+    "broadcast": unidist.broadcast,
+}
+
+
+def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
+    """One case for each operation and size; of all_gather, the size is the result's."""
+    for operation, ours in OURS_BY_NAME.items():
+        for nbytes in QUICK_SIZES if quick else SIZES:
+            whole = max(1, nbytes // 4)
+            numel = max(1, whole // unidist.world_size()) if operation == "all_gather" else whole
+            tensor = torch.zeros(numel, device=unidist.device())
+
+            def call(ours: Callable[[Tensor], Tensor] = ours, tensor: Tensor = tensor) -> Tensor:
+                return ours(tensor)
+
+            seconds = alternate({OURS: call, **dict(peers.collectives(operation, tensor))}, rounds)
+            bus = nbytes * bus_share(operation, unidist.world_size())
+            yield Case("collectives", world, f"{operation} {size_name(nbytes)}", seconds, bus)
+
+
+def bus_share(operation: str, ranks: int) -> float:
+    """Share of a message that crosses each link, by nccl-tests' doc/PERFORMANCE.md."""
+    shares = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": (ranks - 1) / ranks, "broadcast": 1.0}
+    return shares[operation]
+
+
+def size_name(nbytes: int) -> str:
+    """4 B, 64 KiB, 16 MiB."""
+    for unit in ("B", "KiB"):
+        if nbytes < 1024:
+            return f"{nbytes} {unit}"
+        nbytes //= 1024
+    return f"{nbytes} MiB"

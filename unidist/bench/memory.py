@@ -1,0 +1,75 @@
+"""Peak memory of training, in a world of its own for each contender.
+
+As a program (``python -m unidist.bench.memory unidist|DDP|DDP-view|hvd``) it is one rank of such a world.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import sys
+from collections.abc import Iterator
+
+import psutil
+import torch
+from torch import nn
+
+import unidist
+from unidist.bench.measure import OURS, Case
+from unidist.cli import worlds
+
+#: Launcher, engine, and the raw wrappers beside ours.
+WORLDS = {"gloo": ("torchrun", ["DDP", "DDP bucket view"]), "horovod": ("horovodrun --gloo", ["hvd"])}
+WIDTH, LAYERS = 2048, 12
+
+
+def cases(rounds: int, quick: bool) -> Iterator[Case]:
+    """Growth of a rank's resident memory while it trains a model of 192 MiB with momentum."""
+    ddp: list[float] = []
+    for engine, (launcher, raw) in WORLDS.items():
+        if worlds.missing(launcher):
+            continue
+        samples = {name: [_peak(launcher, engine, name) for _ in range(1 if quick else rounds)] for name in [OURS, *raw]}
+        ddp = samples.setdefault("DDP", ddp)
+        yield Case("memory", "worlds of its own", f"{engine} under {launcher}", samples, unit="B")
+
+
+def _peak(launcher: str, engine: str, contender: str) -> float:
+    env = worlds.environment(os.environ, 2) | {"UNIDIST_BACKEND": engine}
+    command = worlds.LAUNCHERS[launcher](2, ["-m", "unidist.bench.memory", contender])
+    result = worlds.run([command], env, timeout=300)
+    found = [float(text) for text in re.findall(r"PEAK (\d+)", result.output)]
+    if result.returncode or not found:
+        raise RuntimeError(f"{contender} on {engine} under {launcher} failed:\n{result.output}")
+    return max(found)
+
+
+def _rank(contender: str) -> None:
+    unidist.init()
+    unidist.all_reduce(torch.zeros(1))  # what the engine needs for itself is not counted
+    before = psutil.Process().memory_info().rss
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    wrapped: nn.Module = model
+    if contender == OURS:
+        wrapped = unidist.wrap_model(model)
+    elif contender == "hvd":
+        import horovod.torch as hvd
+
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    else:
+        view = contender == "DDP bucket view"
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
+    for _ in range(4):
+        optimizer.zero_grad()
+        wrapped(torch.ones(4, WIDTH)).sum().backward()
+        optimizer.step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    sys.stdout.write(f"PEAK {peak - before}\n")
+    sys.stdout.flush()
+    unidist.shutdown()
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1])

@@ -1,0 +1,194 @@
+"""What users would write instead: the raw libraries, and the other layers over them.
+
+All of them use the process group or Horovod that ``unidist.init()`` started, so they run in the same world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import unidist
+
+#: Model, optimizer, and what calls backward on the loss.
+Backward = Callable[[Tensor], object]
+Prepared = tuple[nn.Module, torch.optim.Optimizer, Backward]
+Call = Callable[[], object]
+
+
+def over_horovod() -> bool:
+    """Whether this world runs on Horovod, so that the raw calls are Horovod's."""
+    return unidist.backend_name() == "horovod"
+
+
+# ------------------------------------------------------------------------------------- training
+def trainers() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer], Prepared]]:
+    """How each prepares a model and an optimizer."""
+    found: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Prepared]] = {}
+    found["hvd" if over_horovod() else "DDP"] = _horovod if over_horovod() else _ddp
+    if find_spec("ignite"):
+        found["ignite"] = _ignite
+    if find_spec("accelerate") and not over_horovod():
+        found["Accelerate"] = _accelerate
+    if find_spec("lightning_fabric") and not over_horovod():
+        found["Fabric"] = _fabric
+    return found
+
+
+def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return wrapped, optimizer, Tensor.backward
+
+
+def _horovod(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    import horovod.torch as hvd
+
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()), Tensor.backward
+
+
+def _ignite(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    import ignite.distributed as idist
+
+    return idist.auto_model(model), idist.auto_optim(optimizer), Tensor.backward
+
+
+def _accelerate(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    accelerator = _accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return model, optimizer, accelerator.backward
+
+
+def _fabric(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    fabric = _launched_fabric()
+    model, optimizer = fabric.setup(model, optimizer)
+    return model, optimizer, fabric.backward
+
+
+@cache
+def _accelerator() -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=unidist.device().type == "cpu")
+
+
+@cache
+def _launched_fabric() -> Any:
+    from lightning_fabric import Fabric
+
+    kind = "cpu" if unidist.device().type == "cpu" else "cuda"
+    fabric = Fabric(accelerator=kind, devices=unidist.local_size(), num_nodes=unidist.num_nodes(), strategy="ddp")
+    fabric.launch()
+    return fabric
+
+
+# -------------------------------------------------------------------------------------- metrics
+def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
+    """How each takes the mean of some figures over the ranks; the first is the bare collective."""
+    import torch.distributed as dist
+
+    device = unidist.device()
+    numbers = torch.tensor(list(figures.values()), device=device)
+    if over_horovod():
+        import horovod.torch as hvd
+
+        yield "hvd", lambda: hvd.allreduce_(numbers, name="bench.metric", op=hvd.Average)
+    else:
+        yield "all_reduce", lambda: dist.all_reduce(numbers)
+    if find_spec("torchmetrics") and not over_horovod():
+        yield "torchmetrics", _torchmetrics(figures)
+    if find_spec("ignite"):
+        import ignite.distributed as idist
+
+        yield "ignite", lambda: idist.all_reduce(torch.tensor(list(figures.values()), device=device)).tolist()
+    if find_spec("accelerate") and not over_horovod():
+        accelerator = _accelerator()
+        yield "Accelerate", lambda: accelerator.reduce(
+            {name: torch.tensor(value, device=device) for name, value in figures.items()}, "mean"
+        )
+    if find_spec("lightning_fabric") and not over_horovod():
+        fabric = _launched_fabric()
+        yield "Fabric", lambda: fabric.all_reduce(
+            {name: torch.tensor(value, device=device) for name, value in figures.items()}, reduce_op="mean"
+        )
+
+
+def _torchmetrics(figures: dict[str, float]) -> Call:
+    from torchmetrics import MeanMetric, MetricCollection
+
+    device = unidist.device()
+    meters = MetricCollection({name: MeanMetric() for name in figures}, compute_groups=False).to(device)
+
+    def call() -> dict[str, float]:
+        meters.reset()
+        for name, value in figures.items():
+            meters[name].update(value)
+        return {name: value.item() for name, value in meters.compute().items()}
+
+    return call
+
+
+# ----------------------------------------------------------------------------------------- data
+def loaders(make: Callable[..., DataLoader[Any]]) -> Iterator[tuple[str, DataLoader[Any]]]:
+    """Each one's loader over this rank's share of what ``make()`` loads."""
+    plain = make(shuffle=True)
+    place = {"num_replicas": unidist.world_size(), "rank": unidist.rank()}
+    yield "torch", make(sampler=DistributedSampler(plain.dataset, **place))
+    if find_spec("ignite"):
+        import ignite.distributed as idist
+
+        yield "ignite", idist.auto_dataloader(plain.dataset, batch_size=plain.batch_size * unidist.world_size(), shuffle=True)  # type: ignore[operator]  # fmt: skip
+    if find_spec("accelerate") and not over_horovod():
+        yield "Accelerate", _accelerator().prepare(make(shuffle=True))
+    if find_spec("lightning_fabric") and not over_horovod():
+        yield "Fabric", _launched_fabric().setup_dataloaders(make(shuffle=True))
+
+
+# ---------------------------------------------------------------------------------- collectives
+def collectives(operation: str, tensor: Tensor) -> Iterator[tuple[str, Call]]:
+    """The raw libraries' call of an operation, results in new tensors as ours."""
+    import torch.distributed as dist
+
+    size = unidist.world_size()
+    if over_horovod():
+        import horovod.torch as hvd
+
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: hvd.allreduce(tensor, name="bench", op=hvd.Sum),
+            "all_gather": lambda: hvd.allgather(tensor, name="bench.gather"),
+            "broadcast": lambda: hvd.broadcast(tensor, 0, name="bench.broadcast"),
+        }
+        yield "hvd", calls[operation]
+    else:
+        calls = {
+            "all_reduce": lambda: dist.all_reduce(tensor.clone()),
+            "all_gather": lambda: dist.all_gather_into_tensor(tensor.new_empty(size * tensor.numel()), tensor),
+            "broadcast": lambda: dist.broadcast(tensor.clone(), 0),
+        }
+        yield "torch", calls[operation]
+    with suppress(ImportError):
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.Get_size() == size and tensor.device.type == "cpu":
+            yield "mpi4py", _mpi_call(MPI, operation, tensor)
+
+
+def _mpi_call(MPI: Any, operation: str, tensor: Tensor) -> Call:
+    comm, size = MPI.COMM_WORLD, unidist.world_size()
+
+    def all_gather() -> None:
+        comm.Allgather(tensor.numpy(), tensor.new_empty(size * tensor.numel()).numpy())
+
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, tensor.clone().numpy()),
+        "all_gather": all_gather,
+        "broadcast": lambda: comm.Bcast(tensor.clone().numpy()),
+    }
+    return calls[operation]

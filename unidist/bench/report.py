@@ -1,0 +1,121 @@
+"""Cases as a table for the terminal and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from unidist.bench.measure import OURS, Case
+
+WHAT = {
+    "collectives": "one call",
+    "step": "zero_grad, forward, backward, optimizer step",
+    "metric": "the mean over the ranks",
+    "loader": "iterating over a rank's share",
+    "startup": "raw: import torch.distributed; torchrun + init_process_group; horovodrun + hvd.init",
+    "memory": "growth of the largest rank's resident memory",
+}
+
+
+def tables(cases: Sequence[Case]) -> Iterable[tuple[str, Table]]:
+    """A title and a table for each suite and world; the second line of a cell is ours over the other's, or our spread."""
+    for (suite, world), group in groupby(cases, key=lambda case: (case.suite, case.world)):
+        rows = list(group)
+        others = list(dict.fromkeys(name for case in rows for name in case.samples if name != OURS))
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("")
+        for name in [OURS, *others, *(["bus"] if any(case.bus_bytes for case in rows) else [])]:
+            table.add_column(name, justify="right", overflow="fold")
+        for case in rows:
+            cells = [f"{amount(case.median(), case.unit)}\n[dim]±{case.spread():.0%}[/dim]"]
+            cells += [versus(case, name) for name in others]
+            cells += [f"{case.bus_bytes / case.median() / 1e9:.2f} GB/s"] if case.bus_bytes else []
+            table.add_row(case.name, *cells)
+        yield f"[bold]{suite}[/bold] ({WHAT[suite]}), {world}", table
+
+
+def versus(case: Case, other: str) -> str:
+    """Another's figure, and how ours stands to it."""
+    if other not in case.samples:
+        return "-"
+    ratio = case.ratio(other)
+    style = "green" if ratio <= 1 else "yellow"
+    return f"{amount(case.median(other), case.unit)}\n[{style}]{ratio:.2f}[/{style}]"
+
+
+def amount(value: float, unit: str) -> str:
+    """Seconds or bytes in a handy unit."""
+    steps = [(1, "s"), (1e-3, "ms"), (1e-6, "us")] if unit == "s" else [(2**30, "GiB"), (2**20, "MiB"), (1, "B")]
+    size, name = next((step for step in steps if value >= step[0]), steps[-1])
+    return f"{value / size:.3g} {name}"
+
+
+def plot(cases: Sequence[Case], limits: dict[str, float], path: Path) -> None:
+    """Collectives as bandwidth by size beside the machine's own limits, the other suites as ratios; written to ``path``.
+
+    Args:
+        cases: what was measured.
+        limits: bytes a second by name, drawn as lines across the bandwidths.
+        path: a file name whose ending gives the format (``.png``, ``.svg``, ``.pdf``).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    moved = [case for case in cases if case.bus_bytes]
+    bars = [(case, name) for case in cases if not case.bus_bytes for name in case.samples if name != OURS]
+    heights = [6.0] * bool(moved) + [1.0 + 0.22 * len(bars)] * bool(bars)
+    figure = pyplot.figure(figsize=(14, sum(heights)), layout="constrained")
+    parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
+    if moved:
+        operations = list(dict.fromkeys(case.name.split()[0] for case in moved))
+        axes = parts[0].subplots(1, len(operations), sharey=True, squeeze=False)[0]
+        for axis, operation in zip(axes, operations):
+            _bandwidths(axis, operation, [case for case in moved if case.name.split()[0] == operation], limits)
+        axes[0].set_ylabel("bus bandwidth, GB/s")
+        parts[0].legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    if bars:
+        _ratios(parts[-1].subplots(), bars)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def _bandwidths(axis: Any, operation: str, cases: Sequence[Case], limits: dict[str, float]) -> None:
+    for index, (world, group) in enumerate(groupby(cases, key=lambda case: case.world)):
+        rows = list(group)
+        for name in dict.fromkeys(name for case in rows for name in case.samples):
+            points = [(_nbytes(case), case.bus_bytes / case.median(name) / 1e9) for case in rows if name in case.samples]
+            style = {"linewidth": 2.2, "marker": "o"} if name == OURS else {"linestyle": ":" if name == "mpi4py" else "--"}
+            axis.plot(*zip(*points), label=f"{name}: {world}", color=f"C{index}", **style)
+    for (name, speed), dashes in zip(limits.items(), ("-.", (0, (1, 4)))):
+        axis.axhline(speed / 1e9, color="black", linewidth=1, linestyle=dashes, label=f"{name} of this machine")
+    axis.set(title=operation, xscale="log", yscale="log")
+    sizes = sorted({_nbytes(case) for case in cases})
+    axis.set_xticks(sizes, [case.name.split(" ", 1)[1] for case in sorted(cases, key=_nbytes)[:: len(cases) // len(sizes)]])
+    axis.minorticks_off()
+    axis.tick_params(axis="x", labelrotation=45)
+    axis.grid(alpha=0.3)
+
+
+def _nbytes(case: Case) -> int:
+    number, unit = case.name.split()[1:]
+    return int(number) * {"B": 1, "KiB": 2**10, "MiB": 2**20}[unit]
+
+
+def _ratios(axis: Any, bars: Sequence[tuple[Case, str]]) -> None:
+    widest = 2.0
+    labels = [f"{case.suite}, {case.world}: {case.name} / {name}" for case, name in bars]
+    ratios = [case.ratio(name) for case, name in bars]
+    drawn = axis.barh(range(len(bars)), [min(ratio, widest) for ratio in ratios])
+    for bar, ratio in zip(drawn, ratios):
+        bar.set_color("C2" if ratio <= 1 else "C1")
+    axis.bar_label(drawn, [f"{ratio:.2f}" for ratio in ratios], padding=3, fontsize=8)
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set_yticks(range(len(bars)), labels, fontsize=8)
+    axis.set(title="unidist over the other (below 1: unidist needs less)", xlim=(0, widest * 1.1), ylim=(len(bars) - 0.4, -0.6))

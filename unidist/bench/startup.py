@@ -1,0 +1,102 @@
+"""How long until work can begin: the import, and ``init()`` up to the end of the first collective, by launcher.
+
+As a program (``python -m unidist.bench.startup raw-torch|raw-horovod|unidist``) it is one rank of the latter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from unidist.bench.measure import OURS, Case
+from unidist.cli import worlds
+
+#: Which launchers start an engine here, and what its users would call without us.
+PAIRS = [
+    ("torchrun", "gloo"),
+    ("horovodrun --gloo", "gloo"),
+    ("mpirun", "gloo"),
+    ("horovodrun --gloo", "horovod"),
+    ("torchrun", "horovod"),
+]
+RAW = {"gloo": ("torchrun", "raw-torch"), "horovod": ("horovodrun --gloo", "raw-horovod")}
+HERE = "worlds of its own"
+
+
+def cases(rounds: int, quick: bool) -> Iterator[Case]:
+    """The import, then each launcher and engine by number of ranks."""
+    yield Case("startup", HERE, "import", _imports(2 * rounds))
+    pairs = [pair for pair in PAIRS if not worlds.missing(pair[0]) and not (pair[1] == "horovod" and _no_horovod())]
+    for ranks in (2, 4) if quick else (2, 4, 8, 16):
+        samples: dict[tuple[str, str], list[float]] = {}
+        for _ in range(rounds):
+            for launcher, engine in [*pairs, *(RAW[engine] for engine in dict.fromkeys(e for _, e in pairs))]:
+                samples.setdefault((launcher, engine), []).append(first_collective(launcher, engine, ranks))
+        for launcher, engine in pairs:
+            figures = {OURS: samples[launcher, engine], "raw": samples[RAW[engine]]}
+            yield Case("startup", HERE, f"{ranks} ranks: {engine} under {launcher}", figures)
+
+
+def first_collective(launcher: str, engine: str, ranks: int) -> float:
+    """Seconds from the last rank's entry into ``init()`` to the last one's end of the first collective."""
+    raw = engine.startswith("raw-")
+    env = worlds.environment(os.environ, ranks) | ({} if raw else {"UNIDIST_BACKEND": engine})
+    argv = ["-m", "unidist.bench.startup", engine if raw else "unidist"]
+    result = worlds.run([worlds.LAUNCHERS[launcher](ranks, argv)], env, timeout=300)
+    times = [json.loads(line.split("STARTUP ")[1]) for line in result.output.splitlines() if "STARTUP" in line]
+    if result.returncode or len(times) != ranks:
+        raise RuntimeError(f"{engine} under {launcher} did not start {ranks} ranks:\n{result.output}")
+    return float(max(end for _, end in times) - max(start for start, _ in times))
+
+
+def _imports(rounds: int) -> dict[str, list[float]]:
+    code = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+    modules = {OURS: "unidist", "raw": "torch.distributed"}
+    samples: dict[str, list[float]] = {name: [] for name in modules}
+    for _ in range(rounds):
+        for name, module in modules.items():
+            done = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True)
+            samples[name].append(float(done.stdout))
+    return samples
+
+
+def _no_horovod() -> bool:
+    return worlds.missing("horovodrun --gloo") is not None
+
+
+def _rank(what: str) -> None:
+    import torch
+
+    if what == "raw-torch":
+        import torch.distributed as dist
+
+        start = time.time()
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.zeros(1))
+    elif what == "raw-horovod":
+        import horovod.torch as hvd
+
+        start = time.time()
+        hvd.init()
+        hvd.allreduce(torch.zeros(1))
+    else:
+        import unidist
+
+        if os.environ.get("UNIDIST_BACKEND") == "horovod":
+            import horovod.torch  # noqa: F401  # as the raw script: imports are not counted
+        start = time.time()
+        unidist.init()
+        unidist.all_reduce(torch.zeros(1))
+    # One write, so that the ranks' lines stay whole.
+    sys.stdout.write(f"STARTUP {json.dumps([start, time.time()])}\n")
+    sys.stdout.flush()
+    if what == "raw-torch":
+        os._exit(0)  # a bare gloo process may abort while the interpreter ends
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1])

@@ -1,0 +1,195 @@
+"""``unidist bench``."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from datetime import datetime
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+import unidist
+from unidist import knobs
+from unidist.bench import machine
+from unidist.bench.measure import Case
+from unidist.bench.report import plot, tables
+from unidist.cli import worlds
+from unidist.topology import NONE, detect
+
+#: Suites that run inside a world, and those that start worlds of their own.
+INSIDE = ("collectives", "step", "metric", "loader")
+OUTSIDE = ("startup", "memory")
+#: Where the former run: each engine with the launcher that users start it with.
+WORLDS = [("torchrun", "gloo"), ("torchrun", "nccl"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
+#: What a rank in a world of ours prints before the name of the case that comes next.
+SIGN = "unidist bench: "
+
+
+@click.command()
+@click.argument("suites", nargs=-1, type=click.Choice(["all", *INSIDE, *OUTSIDE]))
+@click.option("--quick", is_flag=True, help="Fewer rounds, sizes and worlds; under 5 minutes on 2 cores.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Turns of each contender.  [default: 25; quick: 9]")
+@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Processes of each world.")
+@click.option("--backend", "engines", multiple=True, type=click.Choice(["gloo", "nccl", "horovod"]), help="Only worlds on these.")  # fmt: skip
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="Draw them here (.png, .svg, .pdf).")  # fmt: skip
+@click.option("--place", hidden=True, help="Name of the world that this process is in.")
+def command(
+    suites: tuple[str, ...],
+    quick: bool,
+    rounds: int | None,
+    ranks: int,
+    engines: tuple[str, ...],
+    json_path: Path | None,
+    plot_path: Path | None,
+    place: str | None,
+) -> None:
+    """Measure unidist beside the raw libraries, and beside ignite, Accelerate and Fabric where they are installed.
+
+    SUITES: collectives, step, metric, loader, startup, memory, or all. Contenders take turns within one world, so
+    that noise meets all of them; figures are medians over the rounds, with half the distance between the quartiles.
+    A ratio is unidist's median over the other's: below 1, unidist is faster.
+
+    Starts its own worlds on this host. Under a launcher (torchrun -m unidist.cli bench step) it measures that world.
+    """
+    if plot_path and not find_spec("matplotlib"):
+        raise click.ClickException("--plot needs matplotlib: pip install 'unidist-torch[bench]'")
+    for path in (json_path, plot_path):
+        if path and not path.absolute().parent.is_dir():
+            raise click.ClickException(f"{path.absolute().parent} is no folder: make it first")
+    wanted = [name for name in (*INSIDE, *OUTSIDE) if name in suites or "all" in suites or not suites]
+    rounds = rounds or (9 if quick else 25)
+    inside = detect(os.environ).launcher is not NONE
+    if inside:
+        wanted = [name for name in wanted if name in INSIDE]
+        if not wanted:
+            raise click.UsageError(f"{' and '.join(OUTSIDE)} start their own worlds: run them without a launcher")
+        cases, failed = _measure_here(wanted, rounds, quick, place), []
+        if cases is None:
+            return
+    else:
+        cases, failed = _measure_in_worlds(wanted, rounds, quick, ranks, engines)
+    limits = machine.limits() if "collectives" in wanted and not place else {}
+    report: dict[str, Any] = {"machine": describe(), "limits": limits, "cases": [case.as_json() for case in cases]}
+    if json_path:
+        json_path.write_text(json.dumps(report, indent=1))
+    show(report["machine"], limits, cases)
+    if plot_path and cases:
+        plot(cases, limits, plot_path)
+    if failed:
+        raise click.ClickException("\n".join(failed))
+
+
+def _measure_here(wanted: Sequence[str], rounds: int, quick: bool, place: str | None) -> list[Case] | None:
+    """The suites inside this world. Collective; None on all ranks but 0."""
+    unidist.init()
+    place = place or f"{unidist.backend_name()} under {detect(os.environ).launcher.name}"
+    cases = []
+    for suite in wanted:
+        for case in import_module(f"unidist.bench.{suite}").cases(place, rounds, quick):
+            cases.append(case)
+            if unidist.is_main():
+                click.echo(f"{SIGN}{case.suite}: {case.name}", err=True)
+    main = unidist.is_main()
+    unidist.shutdown()
+    return cases if main else None
+
+
+def _measure_in_worlds(
+    wanted: Sequence[str], rounds: int, quick: bool, ranks: int, engines: Sequence[str]
+) -> tuple[list[Case], list[str]]:
+    """The suites in worlds of our own: what they measured, and what went wrong."""
+    cases: list[Case] = []
+    failed: list[str] = []
+    suites = [name for name in wanted if name in INSIDE]
+    with Console(stderr=True).status("") as status:
+        for launcher, engine in WORLDS if suites else ():
+            why = cannot(launcher, engine, ranks)
+            if why or (engines and engine not in engines):
+                continue
+            place = f"{engine} under {launcher}, {ranks} ranks"
+            status.update(place)
+            try:
+                cases += _world(launcher, engine, place, suites, rounds, quick, ranks, status.update)
+                # The loader does not depend on the engine.
+                suites = [name for name in suites if name != "loader"]
+            except (RuntimeError, TimeoutError) as error:
+                failed.append(f"{place}: {error}")
+        for name in [name for name in wanted if name in OUTSIDE]:
+            status.update(name)
+            try:
+                for case in import_module(f"unidist.bench.{name}").cases(max(1, rounds // 4), quick):
+                    cases.append(case)
+                    status.update(f"{name}: {case.name}, {case.world}")
+            except (RuntimeError, TimeoutError) as error:
+                failed.append(str(error))
+    return sorted(cases, key=lambda case: wanted.index(case.suite)), failed
+
+
+def _world(launcher: str, engine: str, place: str, suites: Sequence[str], rounds: int, quick: bool, ranks: int, progress: Any) -> list[Case]:  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "world.json")
+        argv = ["-m", "unidist.cli", "bench", *suites, "--rounds", str(rounds), "--json", str(path), "--place", place]
+        env = worlds.environment(os.environ, ranks) | {knobs.BACKEND: engine}
+
+        def on_line(line: str) -> None:
+            if SIGN in line:
+                progress(f"{place}: {line.split(SIGN)[1].strip()}")
+
+        command = worlds.LAUNCHERS[launcher](ranks, [*argv, *(["--quick"] if quick else [])])
+        result = worlds.run([command], env, timeout=3600, on_line=on_line)
+        if result.returncode or not path.exists():
+            raise RuntimeError(f"ended with status {result.returncode}:\n{result.output[-4000:]}")
+        return [Case.from_json(data) for data in json.loads(path.read_text())["cases"]]
+
+
+def cannot(launcher: str, engine: str, ranks: int) -> str | None:
+    """Why a world cannot be started here, or None."""
+    if engine == "nccl" and torch.cuda.device_count() < ranks:
+        return f"{ranks} ranks on nccl need {ranks} GPUs, {torch.cuda.device_count()} are visible"
+    if engine == "horovod":
+        if not find_spec("horovod"):
+            return worlds.missing("horovodrun --gloo")
+        import horovod.torch as hvd
+
+        if launcher == "mpirun" and not hvd.mpi_built():
+            return "this Horovod was built without MPI"
+    return worlds.missing(launcher)
+
+
+def describe() -> dict[str, str]:
+    """The machine and the versions, for the head of a report."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown CPU")
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
+        "cores": f"{cores} x {cpu}",
+        "gpus": ", ".join(gpus) or "none",
+        "torch": torch.__version__,
+        "unidist": unidist.__version__,
+    }
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def show(facts: dict[str, str], limits: dict[str, float], cases: Sequence[Case]) -> None:
+    """Print the report."""
+    console = Console()
+    console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
+    if limits:
+        console.print(", ".join(f"{name} {speed / 1e9:.1f} GB/s" for name, speed in limits.items()), highlight=False)
+    for title, table in tables(cases):
+        console.print(f"\n{title}", highlight=False)
+        console.print(table)
