@@ -24,14 +24,17 @@ from unidist.errors import UnidistError
 class Reducer(Protocol):
     """What the buckets ask of an engine."""
 
+    def share(self, dtype: torch.dtype) -> float:
+        """What gradients of a dtype are multiplied with on their way into a bucket."""
+
     def start_mean(self, flat: Tensor, name: str) -> Callable[[], None]:
-        """Start to average ``flat`` over the ranks in place; the result waits for it. Collective."""
+        """Start to average the gradients in place, ``share`` of them being in ``flat``; the result waits for it. Collective."""
 
     def maximum(self, flat: Tensor) -> None:
         """Take the maximum of an int32 CPU tensor over the ranks in place. Collective."""
 
-    def broadcast_first(self, flat: Tensor) -> None:
-        """Overwrite ``flat`` with the first rank's. Collective."""
+    def start_broadcast(self, flat: Tensor, name: str) -> Callable[[], None]:
+        """Start to overwrite bytes with the first rank's; the result waits for it. Collective."""
 
 
 class DataParallel(nn.Module):
@@ -58,19 +61,22 @@ class DataParallel(nn.Module):
 class Bucket:
     """Some parameters of one dtype and device, whose gradients lie side by side in ``flat``."""
 
-    def __init__(self, params: list[Tensor], name: str) -> None:
+    def __init__(self, params: list[Tensor], name: str, share: float) -> None:
         self.params = params
         self.name = name
+        self.share = share
         self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
         parts = torch.split(self.flat, [p.numel() for p in params])
         self.views = [part.view_as(p) for part, p in zip(parts, params)]
         self.pending = set(range(len(params)))
         self.wait: Callable[[], None] | None = None
 
-    def take(self, index: int) -> None:
-        """Bring a parameter's new gradient into ``flat``, at once: no second copy stays alive."""
+    def take(self, index: int, share: float) -> None:
+        """Bring ``share`` of a parameter's gradient into ``flat``, at once: no second copy stays alive."""
         param, view = self.params[index], self.views[index]
         if param.grad is view:
+            if share != 1:
+                view.mul_(share)
             return
         if param.grad is None:
             view.zero_()
@@ -80,7 +86,7 @@ class Bucket:
                 f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient, which these buckets "
                 "do not carry: use sparse=False, or a torch engine."
             )
-        view.copy_(param.grad)
+        torch.mul(param.grad, share, out=view)
         param.grad = view
 
     def reset(self) -> None:
@@ -102,12 +108,17 @@ class BucketedDataParallel(DataParallel):
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._names: dict[Tensor, str] = {p: name for name, p in trained}
         # Models are wrapped in the same order on every rank, so the number is the same too.
-        self._buckets = make_buckets([p for _, p in trained], options.bucket_cap_mb, f"model{next(self._made)}")
+        self._prefix = f"model{next(self._made)}"
+        self._buckets = [
+            Bucket(params, f"{self._prefix}.bucket{i}", reducer.share(params[0].dtype))
+            for i, params in enumerate(cut([p for _, p in trained], options.bucket_cap_mb))
+        ]
         self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.params)}
         self._next = 0
         self._sync = False
         self._in_backward = False
-        self._follow_first([*module.parameters(), *module.buffers()])
+        self._buffers_followed = _nothing
+        self._start_to_follow([*module.parameters(), *module.buffers()])()
         for param in self._place:
             param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
@@ -116,24 +127,25 @@ class BucketedDataParallel(DataParallel):
             self._sync = self.require_backward_grad_sync
             if self._in_backward:
                 self._reset()  # the last backward pass did not come to its end
-            if self._sync and self._broadcast_buffers:
-                self._follow_first(self.module.buffers())
         return self.module(*args, **kwargs)
 
     def _accumulated(self, param: Tensor) -> None:
         bucket, index = self._place[param]
         if not self._sync:
-            bucket.take(index)
+            bucket.take(index, 1.0)
             return
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            if self._broadcast_buffers:
+                # They take part in no backward pass, so their way is hidden behind it.
+                self._buffers_followed = self._start_to_follow(self.module.buffers())
         if bucket.wait is not None:
             raise UnidistError(
                 f"the gradient of {self._names[param]!r} grew again after its reduction had started: a parameter shared "
                 "between checkpointed parts? Use torch.utils.checkpoint with use_reentrant=False."
             )
-        bucket.take(index)
+        bucket.take(index, bucket.share)
         bucket.pending.discard(index)
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
             self._launch_next()
@@ -141,7 +153,7 @@ class BucketedDataParallel(DataParallel):
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
         for index in bucket.pending:
-            bucket.take(index)
+            bucket.take(index, bucket.share)
         bucket.wait = self._reducer.start_mean(bucket.flat, bucket.name)
         self._next += 1
 
@@ -158,6 +170,7 @@ class BucketedDataParallel(DataParallel):
         for bucket in self._buckets:
             assert bucket.wait is not None
             bucket.wait()
+        self._buffers_followed()
         if self._find_unused:
             flags = torch.tensor(used, dtype=torch.int32)
             self._reducer.maximum(flags)
@@ -174,32 +187,45 @@ class BucketedDataParallel(DataParallel):
         for bucket in self._buckets:
             bucket.reset()
 
-    def _follow_first(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite tensors with the first rank's, in one broadcast for each dtype and device."""
-        for same in by_kind(tensors):
-            flat = torch.cat([t.detach().reshape(-1) for t in same])
-            self._reducer.broadcast_first(flat)
-            with torch.no_grad():
-                for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same])):
-                    tensor.copy_(part.view_as(tensor))
+    def _start_to_follow(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
+        """Start to overwrite tensors with the first rank's, in one broadcast for each dtype and device."""
+        kinds = by_kind(tensors)
+        flats = [torch.cat([t.detach().reshape(-1) for t in same]) for same in kinds]
+        waits = [
+            self._reducer.start_broadcast(flat.view(torch.uint8), f"{self._prefix}.follow{i}")
+            for i, flat in enumerate(flats)
+        ]
+
+        def finish() -> None:
+            for wait, same, flat in zip(waits, kinds, flats):
+                wait()
+                with torch.no_grad():
+                    for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same])):
+                        tensor.copy_(part.view_as(tensor))
+
+        return finish
 
 
-def make_buckets(params: list[Tensor], cap_mb: float, name: str) -> list[Bucket]:
-    """Cut parameters, last first, into buckets of at most ``cap_mb`` MiB (or one parameter)."""
-    buckets: list[Bucket] = []
+def cut(params: list[Tensor], cap_mb: float) -> list[list[Tensor]]:
+    """Parameters, last first, in pieces of one dtype and device of at most ``cap_mb`` MiB (or one parameter)."""
+    pieces: list[list[Tensor]] = []
     for same in by_kind(reversed(params)):
-        # A small first bucket lets the first reduction start early.
-        chunk: list[Tensor] = []
+        # A small first piece lets the first reduction start early.
+        piece: list[Tensor] = []
         size, cap = 0.0, min(1.0, cap_mb) * 2**20
         for param in same:
             nbytes = param.numel() * param.element_size()
-            if chunk and size + nbytes > cap:
-                buckets.append(Bucket(chunk, f"{name}.bucket{len(buckets)}"))
-                chunk, size, cap = [], 0.0, cap_mb * 2**20
-            chunk.append(param)
+            if piece and size + nbytes > cap:
+                pieces.append(piece)
+                piece, size, cap = [], 0.0, cap_mb * 2**20
+            piece.append(param)
             size += nbytes
-        buckets.append(Bucket(chunk, f"{name}.bucket{len(buckets)}"))
-    return buckets
+        pieces.append(piece)
+    return pieces
+
+
+def _nothing() -> None:
+    pass
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

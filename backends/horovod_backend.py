@@ -164,7 +164,11 @@ class _HorovodReducer:
         self.backend = backend
         self.compression = compression
         self.group = group
-        self.share = 1.0 / len(backend.ranks(group))
+        self.size = len(backend.ranks(group))
+
+    def share(self, dtype: torch.dtype) -> float:
+        # Half precision is scaled in float32, on the wire.
+        return 1.0 / self.size if dtype in (torch.float32, torch.float64) else 1.0
 
     def start_mean(self, flat: Tensor, name: str) -> Callable[[], None]:
         wire = flat if self.compression is None else flat.to(self.compression)
@@ -172,27 +176,32 @@ class _HorovodReducer:
             wire = wire.float()
         if wire.device.type not in self.backend.device_types:
             wire = wire.cpu()
+        rest = 1.0 / self.size / self.share(flat.dtype)
         with self.backend.engine_errors("backward"):
             handle = hvd.allreduce_async_(
-                wire, name=_name(name, self.group), op=hvd.Sum, prescale_factor=self.share, process_set=_set(self.group)
+                wire, name=_name(name, self.group), op=hvd.Sum, prescale_factor=rest, process_set=_set(self.group)
             )
+        return self._finish("backward", handle, wire, flat)
 
+    def maximum(self, flat: Tensor) -> None:
+        self.backend.all_reduce(flat, "max", self.group)
+
+    def start_broadcast(self, flat: Tensor, name: str) -> Callable[[], None]:
+        wire = flat if flat.device.type in self.backend.device_types else flat.cpu()
+        with self.backend.engine_errors("broadcast"):
+            handle = hvd.broadcast_async_(
+                wire, self.backend.ranks(self.group)[0], name=_name(name, self.group), process_set=_set(self.group)
+            )
+        return self._finish("broadcast", handle, wire, flat)
+
+    def _finish(self, call: str, handle: Any, wire: Tensor, flat: Tensor) -> Callable[[], None]:
         def wait() -> None:
-            with self.backend.engine_errors("backward"):
+            with self.backend.engine_errors(call):
                 hvd.synchronize(handle)
             if wire is not flat:
                 flat.copy_(wire)
 
         return wait
-
-    def maximum(self, flat: Tensor) -> None:
-        self.backend.all_reduce(flat, "max", self.group)
-
-    def broadcast_first(self, flat: Tensor) -> None:
-        wire = flat if flat.device.type in self.backend.device_types else flat.cpu()
-        self.backend.broadcast(wire.view(torch.uint8), self.backend.ranks(self.group)[0], self.group)
-        if wire is not flat:
-            flat.copy_(wire)
 
 
 def _name(call: str, group: Group | None) -> str:

@@ -44,7 +44,8 @@ def wrap_model(
         sync_bn: normalise over the batches of all ranks: BatchNorm layers are replaced, on CPU too.
         find_unused_parameters: let parameters take no part in a backward pass. One that is unused on this
             rank counts as zero in the mean; one that is unused on all ranks keeps its ``.grad``.
-        broadcast_buffers: buffers follow the first rank's in each forward pass that records gradients.
+        broadcast_buffers: buffers follow the first rank's, once for each synchronising forward and backward pass:
+            before the former on the torch engines, as in DDP; during the latter on Horovod. Evaluation is local.
         bucket_cap_mb: size in MiB of the pieces in which gradients travel while backward runs.
         compression: send gradients in half precision. Horovod adds up no bfloat16: there ``bf16`` rounds
             the gradients and sends them in float32.

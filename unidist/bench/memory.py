@@ -30,7 +30,9 @@ def cases(rounds: int, quick: bool) -> Iterator[Case]:
     for engine, (launcher, raw) in WORLDS.items():
         if worlds.missing(launcher):
             continue
-        samples = {name: [_peak(launcher, engine, name) for _ in range(1 if quick else rounds)] for name in [OURS, *raw]}
+        samples = {
+            name: [_peak(launcher, engine, name) for _ in range(1 if quick else rounds)] for name in [OURS, *raw]
+        }
         ddp = samples.setdefault("DDP", ddp)
         yield Case("memory", "worlds of its own", f"{engine} under {launcher}", samples, unit="B")
 

@@ -110,13 +110,19 @@ def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
         yield "ignite", lambda: idist.all_reduce(torch.tensor(list(figures.values()), device=device)).tolist()
     if find_spec("accelerate") and not over_horovod():
         accelerator = _accelerator()
-        yield "Accelerate", lambda: accelerator.reduce(
-            {name: torch.tensor(value, device=device) for name, value in figures.items()}, "mean"
+        yield (
+            "Accelerate",
+            lambda: accelerator.reduce(
+                {name: torch.tensor(value, device=device) for name, value in figures.items()}, "mean"
+            ),
         )
     if find_spec("lightning_fabric") and not over_horovod():
         fabric = _launched_fabric()
-        yield "Fabric", lambda: fabric.all_reduce(
-            {name: torch.tensor(value, device=device) for name, value in figures.items()}, reduce_op="mean"
+        yield (
+            "Fabric",
+            lambda: fabric.all_reduce(
+                {name: torch.tensor(value, device=device) for name, value in figures.items()}, reduce_op="mean"
+            ),
         )
 
 

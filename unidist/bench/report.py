@@ -90,14 +90,20 @@ def _bandwidths(axis: Any, operation: str, cases: Sequence[Case], limits: dict[s
     for index, (world, group) in enumerate(groupby(cases, key=lambda case: case.world)):
         rows = list(group)
         for name in dict.fromkeys(name for case in rows for name in case.samples):
-            points = [(_nbytes(case), case.bus_bytes / case.median(name) / 1e9) for case in rows if name in case.samples]
-            style = {"linewidth": 2.2, "marker": "o"} if name == OURS else {"linestyle": ":" if name == "mpi4py" else "--"}
+            points = [
+                (_nbytes(case), case.bus_bytes / case.median(name) / 1e9) for case in rows if name in case.samples
+            ]
+            style = (
+                {"linewidth": 2.2, "marker": "o"} if name == OURS else {"linestyle": ":" if name == "mpi4py" else "--"}
+            )
             axis.plot(*zip(*points), label=f"{name}: {world}", color=f"C{index}", **style)
     for (name, speed), dashes in zip(limits.items(), ("-.", (0, (1, 4)))):
         axis.axhline(speed / 1e9, color="black", linewidth=1, linestyle=dashes, label=f"{name} of this machine")
     axis.set(title=operation, xscale="log", yscale="log")
     sizes = sorted({_nbytes(case) for case in cases})
-    axis.set_xticks(sizes, [case.name.split(" ", 1)[1] for case in sorted(cases, key=_nbytes)[:: len(cases) // len(sizes)]])
+    axis.set_xticks(
+        sizes, [case.name.split(" ", 1)[1] for case in sorted(cases, key=_nbytes)[:: len(cases) // len(sizes)]]
+    )
     axis.minorticks_off()
     axis.tick_params(axis="x", labelrotation=45)
     axis.grid(alpha=0.3)
@@ -118,4 +124,8 @@ def _ratios(axis: Any, bars: Sequence[tuple[Case, str]]) -> None:
     axis.bar_label(drawn, [f"{ratio:.2f}" for ratio in ratios], padding=3, fontsize=8)
     axis.axvline(1, color="black", linewidth=1)
     axis.set_yticks(range(len(bars)), labels, fontsize=8)
-    axis.set(title="unidist over the other (below 1: unidist needs less)", xlim=(0, widest * 1.1), ylim=(len(bars) - 0.4, -0.6))
+    axis.set(
+        title="unidist over the other (below 1: unidist needs less)",
+        xlim=(0, widest * 1.1),
+        ylim=(len(bars) - 0.4, -0.6),
+    )

@@ -59,7 +59,9 @@ def _imports(rounds: int) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {name: [] for name in modules}
     for _ in range(rounds):
         for name, module in modules.items():
-            done = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True
+            )
             samples[name].append(float(done.stdout))
     return samples
 
