@@ -10,14 +10,13 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
-from unidist.errors import BackendError, WorldSizeError
+from unidist.errors import BackendError, UnidistError, WorldSizeError
 from unidist.topology import Launch
 
 #: Time for the launcher to read the error: MPICH's drops what is still in the pipe when a rank aborts.
 _READ_S = 1.0
 
 
-@cache
 def world(launch: Launch) -> Any:
     """mpi4py's COMM_WORLD. Collective at the first call, which starts MPI.
 
@@ -25,6 +24,22 @@ def world(launch: Launch) -> Any:
         BackendError: mpi4py is missing, or cannot load this launcher's MPI library.
         WorldSizeError: the library belongs to another launcher: its world is not the launcher's.
     """
+    comm, error = _world(launch)
+    if error is not None:
+        raise error
+    return comm
+
+
+@cache
+def _world(launch: Launch) -> tuple[Any, UnidistError | None]:
+    # The first failure says why; a second attempt would find what the first and others have loaded since.
+    try:
+        return _start(launch), None
+    except UnidistError as error:
+        return None, error
+
+
+def _start(launch: Launch) -> Any:
     name = launch.launcher.name
     if launch.launcher.meeting != "mpi":
         raise BackendError(f"{name} is not an MPI launcher.")
@@ -53,7 +68,7 @@ def end_all_on_error(launch: Launch) -> None:
     Without this the failing process would wait in MPI_Finalize for ranks that wait for it. To be called
     after the engine's start: torch.distributed puts a hook of its own, which shows the error when ours returns.
     """
-    if world.cache_info().currsize == 0:
+    if "mpi4py.MPI" not in sys.modules:
         return
     from mpi4py import MPI
 

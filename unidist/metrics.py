@@ -66,7 +66,7 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
     wire = payload.to(backend.device)
     backend.all_reduce(wire, "sum" if op == "mean" else op)
     size = backend.topology.world_size
-    result, *answers = wire.cpu().split([*sizes, padding]) if tensors else [wire.cpu()]
+    result, *answers = torch.split(wire.cpu(), [*sizes, padding]) if tensors else [wire.cpu()]
     totals = result.tolist()
     _check_header(totals, op, size)
     scalars, parts = iter(totals[skip:]), iter(answers)

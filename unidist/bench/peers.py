@@ -145,12 +145,19 @@ def _torchmetrics(figures: dict[str, float]) -> Call:
 def loaders(make: Callable[..., DataLoader[Any]]) -> Iterator[tuple[str, DataLoader[Any]]]:
     """Each one's loader over this rank's share of what ``make()`` loads."""
     plain = make(shuffle=True)
-    place = {"num_replicas": unidist.world_size(), "rank": unidist.rank()}
-    yield "torch", make(sampler=DistributedSampler(plain.dataset, **place))
+    share: DistributedSampler[Any] = DistributedSampler(
+        plain.dataset, num_replicas=unidist.world_size(), rank=unidist.rank()
+    )
+    yield "torch", make(sampler=share)
     if find_spec("ignite"):
         import ignite.distributed as idist
 
-        yield "ignite", idist.auto_dataloader(plain.dataset, batch_size=plain.batch_size * unidist.world_size(), shuffle=True)  # type: ignore[operator]  # fmt: skip
+        yield (
+            "ignite",
+            idist.auto_dataloader(
+                plain.dataset, batch_size=(plain.batch_size or 1) * unidist.world_size(), shuffle=True
+            ),
+        )
     if find_spec("accelerate") and not over_horovod():
         yield "Accelerate", _accelerator().prepare(make(shuffle=True))
     if find_spec("lightning_fabric") and not over_horovod():

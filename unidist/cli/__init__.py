@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
 # The help lines stand here, so that `unidist --help` imports no command.
 COMMANDS = {
     "bench": "Measure unidist beside the raw libraries and its peers.",
+    "doctor": "Tell what this machine can run, and what to mend.",
     "build-horovod": "Build Horovod for the installed PyTorch.",
 }
 

@@ -67,14 +67,15 @@ def command(
             raise click.ClickException(f"{path.absolute().parent} is no folder: make it first")
     wanted = [name for name in (*INSIDE, *OUTSIDE) if name in suites or "all" in suites or not suites]
     rounds = rounds or (9 if quick else 25)
-    inside = detect(os.environ).launcher is not NONE
-    if inside:
+    failed: list[str] = []
+    if detect(os.environ).launcher is not NONE:
         wanted = [name for name in wanted if name in INSIDE]
         if not wanted:
             raise click.UsageError(f"{' and '.join(OUTSIDE)} start their own worlds: run them without a launcher")
-        cases, failed = _measure_here(wanted, rounds, quick, place), []
-        if cases is None:
+        measured = _measure_here(wanted, rounds, quick, place)
+        if measured is None:
             return
+        cases = measured
     else:
         cases, failed = _measure_in_worlds(wanted, rounds, quick, ranks, engines)
     limits = machine.limits() if "collectives" in wanted and not place else {}

@@ -1,0 +1,265 @@
+"""What the doctor looks at: each check reads one thing of this machine and yields what it found."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+
+import unidist
+from unidist import knobs
+from unidist.cli import worlds
+from unidist.cli.toolchain import output_of
+from unidist.errors import UnidistError
+from unidist.topology import LAUNCHERS, NONE, detect
+
+State = Literal["ok", "none", "warn", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    #: What was looked at.
+    subject: str
+    #: ``ok``, ``none`` (not here, and nothing wrong with that), ``warn`` (works, with a trap) or ``error``.
+    state: State
+    text: str
+    remedy: str = ""
+
+
+def findings(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Everything that can be told without starting a world, in the order of the report."""
+    yield software()
+    yield from horovod()
+    yield from mpi(env)
+    yield gpus(env)
+    yield from launchers()
+    yield from here(env)
+    yield from network(env)
+    yield from limits(env)
+
+
+# ------------------------------------------------------------------------------------- software
+def software() -> Finding:
+    engines = [name for name in ("gloo", "nccl", "mpi") if dist.is_available() and dist.is_backend_available(name)]
+    text = f"{torch.__version__}, built with {', '.join(engines) or 'no torch.distributed'}; unidist {unidist.__version__}, Python {platform.python_version()}"
+    return Finding("torch", "ok" if engines else "error", text, "" if engines else "install another build of torch")
+
+
+def horovod() -> Iterator[Finding]:
+    if not find_spec("horovod"):
+        yield Finding("Horovod", "none", "not installed", "unidist build-horovod --install")
+        return
+    built_for = built_for_torch()
+    code = (
+        "import horovod.torch as h; "
+        "print(*(n for n, b in (('gloo', h.gloo_built()), ('mpi', h.mpi_built()), ('nccl', h.nccl_built())) if b))"
+    )
+    asked = run_python(code)
+    version = metadata.version("horovod")
+    if asked.returncode:
+        why = asked.stderr.strip().splitlines()[-1] if asked.stderr.strip() else f"exit status {asked.returncode}"
+        yield Finding("Horovod", "error", f"{version}, built for torch {built_for}, does not import: {why}", "unidist build-horovod --install --force")  # fmt: skip
+    elif built_for != torch.__version__:
+        yield Finding("Horovod", "warn", f"{version} was built for torch {built_for}, here is {torch.__version__}", "unidist build-horovod --install")  # fmt: skip
+    else:
+        yield Finding("Horovod", "ok", f"{version} for torch {built_for}, with {', '.join(asked.stdout.split())}")
+
+
+def built_for_torch() -> str:
+    """The torch that the installed Horovod was compiled against, from its own record."""
+    spec = find_spec("horovod")
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).with_name("metadata.json")
+    found = json.loads(path.read_text()).get("pytorch") if path.exists() else None
+    return str(found or "(unknown)")
+
+
+def mpi(env: Mapping[str, str]) -> Iterator[Finding]:
+    found = []
+    for name in ("mpirun.openmpi", "mpiexec.mpich", "mpirun"):
+        if shutil.which(name):
+            told = re.search(r"Open ?(?:MPI|RTE)\D*([\d.]+)|Version:\s*([\d.]+)", output_of(name, "--version"))
+            kind = "Open MPI" if told and told[1] else "MPICH" if told else "unknown MPI"
+            found.append(f"{kind} {(told and (told[1] or told[2])) or ''} ({name})".replace("  ", " "))
+    libraries = list(dict.fromkeys(line.rsplit(" (", 1)[0] for line in found))
+    if not libraries:
+        yield Finding("MPI", "none", "no mpirun or mpiexec on PATH", "apt-get install openmpi-bin")
+    else:
+        yield Finding("MPI", "ok", "; ".join(found[: len(libraries)]))
+    if not find_spec("mpi4py"):
+        state: State = "warn" if libraries else "none"
+        yield Finding("mpi4py", state, "not installed: under mpirun, rank 0's address cannot be spread", "pip install 'unidist-torch[mpi]', or set MASTER_ADDR and MASTER_PORT")  # fmt: skip
+        return
+    asked = run_python("from mpi4py import MPI; print(MPI.Get_library_version())")
+    version = metadata.version("mpi4py")
+    if asked.returncode:
+        why = asked.stderr.strip().splitlines()[-1] if asked.stderr.strip() else f"exit status {asked.returncode}"
+        yield Finding("mpi4py", "error", f"{version} finds no MPI library: {why}", "apt-get install libopenmpi3, or set MPI4PY_LIBMPI to a library's path")  # fmt: skip
+    else:
+        library = re.split("[,\\n]", asked.stdout)[0].strip()
+        yield Finding("mpi4py", "ok", f"{version} loads {library}")
+    if shutil.which("mpiexec.mpich") and not _loads("libmpi.so.12") and "MPI4PY_LIBMPI" not in env:
+        yield Finding("mpi4py", "warn", "MPICH is here, but mpi4py's wheel looks for libmpi.so.12, which is not found", "link libmpich.so.12 to that name on LD_LIBRARY_PATH: docs/launchers.md")  # fmt: skip
+
+
+def gpus(env: Mapping[str, str]) -> Finding:
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    seen = f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "CUDA_VISIBLE_DEVICES is not set"
+    if not torch.version.cuda:
+        physical = list(Path("/dev").glob("nvidia[0-9]*"))
+        if physical:
+            return Finding("GPU", "warn", f"{len(physical)} GPUs in /dev, but this torch is built for CPUs", "install a CUDA build of torch")  # fmt: skip
+        return Finding("GPU", "none", "none; this torch is built for CPUs")
+    count = torch.cuda.device_count()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if count and dist.is_nccl_available() else "none"  # type: ignore[no-untyped-call]  # fmt: skip
+    text = f"CUDA {torch.version.cuda}, NCCL {nccl}, {count} visible; {seen}"
+    with suppress(UnidistError):
+        launch = detect(env)
+        ranks = launch.local_size or 1
+        if count > 1 and launch.local_rank is not None and launch.local_rank >= count:
+            return Finding("GPU", "error", f"{text}; local rank {launch.local_rank} of {ranks} has none of its own", "start as many processes a node as it has GPUs")  # fmt: skip
+        if count == 1 and ranks > 1 and visible is None:
+            return Finding("GPU", "warn", f"{text}; {ranks} local ranks would share one GPU", "give each task its own: srun --gpus-per-task=1, or torchrun --virtual-local-rank")  # fmt: skip
+    return Finding("GPU", "ok" if count else "warn", text, "" if count else "is the driver there (nvidia-smi), and CUDA_VISIBLE_DEVICES not empty?")  # fmt: skip
+
+
+def launchers() -> Iterator[Finding]:
+    lacking = {name: worlds.missing(name) for name in worlds.LAUNCHERS}
+    yield Finding("launchers", "ok", ", ".join(name for name, lack in lacking.items() if lack is None))
+    absent = [f"{name} ({lack.split(':')[0]})" for name, lack in lacking.items() if lack]
+    if absent:
+        yield Finding("launchers", "none", "not here: " + ", ".join(absent))
+
+
+# ---------------------------------------------------------------------------- this process's place
+def here(env: Mapping[str, str]) -> Iterator[Finding]:
+    """What ``detect`` makes of the environment, and what init() would start."""
+    try:
+        launch = detect(env)
+    except UnidistError as error:
+        yield Finding("launched by", "error", str(error))
+        return
+    if launch.launcher is NONE:
+        yield Finding("launched by", "ok", "no launcher: init() starts one process on engine single")
+    else:
+        place = f"rank {launch.rank} of {launch.world_size}"
+        forced = f", forced by {knobs.LAUNCHER}" if env.get(knobs.LAUNCHER) else ""
+        yield Finding("launched by", "ok", f"{launch.launcher.name}: {place} ({launch.evidence}{forced})")
+        others = [
+            row.name for row in LAUNCHERS if row is not launch.launcher and all(env.get(mark) for mark in row.marks)
+        ]
+        if others and not forced:
+            yield Finding(
+                "launched by", "ok", f"variables of {', '.join(others)} are set too; the inner launcher counts"
+            )
+        if launch.local_rank == 0 and (launch.local_size or 1) > 1 and launch.rank % (launch.local_size or 1):
+            yield Finding("launched by", "warn", f"LOCAL_RANK=0 on rank {launch.rank} (torchrun --virtual-local-rank): one GPU must be visible to each rank")  # fmt: skip
+        if launch.launcher.name == "openmpi" and find_spec("horovod") and not env.get(knobs.BACKEND):
+            yield Finding("launched by", "warn", "horovodrun --mpi looks like mpirun, so auto picks gloo, not Horovod", f"set {knobs.BACKEND}=horovod to have it")  # fmt: skip
+    if env.get("SLURM_JOB_ID") and not env.get("SLURM_STEP_NUM_TASKS"):
+        yield Finding("launched by", "warn", "this is a batch script or a shell of Slurm, one process", "start the ranks with srun")  # fmt: skip
+    if env.get(knobs.BACKEND):
+        yield Finding("engine", "ok", f"{knobs.BACKEND}={env[knobs.BACKEND]}")
+
+
+# --------------------------------------------------------------------------------------- network
+def network(env: Mapping[str, str]) -> Iterator[Finding]:
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    shown = [
+        f"{name} {address.address}"
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if name in up and address.family == socket.AF_INET
+    ]
+    chosen = [f"{name}={env[name]}" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE") if env.get(name)]  # fmt: skip
+    yield Finding("network", "ok" if shown else "error", "; ".join([", ".join(shown) or "no interface is up", *chosen]))
+    for setting in chosen:
+        name, value = setting.split("=")
+        if not any(part.lstrip("^=") in up for part in value.split(",")) and not value.startswith("^"):
+            yield Finding("network", "error", f"{setting}, but no such interface is up", f"unset {name}, or use one of {', '.join(sorted(up))}")  # fmt: skip
+    host = socket.gethostname()
+    try:
+        yield Finding("host name", "ok", f"{host} is {socket.gethostbyname(host)}")
+    except OSError:
+        yield Finding("host name", "warn", f"{host} has no address: gloo and Horovod may not find their own interface", f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME={next((n for n in sorted(up) if n != 'lo'), 'lo')}")  # fmt: skip
+    port = env.get("MASTER_PORT", "29500")
+    free = _is_free(port)
+    if free is None:
+        yield Finding("ports", "error", f"MASTER_PORT={port} is not a TCP port", "use a free one from 1024 to 65535")
+    else:
+        yield Finding("ports", "ok" if free else "warn", f"{port} (torchrun's, for static rendezvous) is {'free' if free else 'taken: another job of this host?'}", "" if free else "torchrun --master-port with another, or --standalone")  # fmt: skip
+
+
+def _is_free(port: str) -> bool | None:
+    try:
+        with socket.create_server(("", int(port))):
+            return True
+    except (ValueError, OverflowError):
+        return None
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------- limits
+def limits(env: Mapping[str, str]) -> Iterator[Finding]:
+    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
+    memory = psutil.virtual_memory().total / 2**30
+    threads = env.get("OMP_NUM_THREADS")
+    text = f"{cores} of {psutil.cpu_count()} usable, {memory:.0f} GiB; OMP_NUM_THREADS {f'= {threads}' if threads else 'is not set'}"
+    if threads:
+        yield Finding("cores", "ok", text)
+    else:
+        yield Finding("cores", "warn", f"{text}: every rank would use {torch.get_num_threads()} threads, which crawls when ranks share cores", "set it to cores / ranks (torchrun sets 1)")  # fmt: skip
+    if cores < (psutil.cpu_count() or 1):
+        yield Finding(
+            "cores", "warn", "this process is bound to some cores", "mpirun binds each rank to one: --bind-to none"
+        )
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < 4096:
+        yield Finding("open files", "warn", f"at most {files}: a rank needs one for each peer and loader worker", "ulimit -n 65536")  # fmt: skip
+    with suppress(OSError):
+        free = shutil.disk_usage("/dev/shm").free
+        if free < 2**30:
+            yield Finding("/dev/shm", "warn", f"{free / 2**20:.0f} MiB free: data loader workers pass batches through it", "docker run --shm-size=8g, or --ipc=host")  # fmt: skip
+    if os.geteuid() == 0 and worlds.missing("mpirun") is None and "OMPI_ALLOW_RUN_AS_ROOT" not in env:
+        yield Finding("root", "warn", "Open MPI does not start as root", "set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- helpers
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a new process, outside any launcher: what it loads or breaks stays there."""
+    env = {name: value for name, value in os.environ.items() if not re.match("(OMPI|PMI|PMIX|MPI|SLURM|HOROVOD)_", name)}  # fmt: skip
+    env |= {name: os.environ[name] for name in ("OMPI_MCA_btl",) if name in os.environ}
+    command = [sys.executable, "-c", code]
+    try:
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, cwd=sys.prefix)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", "no answer within 60 s")
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
