@@ -13,9 +13,9 @@ own call and nothing else. What holds for all of them:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, ClassVar, Literal
@@ -174,12 +174,30 @@ def unused_parameters(names: Sequence[str]) -> UnidistError:
     )
 
 
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a model's output: a tensor, or dicts, sequences and dataclasses of them."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from tensors_in(value)
+    elif is_dataclass(output):
+        yield from tensors_in(vars(output))
+
+
 def default_device(wanted: torch.device | None, local_rank: int) -> torch.device:
     """The device of a local rank: what was asked for, else its own GPU, else the CPU.
 
     One visible GPU is taken as this process's own (a scheduler that gives each task one).
     """
     if wanted is not None:
+        if wanted.type == "cuda" and not torch.cuda.is_available():
+            raise BackendError(
+                f'device {str(wanted)!r} cannot be used: this torch sees no CUDA device. Leave device= out, or pass "cpu".'
+            )
         if wanted.type == "cuda" and wanted.index is None:
             return torch.device("cuda", torch.cuda.current_device())
         return wanted

@@ -9,6 +9,7 @@ the same order on every rank. At the end of the backward pass the reductions are
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -16,8 +17,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from unidist.backends.base import ModelOptions, unused_parameters
+from unidist.backends.base import ModelOptions, tensors_in, unused_parameters
 from unidist.errors import UnidistError
 
 
@@ -61,9 +63,9 @@ class DataParallel(nn.Module):
 class Bucket:
     """Some parameters of one dtype and device, whose gradients lie side by side in ``flat``."""
 
-    def __init__(self, params: list[Tensor], name: str, share: float) -> None:
+    def __init__(self, params: list[Tensor], share: float) -> None:
         self.params = params
-        self.name = name
+        #: What its gradients are multiplied with on their way in.
         self.share = share
         self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
         parts = torch.split(self.flat, [p.numel() for p in params])
@@ -74,20 +76,20 @@ class Bucket:
     def take(self, index: int, share: float) -> None:
         """Bring ``share`` of a parameter's gradient into ``flat``, at once: no second copy stays alive."""
         param, view = self.params[index], self.views[index]
-        if param.grad is view:
-            if share != 1:
-                view.mul_(share)
-            return
-        if param.grad is None:
-            view.zero_()
-            return
-        if param.grad.layout != torch.strided:
+        grad = param.grad
+        if grad is not None and grad.layout != torch.strided:
             raise UnidistError(
-                f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient, which these buckets "
+                f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient, which these buckets "
                 "do not carry: use sparse=False, or a torch engine."
             )
-        torch.mul(param.grad, share, out=view)
-        param.grad = view
+        with torch.no_grad():  # backward(create_graph=True) records what its hooks do
+            if grad is None:
+                view.zero_()
+            elif grad is not view:
+                torch.mul(grad, share, out=view)
+                param.grad = view
+            elif share != 1:
+                view.mul_(share)
 
     def reset(self) -> None:
         """Make ready for the next backward pass."""
@@ -103,46 +105,90 @@ class BucketedDataParallel(DataParallel):
     def __init__(self, module: nn.Module, options: ModelOptions, reducer: Reducer) -> None:
         super().__init__(module)
         self._reducer = reducer
-        self._find_unused = options.find_unused_parameters
-        self._broadcast_buffers = options.broadcast_buffers
-        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._names: dict[Tensor, str] = {p: name for name, p in trained}
-        # Models are wrapped in the same order on every rank, so the number is the same too.
-        self._prefix = f"model{next(self._made)}"
-        self._buckets = [
-            Bucket(params, f"{self._prefix}.bucket{i}", reducer.share(params[0].dtype))
-            for i, params in enumerate(cut([p for _, p in trained], options.bucket_cap_mb))
-        ]
-        self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.params)}
-        self._next = 0
-        self._sync = False
-        self._in_backward = False
-        self._buffers_followed = _nothing
+        self._options = options
+        self._forget()
         self._start_to_follow([*module.parameters(), *module.buffers()])()
-        for param in self._place:
-            param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+        self._prepare()
+
+    def _forget(self) -> None:
+        self._label = ""
+        self._buckets: list[Bucket] = []
+        self._names: dict[Tensor, str] = {}
+        self._place: dict[Tensor, tuple[Bucket, int]] = {}
+        self._buffers_followed = _nothing
+        #: How many buckets are on their way.
+        self._next = 0
+        #: What the last forward pass asked of its backward pass, until that begins: to average, or not.
+        self._expected: bool | None = None
+        #: What the running backward pass does, and the graph task that it is.
+        self._running: bool | None = None
+        self._task = -1
+
+    def _prepare(self) -> None:
+        """Lay out the buckets, and watch the gradients for as long as this object lives."""
+        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        self._names = {p: name for name, p in trained}
+        pieces = cut([p for _, p in trained], self._options.bucket_cap_mb)
+        self._buckets = [Bucket(params, self._reducer.share(params[0].dtype)) for params in pieces]
+        self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.params)}
+        # The garbage collector does not see through a parameter's hooks: they must not hold this object.
+        this = weakref.ref(self)
+
+        def watch(param: Tensor) -> None:
+            if (wrapper := this()) is not None:
+                wrapper._accumulated(param)
+
+        hooks = [p.register_post_accumulate_grad_hook(watch) for p in self._place]  # type: ignore[no-untyped-call]
+        weakref.finalize(self, _remove, hooks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Buckets and hooks belong to this object's parameters; a copy makes its own.
+        made = ("_label", "_buckets", "_names", "_place", "_buffers_followed")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._forget()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self._sync = self.require_backward_grad_sync
-            if self._in_backward:
-                self._reset()  # the last backward pass did not come to its end
-        return self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        if not self._buckets:
+            self._prepare()  # a copy's first training step
+        sync = self._expected = self.require_backward_grad_sync
+        output = self.module(*args, **kwargs)
+        # Their hooks run at the start of the backward pass that was called, while a parameter's may run in a
+        # pass within it (reentrant checkpointing), whose end is not the end.
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._begin(sync))  # type: ignore[no-untyped-call]
+        return output
+
+    def _begin(self, sync: bool) -> None:
+        """A backward pass comes to this model."""
+        task = torch._C._current_graph_task_id()
+        if self._running is not None and task == self._task:
+            return
+        if self._running is not None:
+            self._reset()  # the last pass did not come to its end
+        self._expected, self._running, self._task = None, sync, task
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish if sync else self._reset)
+        if sync and self._options.broadcast_buffers:
+            # They take part in no backward pass, so their way is hidden behind it.
+            self._buffers_followed = self._start_to_follow(self.module.buffers())
 
     def _accumulated(self, param: Tensor) -> None:
+        if self._running is None:
+            if self._expected is None:
+                return  # a backward pass of the bare module, or of another wrapper of it
+            self._begin(self._expected)
         bucket, index = self._place[param]
-        if not self._sync:
+        if not self._running:
             bucket.take(index, 1.0)
             return
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-            if self._broadcast_buffers:
-                # They take part in no backward pass, so their way is hidden behind it.
-                self._buffers_followed = self._start_to_follow(self.module.buffers())
-        if bucket.wait is not None:
+        if index not in bucket.pending:
             raise UnidistError(
-                f"the gradient of {self._names[param]!r} grew again after its reduction had started: a parameter shared "
+                f"the gradient of {self._names[param]!r} came twice in one backward pass: a parameter shared "
                 "between checkpointed parts? Use torch.utils.checkpoint with use_reentrant=False."
             )
         bucket.take(index, bucket.share)
@@ -154,13 +200,13 @@ class BucketedDataParallel(DataParallel):
         bucket = self._buckets[self._next]
         for index in bucket.pending:
             bucket.take(index, bucket.share)
-        bucket.wait = self._reducer.start_mean(bucket.flat, bucket.name)
+        bucket.wait = self._reducer.start_mean(bucket.flat, f"{self._name()}.bucket{self._next}")
         self._next += 1
 
     def _finish(self) -> None:
         """End of the backward pass: every gradient becomes the mean."""
         unused = {b.params[i] for b in self._buckets for i in b.pending}
-        if unused and not self._find_unused:
+        if unused and not self._options.find_unused_parameters:
             self._reset()
             raise unused_parameters([name for p, name in self._names.items() if p in unused])
         params = list(self._place)
@@ -171,7 +217,7 @@ class BucketedDataParallel(DataParallel):
             assert bucket.wait is not None
             bucket.wait()
         self._buffers_followed()
-        if self._find_unused:
+        if self._options.find_unused_parameters:
             flags = torch.tensor(used, dtype=torch.int32)
             self._reducer.maximum(flags)
             used = [bool(flag) for flag in flags.tolist()]
@@ -183,16 +229,21 @@ class BucketedDataParallel(DataParallel):
 
     def _reset(self) -> None:
         self._next = 0
-        self._in_backward = False
+        self._running = None
         for bucket in self._buckets:
             bucket.reset()
+
+    def _name(self) -> str:
+        """This model's name between ranks, given at its first collective: those come in the same order everywhere."""
+        self._label = self._label or f"model{next(BucketedDataParallel._made)}"
+        return self._label
 
     def _start_to_follow(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
         """Start to overwrite tensors with the first rank's, in one broadcast for each dtype and device."""
         kinds = by_kind(tensors)
         flats = [torch.cat([t.detach().reshape(-1) for t in same]) for same in kinds]
         waits = [
-            self._reducer.start_broadcast(flat.view(torch.uint8), f"{self._prefix}.follow{i}")
+            self._reducer.start_broadcast(flat.view(torch.uint8), f"{self._name()}.follow{i}")
             for i, flat in enumerate(flats)
         ]
 
@@ -222,6 +273,11 @@ def cut(params: list[Tensor], cap_mb: float) -> list[list[Tensor]]:
             size += nbytes
         pieces.append(piece)
     return pieces
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _nothing() -> None:

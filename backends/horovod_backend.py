@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -45,9 +45,12 @@ class HorovodBackend(Backend):
     """Horovod's global process set, on its Gloo or MPI controller."""
 
     needs_launcher = True
+    #: The one that runs in this process.
+    running: ClassVar[HorovodBackend | None] = None
 
     def __init__(self, topology: Topology, device: torch.device, release: Callable[[], None] | None) -> None:
         super().__init__("horovod", topology, device)
+        HorovodBackend.running = self
         self._release = release
         if hvd.nccl_built():
             self.device_types = frozenset({"cpu", "cuda"})
@@ -91,6 +94,12 @@ class HorovodBackend(Backend):
         return cls(topology, default_device(start.device, topology.local_rank), None)
 
     def shutdown(self) -> None:
+        HorovodBackend.running = None
+        if self._release is None:  # the user's Horovod goes on without our groups
+            for group in self.groups.values():
+                if group.handle is not hvd.global_process_set and len(group.ranks) < self.topology.world_size:
+                    with suppress(Exception):
+                        hvd.remove_process_set(group.handle)
         if self._release is not None:
             self._release()
 
@@ -100,6 +109,11 @@ class HorovodBackend(Backend):
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         if len(ranks) == self.topology.world_size:
             return Group(ranks, hvd.global_process_set)
+        if self._release is None and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") in ("", "0"):
+            raise BackendError(
+                "new_group needs Horovod's dynamic process sets, and this Horovod was started without them: set "
+                "HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or let unidist.init() start Horovod."
+            )
         with self.engine_errors("new_group"):
             return Group(ranks, hvd.add_process_set(list(ranks)))
 
@@ -119,6 +133,7 @@ class HorovodBackend(Backend):
                 hvd.broadcast_async_(tensor, root_rank=src, name=_name("broadcast", group), process_set=_set(group))
             )
 
+    @torch.inference_mode(False)  # Horovod's own thread writes into a tensor that is made here
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
         if sum(sizes) == 0:
             return tensor.clone()
@@ -128,6 +143,7 @@ class HorovodBackend(Backend):
             )
         return result
 
+    @torch.inference_mode(False)  # Horovod's own thread writes into a tensor that is made here
     def all_to_all(
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
     ) -> Tensor:
@@ -137,6 +153,7 @@ class HorovodBackend(Backend):
             result: Tensor = hvd.synchronize(handle)[0]
         return result
 
+    @torch.inference_mode(False)  # Horovod's own thread writes into a tensor that is made here
     def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
         ranks = self.ranks(group)
         if op not in ("sum", "mean"):  # Horovod scatters these two only
@@ -166,17 +183,24 @@ class _HorovodReducer:
         self.group = group
         self.size = len(backend.ranks(group))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or loaded model averages over the Horovod that runs then.
+        return _reducer, (self.compression, self.group and self.group.ranks)
+
     def share(self, dtype: torch.dtype) -> float:
         # Half precision is scaled in float32, on the wire.
-        return 1.0 / self.size if dtype in (torch.float32, torch.float64) else 1.0
+        return 1.0 if dtype in (torch.float16, torch.bfloat16, torch.complex32) else 1.0 / self.size
 
     def start_mean(self, flat: Tensor, name: str) -> Callable[[], None]:
+        dtype = flat.dtype
+        if dtype.is_complex:
+            flat = torch.view_as_real(flat)
         wire = flat if self.compression is None else flat.to(self.compression)
         if wire.dtype not in self.DTYPES:
             wire = wire.float()
         if wire.device.type not in self.backend.device_types:
             wire = wire.cpu()
-        rest = 1.0 / self.size / self.share(flat.dtype)
+        rest = 1.0 / self.size / self.share(dtype)
         with self.backend.engine_errors("backward"):
             handle = hvd.allreduce_async_(
                 wire, name=_name(name, self.group), op=hvd.Sum, prescale_factor=rest, process_set=_set(self.group)
@@ -202,6 +226,18 @@ class _HorovodReducer:
                 flat.copy_(wire)
 
         return wait
+
+
+def _reducer(compression: torch.dtype | None, ranks: tuple[int, ...] | None) -> _HorovodReducer:
+    backend = HorovodBackend.running
+    if backend is None:
+        raise BackendError(
+            "this model was wrapped for Horovod, which does not run here: call unidist.init('horovod') first, or keep "
+            "and load model.state_dict() instead of the whole model."
+        )
+    if ranks is not None and ranks not in backend.groups:
+        raise BackendError(f"this model was wrapped for the ranks {list(ranks)}: call new_group with them first.")
+    return _HorovodReducer(backend, compression, None if ranks is None else backend.groups[ranks])
 
 
 def _name(call: str, group: Group | None) -> str:

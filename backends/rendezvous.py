@@ -13,7 +13,6 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 
 import torch.distributed as dist
 
@@ -23,6 +22,8 @@ from unidist.errors import BackendError, LaunchError, UnidistError
 from unidist.topology import Launch, Topology, complete, locate
 
 START_TIMEOUT = timedelta(seconds=300)
+#: One store for all sessions of a process: the address may serve only once.
+_stores: dict[tuple[Launch, str | None], dist.Store] = {}
 
 
 def join(start: Start) -> tuple[dist.Store, Topology]:
@@ -85,8 +86,14 @@ def _exchange_hosts(store: dist.Store, launch: Launch) -> list[str]:
     return exchange(store, "host", launch, socket.gethostname())
 
 
-@cache  # one store for all sessions of a process: the address may serve only once
 def _base_store(launch: Launch, init_method: str | None, timeout: timedelta) -> dist.Store:
+    key = (launch, init_method)
+    if key not in _stores:
+        _stores[key] = _open(launch, init_method, timeout)
+    return _stores[key]
+
+
+def _open(launch: Launch, init_method: str | None, timeout: timedelta) -> dist.Store:
     if init_method is not None:
         url = init_method
         if url.startswith("env://"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,9 +16,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unidist.backends import mpi, rendezvous
-from unidist.backends.base import Backend, Group, ModelOptions, Op, Start, default_device, unused_parameters
+from unidist.backends.base import (
+    Backend,
+    Group,
+    ModelOptions,
+    Op,
+    Start,
+    default_device,
+    tensors_in,
+    unused_parameters,
+)
 from unidist.errors import BackendError
-from unidist.topology import Launch, Topology, complete, locate
+from unidist.topology import Launch, Topology, locate
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -75,12 +85,11 @@ class TorchBackend(Backend):
             return None
         name = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
         launch = start.launch
+        # All ranks take part, also those whose launcher and group agree.
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
         if (launch.rank, launch.world_size) != (dist.get_rank(), dist.get_world_size()):
             launch = Launch(launch.launcher, dist.get_rank(), dist.get_world_size())
-        hosts: list[Any] = []
-        if not complete(launch):
-            hosts = [None] * launch.world_size
-            dist.all_gather_object(hosts, socket.gethostname())
         topology = locate(launch, hosts)
         return cls(name, topology, _device(name, start, topology), owned=False)
 
@@ -181,7 +190,7 @@ class Wrapped(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+            output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             # DDP tells of unused parameters here, one step late and by their indices.
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
@@ -189,18 +198,47 @@ class Wrapped(DistributedDataParallel):
                 raise
             trained = [name for name, param in self.module.named_parameters() if param.requires_grad]
             raise unused_parameters([trained[int(index)] for index in found[1].split()]) from error
+        if torch.is_grad_enabled() and self.require_backward_grad_sync and not self.static_graph:
+            self._average_every_backward(output)
+        return output
+
+    def _average_every_backward(self, output: Any) -> None:
+        """Make ready for each backward pass of this forward pass; the original does it for the first only."""
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        # The garbage collector does not see through a tensor's hooks: they must not hold the tensor.
+        outputs = [weakref.ref(tensor) for tensor in tensors] if self.find_unused_parameters else []
+        tasks: list[int] = []
+
+        def begin(grad: Tensor) -> None:
+            task = torch._C._current_graph_task_id()
+            if tasks and task not in tasks:
+                self.reducer._rebuild_buckets()  # as before each forward pass
+                self.reducer.prepare_for_backward([tensor for ref in outputs if (tensor := ref()) is not None])
+            tasks.append(task)
+
+        for tensor in tensors:
+            tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def will_sync_module_buffers(self) -> bool:
-        return self.buffers_follow and torch.is_grad_enabled() and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
+        # The original's answer for the pass after a no_sync() would be no, and for the first inside one yes.
+        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
+        return self.buffers_follow and syncs and bool(self.modules_buffers)
 
 
 def _compressed(dtype: torch.dtype, size: int) -> Callable[..., Any]:
     """A communication hook that averages gradients in ``dtype``; torch's own refuses bfloat16 on the CPU."""
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, not their names
-        wire = bucket.buffer().to(dtype).div_(size)
+        buffer = bucket.buffer()
+        real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+        wire = real.to(dtype).div_(size)
         future = dist.all_reduce(wire, group=state, async_op=True).get_future()
-        return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+        def widen(done):  # type: ignore[no-untyped-def]
+            real.copy_(done.value()[0])
+            return buffer
+
+        return future.then(widen)
 
     return hook
 

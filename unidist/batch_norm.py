@@ -75,6 +75,13 @@ class SyncBatchNorm(_BatchNorm):
 
 def convert_batch_norm(module: nn.Module, group: Group | None) -> nn.Module:
     """Replace each BatchNorm inside ``module`` by a ``SyncBatchNorm`` with the same parameters and buffers."""
+    return _converted(module, group, {})
+
+
+def _converted(module: nn.Module, group: Group | None, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module in done:  # held under two names
+        return done[module]
+    done[module] = module
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         replacement = SyncBatchNorm(
             module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
@@ -84,9 +91,8 @@ def convert_batch_norm(module: nn.Module, group: Group | None) -> nn.Module:
         replacement.num_batches_tracked = module.num_batches_tracked
         replacement.train(module.training)
         replacement.group = group
-        return replacement
-    for name, child in module.named_children():
-        converted = convert_batch_norm(child, group)
-        if converted is not child:
+        done[module] = replacement
+    for name, child in module._modules.items():
+        if child is not None and (converted := _converted(child, group, done)) is not child:
             setattr(module, name, converted)
-    return module
+    return done[module]

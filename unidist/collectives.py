@@ -62,7 +62,7 @@ def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None)
         wire = _widened(backend, data, op)
         if wire.numel():
             backend.all_reduce(wire.view(-1), _engine_op(op), group)
-        return _narrowed(wire, data)
+        return _narrowed(wire, data, op)
 
     return _apply(tensor, run, lambda grad: all_reduce(grad, op, group))
 
@@ -110,6 +110,7 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tenso
     """
     backend = _member(group)
     _check_src(backend, src, group)
+    _check_dense(tensor)
 
     def run(data: Tensor) -> Tensor:
         wire = _to_bytes(backend, data, copy=True)
@@ -119,7 +120,8 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tenso
 
     def transpose(grad: Tensor) -> Tensor:
         total = all_reduce(grad, "sum", group)
-        return total if backend.topology.rank == src else torch.zeros_like(total)
+        # Zeros that hang on the sum: a second backward pass is as collective as the first, on every rank.
+        return total if backend.topology.rank == src else total.masked_fill(torch.ones_like(total, dtype=torch.bool), 0)
 
     return _apply(tensor, run, transpose)
 
@@ -146,12 +148,12 @@ def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group
     me = ranks.index(backend.topology.rank)
     receive = [counts[me] for counts in _exchange(backend, tensor, send, group)]
 
-    def move(data: Tensor, out: Sequence[int], back: Sequence[int]) -> Tensor:
+    def run(data: Tensor) -> Tensor:
         row = _row_bytes(data)
-        flat = backend.all_to_all(_to_bytes(backend, data), [n * row for n in out], [n * row for n in back], group)
-        return _from_bytes(flat, data, sum(back))
+        flat = backend.all_to_all(_to_bytes(backend, data), [n * row for n in send], [n * row for n in receive], group)
+        return _from_bytes(flat, data, sum(receive))
 
-    return _apply(tensor, lambda data: move(data, send, receive), lambda grad: move(grad, receive, send))
+    return _apply(tensor, run, lambda grad: all_to_all(grad, receive, group))
 
 
 def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
@@ -181,7 +183,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
         part = wire.new_empty((wire.shape[0] // size, *wire.shape[1:]))
         if wire.numel():
             part = backend.reduce_scatter(wire.view(-1), _engine_op(op), group).view(part.shape)
-        return _narrowed(part, data)
+        return _narrowed(part, data, op)
 
     def transpose(grad: Tensor) -> Tensor:
         whole = all_gather(grad, group)
@@ -270,6 +272,8 @@ def _apply(tensor: Tensor, run: Callable[[Tensor], Tensor], transpose: Callable[
 # --------------------------------------------------------------------------------- arguments
 def _member(group: Group | None) -> Backend:
     backend = current()
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group={group!r} is not a group: pass what new_group(ranks) returned.")
     if group is not None and backend.topology.rank not in group.ranks:
         raise ValueError(
             f"rank {backend.topology.rank} is not in the group of ranks {list(group.ranks)}: only its members make this call."
@@ -282,12 +286,20 @@ def _check_src(backend: Backend, src: int, group: Group | None) -> None:
         raise ValueError(f"src={src} is not one of the ranks {list(backend.ranks(group))} that take part.")
 
 
+def _check_dense(tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"collectives take tensors, not {type(tensor).__name__}: pass torch.as_tensor(...), or use allreduce_metric or all_gather_object."
+        )
+    if tensor.layout != torch.strided:
+        raise TypeError(f"a {tensor.layout} tensor does not travel between ranks: pass tensor.to_dense().")
+
+
 def _check_op(tensor: Tensor, op: str) -> None:
     if op not in get_args(ReduceOp):
         raise ValueError(f"op={op!r} is unknown: use one of {', '.join(get_args(ReduceOp))}.")
+    _check_dense(tensor)
     dtype = tensor.dtype
-    if tensor.layout != torch.strided:
-        raise TypeError(f"a {tensor.layout} tensor cannot be combined: pass tensor.to_dense().")
     if (dtype == torch.bool) != (op in ("and", "or")):
         raise TypeError(
             f"{op!r} of {dtype}: bool tensors take 'and' and 'or', only they do; convert with .int() or .bool()."
@@ -338,14 +350,39 @@ def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
                 f"{op!r} of {dtype} is not supported: convert it first, for example with .float() or .long()."
             )
         dtype = _WIDER[dtype]
-    wire = torch.empty(tensor.shape, dtype=dtype, device=_carrier(backend, tensor))
-    return wire.copy_(tensor)
+    wire = torch.empty(tensor.shape, dtype=dtype, device=_carrier(backend, tensor)).copy_(tensor)
+    return to_ordered(wire, op) if dtype.is_floating_point and op in ("min", "max") else wire
 
 
-def _narrowed(wire: Tensor, like: Tensor) -> Tensor:
+def _narrowed(wire: Tensor, like: Tensor, op: str) -> Tensor:
+    if like.dtype.is_floating_point and op in ("min", "max"):
+        wire = from_ordered(wire, op)
     if like.dtype.is_complex:
         wire = torch.view_as_complex(wire)
     return wire.to(dtype=like.dtype, device=like.device)
+
+
+def to_ordered(numbers: Tensor, op: str) -> Tensor:
+    """float32 or float64 as integers of the same order, nan at the end that wins.
+
+    Engines compare floats with ``<``, so their min and max of a nan depend on who holds it; torch's are nan.
+    """
+    ordered = _flip_negative(numbers.view(torch.int32 if numbers.dtype == torch.float32 else torch.int64))
+    limits = torch.iinfo(ordered.dtype)
+    return ordered.masked_fill_(numbers.isnan(), limits.max if op == "max" else limits.min)
+
+
+def from_ordered(ordered: Tensor, op: str) -> Tensor:
+    """The floats that ``to_ordered`` made integers of."""
+    limits = torch.iinfo(ordered.dtype)
+    nan = ordered == (limits.max if op == "max" else limits.min)
+    numbers = _flip_negative(ordered).view(torch.float32 if ordered.dtype == torch.int32 else torch.float64)
+    return numbers.masked_fill_(nan, torch.nan)
+
+
+def _flip_negative(bits: Tensor) -> Tensor:
+    # IEEE 754: sign and magnitude; two's complement counts the other way below zero.
+    return bits ^ ((bits >> (bits.element_size() * 8 - 1)) & torch.iinfo(bits.dtype).max)
 
 
 def _rows(tensor: Tensor) -> int:
@@ -370,8 +407,7 @@ def _from_bytes(flat: Tensor, like: Tensor, rows: int) -> Tensor:
 
 def _exchange(backend: Backend, tensor: Tensor, counts: Sequence[int], group: Group | None) -> list[list[int]]:
     """Every rank's ``counts``; raises on every rank when dtype or trailing shape differ."""
-    if tensor.layout != torch.strided:
-        raise TypeError(f"a {tensor.layout} tensor cannot be moved: pass tensor.to_dense().")
+    _check_dense(tensor)
     form = f"{tensor.dtype} {tuple(tensor.shape[1:])}"
     mine = torch.tensor([zlib.crc32(form.encode()), *counts])
     size = len(backend.ranks(group))

@@ -83,7 +83,7 @@ def init(
         "init_method": init_method,
         "rank": rank,
         "world_size": world_size,
-        "timeout": timeout,
+        "timeout": None if timeout is None else _timeout(timeout),
         "device": None if device is None else torch.device(device),
     }
     if _current is not None:
@@ -94,8 +94,8 @@ def init(
             launch, init_method, _timeout(timeout), None if device is None else torch.device(device), _sessions
         )
         name = backend if backend != "auto" else knobs.backend(os.environ)
+        _sessions += 1  # attempts count: one that failed has left its traces at the meeting point
         started, why = _start(name, start)
-        _sessions += 1
         _guard(started, launch)
         _current, _asked = started, asked
         if started.topology.rank == 0:
@@ -207,10 +207,10 @@ def _declared(init_method: str | None, rank: int | None, world_size: int | None)
 def _timeout(timeout: float | timedelta | None) -> timedelta | None:
     if timeout is None:
         return knobs.timeout(os.environ)
-    given = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    if given <= timedelta(0):
-        raise ValueError(f"init(timeout={timeout}) must be above 0 seconds.")
-    return given
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"init(timeout={timeout}) must be a number of seconds above 0 and below 1e9.")
+    return timedelta(seconds=seconds)
 
 
 def _class(name: str) -> type[Backend]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from unidist.collectives import from_ordered, to_ordered
 from unidist.context import current
 from unidist.errors import MismatchError
 from unidist.tree import map_leaves, walk
@@ -39,13 +40,14 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
     Returns:
         The same structure: numbers for numbers (a mean is a float; ``sum``, ``min`` and ``max`` of integers are
         integers), new tensors of the same shape, dtype and device for tensors. The mean of an integer or bool
-        tensor is float32, the sum of a bool tensor int64. A total weight of 0 gives nan.
+        tensor is float32, its sum int64. A total weight of 0 gives nan; a nan on any rank gives nan.
 
     Raises:
         TypeError: a value that is not a real number or tensor.
         ValueError: unknown ``op``, a weight that is negative or not finite, or one with an ``op`` other than
             ``mean``; an integer beyond 2**80 in a sum, or beyond 2**53 in ``min`` and ``max``.
-        MismatchError: the ranks' structures differ.
+        MismatchError: the ranks' structures differ; a ``CollectiveError``, and on gloo the end of the job, if one is so
+            much larger (more than 60 numbers) that the engine sees it first.
     """
     share = _share(weight, op)
     found = walk(value)
@@ -63,10 +65,12 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
     payload = torch.tensor(numbers if tensors else numbers + [0.0] * padding, dtype=torch.float64)
     if tensors:
         payload = torch.cat([payload, *tensors, payload.new_zeros(padding)])
-    wire = payload.to(backend.device)
+    extremum = op in ("min", "max")
+    wire = (to_ordered(payload, op) if extremum else payload).to(backend.device)
     backend.all_reduce(wire, "sum" if op == "mean" else op)
     size = backend.topology.world_size
-    result, *answers = torch.split(wire.cpu(), [*sizes, padding]) if tensors else [wire.cpu()]
+    combined = from_ordered(wire.cpu(), op) if extremum else wire.cpu()
+    result, *answers = torch.split(combined, [*sizes, padding]) if tensors else [combined]
     totals = result.tolist()
     _check_header(totals, op, size)
     scalars, parts = iter(totals[skip:]), iter(answers)
@@ -76,8 +80,8 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
             return _unpack_tensor(next(parts), leaf, op, totals[0])
         return _unpack(scalars, leaf, op, totals[0], size)
 
-    combined: T = map_leaves(unpack, value)
-    return combined
+    answer: T = map_leaves(unpack, value)
+    return answer
 
 
 def _share(weight: float | Tensor | None, op: str) -> float:
@@ -152,7 +156,7 @@ def _unpack_tensor(answer: Tensor, leaf: Tensor, op: str, share: float) -> Tenso
     elif op == "sum" and not floating:
         high, low = answer.long().view(2, -1)
         answer = (high << 32) + low
-        dtype = torch.int64 if leaf.dtype == torch.bool else leaf.dtype
+        dtype = torch.int64
     return answer.view(leaf.shape).to(dtype=dtype, device=leaf.device)
 
 

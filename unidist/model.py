@@ -44,8 +44,8 @@ def wrap_model(
         sync_bn: normalise over the batches of all ranks: BatchNorm layers are replaced, on CPU too.
         find_unused_parameters: let parameters take no part in a backward pass. One that is unused on this
             rank counts as zero in the mean; one that is unused on all ranks keeps its ``.grad``.
-        broadcast_buffers: buffers follow the first rank's, once for each synchronising forward and backward pass:
-            before the former on the torch engines, as in DDP; during the latter on Horovod. Evaluation is local.
+        broadcast_buffers: buffers follow the first rank's once a step: before each forward pass that records gradients
+            outside ``no_sync()`` on the torch engines, during its backward pass on Horovod.
         bucket_cap_mb: size in MiB of the pieces in which gradients travel while backward runs.
         compression: send gradients in half precision. Horovod adds up no bfloat16: there ``bf16`` rounds
             the gradients and sends them in float32.
@@ -53,7 +53,7 @@ def wrap_model(
         group: the ranks that train this model together.
 
     Raises:
-        ValueError: no parameter requires grad, or an option has no such value.
+        ValueError: no parameter requires grad, the model is wrapped already, or an option has no such value.
         UnidistError: from ``backward()`` (on the torch engines from the next forward pass), when parameters got no
             gradient and ``find_unused_parameters`` is off; names them.
         MismatchError: on every rank, when the ranks' models differ; names the first difference.
@@ -64,6 +64,8 @@ def wrap_model(
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be above 0 MiB.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("wrap_model: no parameter of this model requires grad, so there is nothing to average.")
+    if hasattr(model, "require_backward_grad_sync"):
+        raise ValueError(f"wrap_model: this {type(model).__name__} is wrapped already: pass its .module.")
     _check_same(model, group)
     if sync_bn:
         model = convert_batch_norm(model, group)

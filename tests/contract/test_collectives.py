@@ -1,5 +1,7 @@
 """One meaning on every engine."""
 
+import math
+
 import pytest
 import torch
 
@@ -291,3 +293,44 @@ def test_bad_src() -> None:
         unidist.broadcast(torch.ones(1), 17)
     with pytest.raises(ValueError, match="src=-1"):
         unidist.broadcast_object(1, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_extrema_are_exact_and_nan_wins(op: str, dtype: torch.dtype) -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    numbers = [0.0, -0.5, 2.5, -math.inf, math.inf, 1e-4, -3.0]
+    rows = torch.stack([torch.tensor(numbers, dtype=dtype).roll(r) for r in range(size)])
+    combine = torch.amin if op == "min" else torch.amax
+    assert torch.equal(unidist.all_reduce(rows[rank], op), combine(rows, 0))  # type: ignore[arg-type]
+    for holder in range(size):
+        mine = torch.full((1000,), math.nan if rank == holder else rank + 1.0, dtype=dtype)
+        assert unidist.all_reduce(mine, op).isnan().all()  # type: ignore[arg-type]
+
+
+def test_inference_mode() -> None:
+    size = unidist.world_size()
+    with torch.inference_mode():
+        ones = torch.ones(size)
+        assert unidist.all_reduce(ones).tolist() == [size] * size
+        assert unidist.all_gather(ones).shape == (size * size,)
+        assert unidist.all_to_all(ones).tolist() == [1.0] * size
+        assert unidist.reduce_scatter(ones).tolist() == [size]
+        assert unidist.broadcast(ones).tolist() == [1.0] * size
+        assert unidist.all_gather_object("x") == ["x"] * size
+
+
+def test_second_derivatives() -> None:
+    """The gradient of a gradient is collective on every rank, and the same through each linear collective."""
+    size = unidist.world_size()
+    for move in (unidist.all_to_all, unidist.broadcast):
+        tensor = torch.full((size,), 1.0 + unidist.rank(), requires_grad=True)
+        (grad,) = torch.autograd.grad((move(tensor) ** 3).sum(), tensor, create_graph=True)
+        grad.pow(2).sum().backward()
+        assert tensor.grad is not None
+        # g = 3 t^2 (n times from rank 0 for a broadcast), so the derivative of g^2 is 36 t^3 (n^2 times).
+        factor = size**2 if move is unidist.broadcast else 1
+        expected = 36.0 * (1.0 + unidist.rank()) ** 3 * factor
+        if move is unidist.broadcast and unidist.rank() > 0:
+            expected = 0.0
+        torch.testing.assert_close(tensor.grad, torch.full((size,), expected))

@@ -92,6 +92,19 @@ def test_weights() -> None:
     assert torch.isnan(unidist.allreduce_metric(torch.ones(2), weight=0)).all()
 
 
+@pytest.mark.parametrize("op", ["mean", "sum", "min", "max"])
+def test_nan_of_any_rank_shows(op: str) -> None:
+    for holder in range(unidist.world_size()):
+        mine = math.nan if unidist.rank() == holder else 1.0 + unidist.rank()
+        assert math.isnan(unidist.allreduce_metric(mine, op=op))  # type: ignore[arg-type]
+
+
+def test_sums_of_small_integer_types_do_not_wrap() -> None:
+    for value, dtype in ((200, torch.uint8), (2**31 - 1, torch.int32)):
+        total = unidist.allreduce_metric(torch.tensor([value], dtype=dtype), op="sum")
+        assert total.dtype == torch.int64 and total.tolist() == [value * unidist.world_size()]
+
+
 def test_nan_shows() -> None:
     assert math.isnan(unidist.allreduce_metric(math.nan if unidist.rank() == 0 else 1.0))
     assert unidist.allreduce_metric(math.inf, op="sum") == math.inf

@@ -1,13 +1,17 @@
 """After ``backward()``, ``.grad`` is the mean over the ranks, whatever the engine."""
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import unidist
 
@@ -206,10 +210,10 @@ def test_buffers_follow_rank_0_while_training_and_not_in_evaluation() -> None:
     for _ in range(3):
         model(torch.randn(4, 2) + unidist.rank()).sum().backward()
     model(torch.randn(4, 2)).sum().backward()
-    # The broadcast comes before a forward pass, so the buffers differ by one batch at most; another pass aligns them.
+    # The broadcast comes before a forward pass or after it, so another step that changes nothing aligns them.
     before = unidist.broadcast(norm.running_mean)
     norm.momentum = 0.0
-    model(torch.randn(4, 2))
+    model(torch.randn(4, 2)).sum().backward()
     torch.testing.assert_close(norm.running_mean, before)
     # In evaluation ranks may make different numbers of calls.
     norm.running_mean.fill_(float(unidist.rank()))
@@ -452,3 +456,161 @@ def test_broadcast_optimizer_state_mismatch() -> None:
         params = list(make_model().parameters())[: 2 + unidist.rank()]
         with pytest.raises(unidist.MismatchError, match="parameter groups"):
             unidist.broadcast_optimizer_state(torch.optim.SGD(params, lr=0.1))
+
+
+# ------------------------------------------------------------------------------ less usual ways to train
+def mean_gradient(model: nn.Module, loss: Callable[[nn.Module, int], Tensor]) -> list[Tensor]:
+    """The mean over the ranks of a plain model's gradient, computed here alone."""
+    alone = copy.deepcopy(model)
+    for rank in range(unidist.world_size()):
+        (loss(alone, rank) / unidist.world_size()).backward()
+    return [p.grad for p in alone.parameters() if p.grad is not None]
+
+
+def inputs_of(rank: int, width: int = 3) -> Tensor:
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(rank))
+
+
+def loss_of(model: nn.Module, rank: int) -> Tensor:
+    loss: Tensor = model(inputs_of(rank)).pow(2).sum()
+    return loss
+
+
+def assert_gradient(model: nn.Module, expected: list[Tensor]) -> None:
+    for param, grad in zip(model.parameters(), expected):
+        torch.testing.assert_close(param.grad, grad)
+
+
+def seeded(make: Callable[[], nn.Module] = lambda: nn.Linear(3, 1)) -> nn.Module:
+    torch.manual_seed(11)
+    return make()
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_complex_parameters_keep_both_parts(compression: str | None) -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+        def forward(self, scale: float) -> Tensor:
+            return (self.w * torch.tensor([1.0, 2.0j]) * scale).imag.sum() + (self.w * 1j * scale).real.sum()
+
+    model = unidist.wrap_model(Complex(), compression=compression)  # type: ignore[arg-type]
+    model(float(unidist.rank())).backward()
+    scale = sum(range(unidist.world_size())) / unidist.world_size()
+    alone = Complex()
+    alone(scale).backward()
+    torch.testing.assert_close(model.module.w.grad, alone.w.grad)
+
+
+def test_a_copy_of_a_wrapped_model_averages_too() -> None:
+    model = unidist.wrap_model(seeded())
+    loss_of(model, unidist.rank()).backward()
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    loss_of(twin, unidist.rank()).backward()
+    assert_gradient(twin, mean_gradient(seeded(), loss_of))
+    assert not any(p is q for p, q in zip(twin.parameters(), model.parameters()))
+
+
+def test_a_saved_wrapped_model_loads_and_averages(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(unidist.wrap_model(seeded()), path)
+    model = torch.load(path, weights_only=False)
+    loss_of(model, unidist.rank()).backward()
+    assert_gradient(model, mean_gradient(seeded(), loss_of))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_everything_checkpointed(use_reentrant: bool) -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = checkpoint(self.a, x, use_reentrant=use_reentrant)
+            result: Tensor = checkpoint(self.b, hidden.tanh(), use_reentrant=use_reentrant)
+            return result
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        total: Tensor = model(inputs_of(rank).requires_grad_()).pow(2).sum()
+        return total
+
+    model = unidist.wrap_model(seeded(Blocks))
+    for _ in range(2):
+        model.zero_grad()
+        loss(model, unidist.rank()).backward()
+        assert_gradient(model, mean_gradient(seeded(Blocks), loss))
+
+
+def test_every_backward_of_one_forward_averages() -> None:
+    model = unidist.wrap_model(seeded())
+    expected = mean_gradient(seeded(), loss_of)
+    for _ in range(2):
+        model.zero_grad()
+        loss = loss_of(model, unidist.rank())
+        loss.backward(retain_graph=True)
+        assert_gradient(model, expected)
+        loss.backward()
+        assert_gradient(model, [2 * grad for grad in expected])
+
+
+def test_no_sync_counts_for_its_own_forward_passes() -> None:
+    model = unidist.wrap_model(seeded())
+    loss = loss_of(model, unidist.rank())
+    with model.no_sync():
+        loss_of(model, unidist.rank())
+    loss.backward()
+    assert_gradient(model, mean_gradient(seeded(), loss_of))
+
+
+def test_wrapping_again() -> None:
+    """After unfreezing, say: the first wrapper is gone with its hooks."""
+    net = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+    expected = mean_gradient(net, loss_of)
+    net[0].requires_grad_(False)
+    loss_of(unidist.wrap_model(net), unidist.rank()).backward()
+    net.requires_grad_(True)
+    model = unidist.wrap_model(net)
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model, unidist.rank()).backward()
+        assert_gradient(model, expected)
+    del model
+    gc.collect()
+    net.zero_grad()
+    if unidist.is_main():  # alone, and without waiting for anybody
+        loss_of(net, 0).backward()
+        local = copy.deepcopy(net)
+        local.zero_grad()
+        loss_of(local, 0).backward()
+        assert_gradient(net, [p.grad for p in local.parameters()])  # type: ignore[misc]
+
+
+def test_a_wrapped_model_is_freed() -> None:
+    net = nn.Linear(3, 1)
+    model = unidist.wrap_model(net)
+    loss_of(model, unidist.rank()).backward()
+    wrapper, module = weakref.ref(model), weakref.ref(net)
+    del model, net
+    gc.collect()
+    assert wrapper() is None and module() is None
+
+
+def test_wrapping_a_wrapped_model_is_refused() -> None:
+    model = unidist.wrap_model(nn.Linear(3, 1))
+    with pytest.raises(ValueError, match=r"wrapped already: pass its \.module"):
+        unidist.wrap_model(model)
+
+
+def test_sync_bn_of_a_layer_with_two_names() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.BatchNorm1d(3)
+            self.b = self.a
+
+    model = unidist.wrap_model(Shared(), sync_bn=True).module
+    assert model.a is model.b and type(model.a).__name__ == "SyncBatchNorm"
