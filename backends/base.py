@@ -170,7 +170,7 @@ def unused_parameters(names: Sequence[str]) -> UnidistError:
     shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
     return UnidistError(
         f"{len(names)} parameters got no gradient in a backward pass: {shown}. Pass find_unused_parameters=True to "
-        "wrap_model, or set requires_grad=False on them before wrapping."
+        "wrap_model, or set requires_grad=False on them before wrapping. If that pass failed and was caught, wrap the model again."
     )
 
 

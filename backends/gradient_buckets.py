@@ -123,6 +123,8 @@ class BucketedDataParallel(DataParallel):
         #: What the running backward pass does, and the graph task that it is.
         self._running: bool | None = None
         self._task = -1
+        #: What a backward pass that failed has left on its way: its names are free once it has arrived.
+        self._unfinished: list[Callable[[], None]] = []
 
     def _prepare(self) -> None:
         """Lay out the buckets, and watch the gradients for as long as this object lives."""
@@ -143,7 +145,7 @@ class BucketedDataParallel(DataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         # Buckets and hooks belong to this object's parameters; a copy makes its own.
-        made = ("_label", "_buckets", "_names", "_place", "_buffers_followed")
+        made = ("_label", "_buckets", "_names", "_place", "_buffers_followed", "_unfinished")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -172,6 +174,8 @@ class BucketedDataParallel(DataParallel):
         if self._running is not None:
             self._reset()  # the last pass did not come to its end
         self._expected, self._running, self._task = None, sync, task
+        while sync and self._unfinished:
+            self._unfinished.pop(0)()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish if sync else self._reset)
         if sync and self._options.broadcast_buffers:
             # They take part in no backward pass, so their way is hidden behind it.
@@ -225,11 +229,19 @@ class BucketedDataParallel(DataParallel):
             if somewhere and param.grad is None:
                 bucket, index = self._place[param]
                 param.grad = bucket.views[index]
-        self._reset()
+        self._end()
 
     def _reset(self) -> None:
+        """Forget a backward pass that did not come to its end, or that averages nothing."""
+        if self._running:
+            self._unfinished = [bucket.wait for bucket in self._buckets if bucket.wait is not None]
+            self._unfinished.append(self._buffers_followed)
+        self._end()
+
+    def _end(self) -> None:
         self._next = 0
         self._running = None
+        self._buffers_followed = _nothing
         for bucket in self._buckets:
             bucket.reset()
 

@@ -143,6 +143,7 @@ def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group
         MismatchError: on every rank, when dtypes or trailing dimensions differ.
     """
     backend = _member(group)
+    _check_dense(tensor)
     ranks = backend.ranks(group)
     send = _splits(tensor, splits, len(ranks))
     me = ranks.index(backend.topology.rank)

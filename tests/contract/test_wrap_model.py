@@ -614,3 +614,44 @@ def test_sync_bn_of_a_layer_with_two_names() -> None:
 
     model = unidist.wrap_model(Shared(), sync_bn=True).module
     assert model.a is model.b and type(model.a).__name__ == "SyncBatchNorm"
+
+
+def test_training_goes_on_after_a_backward_pass_that_failed() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            raise ArithmeticError("no gradient today")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1)
+            self.fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.a(x)
+            result: Tensor = self.b(Fails.apply(hidden) if self.fails else hidden)
+            return result
+
+    # Each layer has a bucket of its own, so one is on its way when the pass fails.
+    model = unidist.wrap_model(seeded(Net), bucket_cap_mb=1e-5)
+    expected = mean_gradient(seeded(Net), loss_of)
+    loss_of(model, unidist.rank()).backward()
+    model.module.fails = True
+    with pytest.raises(ArithmeticError, match="no gradient today"):
+        loss_of(model, unidist.rank()).backward()
+    net = model.module
+    net.fails = False
+    net.zero_grad()
+    try:
+        loss = loss_of(model, unidist.rank())
+    except unidist.UnidistError as error:  # DDP cannot go on; that is said
+        assert "wrap the model again" in str(error)
+        model = unidist.wrap_model(net)
+        loss = loss_of(model, unidist.rank())
+    loss.backward()
+    assert_gradient(model, expected)

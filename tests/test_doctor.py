@@ -1,0 +1,138 @@
+"""``unidist doctor``."""
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, run_world, shown
+from unidist.cli import checkup, worlds
+from unidist.cli.doctor import ENGINES, attempt, reason, short
+
+
+def doctor(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [PYTHON, "-m", "unidist.cli", "doctor", *argv]
+    whole = environment("python", {"COLUMNS": "80", **env})
+    return subprocess.run(command, cwd=ROOT, env=whole, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_one_screen(columns: str) -> None:
+    done = doctor(COLUMNS=columns)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= int(columns)
+    for subject in (
+        "torch",
+        "Horovod",
+        "MPI",
+        "mpi4py",
+        "GPU",
+        "launchers",
+        "launched by",
+        "network",
+        "ports",
+        "cores",
+    ):
+        assert any(line.strip().startswith(subject) for line in lines), subject
+    assert "0.28.1 for torch 2." in done.stdout and "gloo, mpi" in done.stdout
+
+
+def test_matrix(srun_env: dict[str, str]) -> None:
+    """Every launcher with every engine that needs no GPU, for real."""
+    done = doctor("--run", "--json", LD_LIBRARY_PATH=str(mpich_for_mpi4py()), **srun_env)
+    assert done.returncode == 0, done.stderr
+    pairs = json.loads(done.stdout)["pairs"]
+    assert len(pairs) == len(worlds.LAUNCHERS) * len(ENGINES)
+    for pair in pairs:
+        shown.setdefault("doctor --run", []).append(
+            f"{pair['launcher']:18} {pair['engine']:8} {pair['state']:5} {pair['text']}"
+        )
+        if pair["engine"] == "nccl" and torch.cuda.device_count() < 2:
+            assert (pair["state"], pair["text"]) == (
+                "none",
+                f"2 GPUs are needed, {torch.cuda.device_count()} are visible",
+            )
+        else:
+            assert pair["state"] == "ok", pair
+
+
+def test_need_sets_the_exit_status() -> None:
+    assert doctor("--need", "gloo").returncode == 0
+    both = doctor("--need", "horovod@mpirun", "--need", "gloo@horovodrun-gloo", "--json")
+    assert both.returncode == 0 and len(json.loads(both.stdout)["pairs"]) == 2
+    broken = doctor("--need", "gloo", UNIDIST_TIMEOUT="soon", COLUMNS="200")
+    assert broken.returncode == 0  # the doctor sets the timeout of its own worlds
+    broken = doctor("--need", "gloo", GLOO_SOCKET_IFNAME="nosuch0", COLUMNS="200")
+    assert broken.returncode == 1 and "GLOO_SOCKET_IFNAME=nosuch0, but no such interface is up" in broken.stdout
+    if torch.cuda.device_count() < 2:
+        lacking = doctor("--need", "nccl", COLUMNS="200")
+        assert lacking.returncode == 1 and "2 GPUs are needed" in lacking.stdout
+    unknown = doctor("--need", "gloo@ssh")
+    assert unknown.returncode == 2 and "'ssh' is no launcher: use one of torchrun, spawn" in unknown.stderr
+
+
+def test_a_world_without_a_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's MPICH as it comes: mpi4py's wheel does not find its library."""
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    finding = attempt("mpiexec (MPICH)", "horovod")
+    assert finding.state == "error" and "libmpi.so.12" in finding.text, finding
+
+
+def test_under_a_launcher_it_tells_what_a_rank_sees() -> None:
+    result = run_world("mpirun", 1, ["-m", "unidist.cli", "doctor", "--json"])
+    report = json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])
+    texts = [finding["text"] for finding in report["findings"] if finding["subject"] == "launched by"]
+    assert texts[0].startswith("openmpi: rank 0 of 1 (OMPI_COMM_WORLD_RANK=0")
+
+
+def found(env: dict[str, str], subject: str) -> list[tuple[str, str, str]]:
+    return [(f.state, f.text, f.remedy) for f in checkup.findings(env) if f.subject == subject]
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("env", "state", "text"),
+    [
+        ({}, "ok", "no launcher"),
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "error", "RANK='abc'"),
+        (TORCHRUN, "ok", "torchrun: rank 1 of 2 (RANK=1 WORLD_SIZE=2)"),
+        ({**TORCHRUN, "LOCAL_RANK": "0"}, "warn", "--virtual-local-rank"),
+        ({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "0"}, "ok", "variables of openmpi, env are set too"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "warn", "auto picks gloo, not Horovod"),
+        ({"SLURM_JOB_ID": "7"}, "warn", "one process"),
+    ],
+)
+def test_where_this_process_stands(env: dict[str, str], state: str, text: str) -> None:
+    assert any(s == state and text in t for s, t, _ in found(env, "launched by")), found(env, "launched by")
+
+
+def test_traps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found({}, "cores")[0][0] == "warn" and "OMP_NUM_THREADS is not set" in found({}, "cores")[0][1]
+    assert found({"OMP_NUM_THREADS": "1"}, "cores")[0][0] == "ok"
+    assert found({"MASTER_PORT": "http"}, "ports") == [
+        ("error", "MASTER_PORT=http is not a TCP port", "use a free one from 1024 to 65535")
+    ]
+    monkeypatch.setattr(checkup, "built_for_torch", lambda: "2.0.1")
+    ((state, text, remedy),) = found({}, "Horovod")
+    assert state == "warn" and "built for torch 2.0.1" in text and remedy == "unidist build-horovod --install"
+
+
+def test_names_for_the_command_line() -> None:
+    names: list[Any] = [short(name) for name in worlds.LAUNCHERS]
+    assert names == ["torchrun", "spawn", "horovodrun-gloo", "horovodrun-mpi", "mpirun", "mpiexec-mpich", "srun"]
+
+
+def test_reason_is_the_line_that_helps() -> None:
+    output = '[rank0]: Traceback\n[rank0]:   File "x"\n[rank0]: OSError: first\nunidist.errors.BackendError: do this\nW0 noise'
+    assert reason(output) == "BackendError: do this"
+    assert reason("[1,0]<stderr>:ImportError: no") == "ImportError: no"
+    assert reason("srun: error: nothing there") == "srun: error: nothing there"
+    assert reason("") == ""
