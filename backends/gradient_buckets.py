@@ -22,6 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from unidist.backends.base import ModelOptions, tensors_in, unused_parameters
 from unidist.errors import UnidistError
 
+#: Bytes of a gradient from which on a second copy of it is worth avoiding.
+EAGER = 2**20
+
 
 class Reducer(Protocol):
     """What the buckets ask of an engine."""
@@ -70,26 +73,43 @@ class Bucket:
         self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
         parts = torch.split(self.flat, [p.numel() for p in params])
         self.views = [part.view_as(p) for part, p in zip(parts, params)]
+        #: Whether gradients come in one by one, lest a second copy of them stay alive, or all together, which is faster.
+        self.eager = max(view.numel() * view.element_size() for view in self.views) >= EAGER
         self.pending = set(range(len(params)))
         self.wait: Callable[[], None] | None = None
 
-    def take(self, index: int, share: float) -> None:
-        """Bring ``share`` of a parameter's gradient into ``flat``, at once: no second copy stays alive."""
-        param, view = self.params[index], self.views[index]
-        grad = param.grad
-        if grad is not None and grad.layout != torch.strided:
-            raise UnidistError(
-                f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient, which these buckets "
-                "do not carry: use sparse=False, or a torch engine."
-            )
-        with torch.no_grad():  # backward(create_graph=True) records what its hooks do
-            if grad is None:
+    def take(self, indices: Iterable[int], share: float) -> None:
+        """Bring ``share`` of some parameters' gradients into ``flat``, which becomes their storage."""
+        if torch.is_grad_enabled():  # backward(create_graph=True) records what its hooks do
+            with torch.no_grad():
+                return self.take(indices, share)
+        grads, views, kept = [], [], []
+        for index in indices:
+            param, view = self.params[index], self.views[index]
+            grad = param.grad
+            if grad is view:
+                kept.append(view)
+            elif grad is None:
                 view.zero_()
-            elif grad is not view:
-                torch.mul(grad, share, out=view)
+            elif grad.layout != torch.strided:
+                raise UnidistError(
+                    f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient, which these buckets "
+                    "do not carry: use sparse=False, or a torch engine."
+                )
+            else:
+                grads.append(grad)
+                views.append(view)
                 param.grad = view
-            elif share != 1:
-                view.mul_(share)
+        if len(grads) == 1:
+            torch.mul(grads[0], share, out=views[0])
+        elif grads:
+            torch._foreach_copy_(views, grads)
+            kept += views
+        if share != 1:
+            if len(kept) == len(self.params):
+                self.flat.mul_(share)
+            elif kept:
+                torch._foreach_mul_(kept, share)
 
     def reset(self) -> None:
         """Make ready for the next backward pass."""
@@ -114,7 +134,6 @@ class BucketedDataParallel(DataParallel):
         self._label = ""
         self._buckets: list[Bucket] = []
         self._names: dict[Tensor, str] = {}
-        self._place: dict[Tensor, tuple[Bucket, int]] = {}
         self._buffers_followed = _nothing
         #: How many buckets are on their way.
         self._next = 0
@@ -132,20 +151,26 @@ class BucketedDataParallel(DataParallel):
         self._names = {p: name for name, p in trained}
         pieces = cut([p for _, p in trained], self._options.bucket_cap_mb)
         self._buckets = [Bucket(params, self._reducer.share(params[0].dtype)) for params in pieces]
-        self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.params)}
         # The garbage collector does not see through a parameter's hooks: they must not hold this object.
         this = weakref.ref(self)
 
-        def watch(param: Tensor) -> None:
-            if (wrapper := this()) is not None:
-                wrapper._accumulated(param)
+        def watcher(bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+            def watch(_: Tensor) -> None:
+                if (wrapper := this()) is not None:
+                    wrapper._accumulated(bucket, index)
 
-        hooks = [p.register_post_accumulate_grad_hook(watch) for p in self._place]  # type: ignore[no-untyped-call]
+            return watch
+
+        hooks = [
+            param.register_post_accumulate_grad_hook(watcher(bucket, index))  # type: ignore[no-untyped-call]
+            for bucket in self._buckets
+            for index, param in enumerate(bucket.params)
+        ]
         weakref.finalize(self, _remove, hooks)
 
     def __getstate__(self) -> dict[str, Any]:
         # Buckets and hooks belong to this object's parameters; a copy makes its own.
-        made = ("_label", "_buckets", "_names", "_place", "_buffers_followed", "_unfinished")
+        made = ("_label", "_buckets", "_names", "_buffers_followed", "_unfinished")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,29 +206,30 @@ class BucketedDataParallel(DataParallel):
             # They take part in no backward pass, so their way is hidden behind it.
             self._buffers_followed = self._start_to_follow(self.module.buffers())
 
-    def _accumulated(self, param: Tensor) -> None:
+    def _accumulated(self, bucket: Bucket, index: int) -> None:
         if self._running is None:
             if self._expected is None:
                 return  # a backward pass of the bare module, or of another wrapper of it
             self._begin(self._expected)
-        bucket, index = self._place[param]
         if not self._running:
-            bucket.take(index, 1.0)
+            if bucket.eager:
+                bucket.take([index], 1.0)
             return
         if index not in bucket.pending:
             raise UnidistError(
-                f"the gradient of {self._names[param]!r} came twice in one backward pass: a parameter shared "
+                f"the gradient of {self._names[bucket.params[index]]!r} came twice in one backward pass: a parameter shared "
                 "between checkpointed parts? Use torch.utils.checkpoint with use_reentrant=False."
             )
-        bucket.take(index, bucket.share)
+        if bucket.eager:
+            bucket.take([index], bucket.share)
         bucket.pending.discard(index)
-        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
-            self._launch_next()
+        if not bucket.pending:
+            while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+                self._launch_next()
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
-        for index in bucket.pending:
-            bucket.take(index, bucket.share)
+        bucket.take(bucket.pending if bucket.eager else range(len(bucket.params)), bucket.share)
         bucket.wait = self._reducer.start_mean(bucket.flat, f"{self._name()}.bucket{self._next}")
         self._next += 1
 
@@ -213,8 +239,12 @@ class BucketedDataParallel(DataParallel):
         if unused and not self._options.find_unused_parameters:
             self._reset()
             raise unused_parameters([name for p, name in self._names.items() if p in unused])
-        params = list(self._place)
-        used = [p.grad is not None for p in params]
+        places = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.params))]
+        used = (
+            [bucket.params[index].grad is not None for bucket, index in places]
+            if self._options.find_unused_parameters
+            else []
+        )
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
@@ -224,11 +254,9 @@ class BucketedDataParallel(DataParallel):
         if self._options.find_unused_parameters:
             flags = torch.tensor(used, dtype=torch.int32)
             self._reducer.maximum(flags)
-            used = [bool(flag) for flag in flags.tolist()]
-        for param, somewhere in zip(params, used):
-            if somewhere and param.grad is None:
-                bucket, index = self._place[param]
-                param.grad = bucket.views[index]
+            for (bucket, index), somewhere in zip(places, flags.tolist()):
+                if somewhere and bucket.params[index].grad is None:
+                    bucket.params[index].grad = bucket.views[index]
         self._end()
 
     def _reset(self) -> None:
@@ -251,36 +279,39 @@ class BucketedDataParallel(DataParallel):
         return self._label
 
     def _start_to_follow(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
-        """Start to overwrite tensors with the first rank's, in one broadcast for each dtype and device."""
-        kinds = by_kind(tensors)
-        flats = [torch.cat([t.detach().reshape(-1) for t in same]) for same in kinds]
-        waits = [
-            self._reducer.start_broadcast(flat.view(torch.uint8), f"{self._name()}.follow{i}")
-            for i, flat in enumerate(flats)
-        ]
+        """Start to overwrite tensors with the first rank's, in one broadcast of bytes for each device."""
+        places: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:
+            places.setdefault(tensor.device, []).append(tensor)
+        flats = [torch.cat([_bytes(tensor) for tensor in same]) for same in places.values()]
+        waits = [self._reducer.start_broadcast(flat, f"{self._name()}.follow{i}") for i, flat in enumerate(flats)]
 
         def finish() -> None:
-            for wait, same, flat in zip(waits, kinds, flats):
+            for wait, same, flat in zip(waits, places.values(), flats):
                 wait()
                 with torch.no_grad():
-                    for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same])):
-                        tensor.copy_(part.view_as(tensor))
+                    for tensor, part in zip(same, torch.split(flat, [t.numel() * t.element_size() for t in same])):
+                        # A part may begin where its dtype does not; a copy of it does not.
+                        tensor.copy_(part.clone().view(tensor.dtype).view_as(tensor))
 
         return finish
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def cut(params: list[Tensor], cap_mb: float) -> list[list[Tensor]]:
     """Parameters, last first, in pieces of one dtype and device of at most ``cap_mb`` MiB (or one parameter)."""
     pieces: list[list[Tensor]] = []
     for same in by_kind(reversed(params)):
-        # A small first piece lets the first reduction start early.
         piece: list[Tensor] = []
-        size, cap = 0.0, min(1.0, cap_mb) * 2**20
+        size = 0
         for param in same:
             nbytes = param.numel() * param.element_size()
-            if piece and size + nbytes > cap:
+            if piece and size + nbytes > cap_mb * 2**20:
                 pieces.append(piece)
-                piece, size, cap = [], 0.0, cap_mb * 2**20
+                piece, size = [], 0
             piece.append(param)
             size += nbytes
         pieces.append(piece)

@@ -158,13 +158,15 @@ def _reachable_address(server: str) -> str:
 
 def _poll(url: str, timeout: timedelta) -> str:
     end = time.monotonic() + timeout.total_seconds()
+    pause = 0.005
     while True:
         with suppress(urllib.error.HTTPError), urllib.request.urlopen(url, timeout=30) as answer:
             text: str = answer.read().decode()
             return text
         if time.monotonic() > end:
             raise TimeoutError("rank 0 has not published its address")
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)  # soon at first; later without a load on the launcher
 
 
 def _at_mpi(launch: Launch, timeout: timedelta) -> dist.Store:

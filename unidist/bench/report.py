@@ -27,7 +27,7 @@ def tables(cases: Sequence[Case]) -> Iterable[tuple[str, Table]]:
     for (suite, world), group in groupby(cases, key=lambda case: (case.suite, case.world)):
         rows = list(group)
         others = list(dict.fromkeys(name for case in rows for name in case.samples if name != OURS))
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         table.add_column("")
         for name in [OURS, *others, *(["bus"] if any(case.bus_bytes for case in rows) else [])]:
             table.add_column(name, justify="right", overflow="fold")

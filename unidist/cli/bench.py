@@ -36,7 +36,7 @@ SIGN = "unidist bench: "
 @click.command()
 @click.argument("suites", nargs=-1, type=click.Choice(["all", *INSIDE, *OUTSIDE]))
 @click.option("--quick", is_flag=True, help="Fewer rounds, sizes and worlds; under 5 minutes on 2 cores.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Turns of each contender.  [default: 25; quick: 9]")
+@click.option("--rounds", type=click.IntRange(min=1), help="Turns of each contender.  [default: 25; quick: 7]")
 @click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Processes of each world.")
 @click.option("--backend", "engines", multiple=True, type=click.Choice(["gloo", "nccl", "horovod"]), help="Only worlds on these.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
@@ -66,7 +66,7 @@ def command(
         if path and not path.absolute().parent.is_dir():
             raise click.ClickException(f"{path.absolute().parent} is no folder: make it first")
     wanted = [name for name in (*INSIDE, *OUTSIDE) if name in suites or "all" in suites or not suites]
-    rounds = rounds or (9 if quick else 25)
+    rounds = rounds or (7 if quick else 25)
     failed: list[str] = []
     if detect(os.environ).launcher is not NONE:
         wanted = [name for name in wanted if name in INSIDE]
