@@ -1,17 +1,20 @@
-# make demo: train the example on 2 ranks.  make test: everything that CI runs.
+# make demo: train the example on 2 ranks.  make test: everything that CI runs.  make bench: docs/performance.md's table.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 APT_PACKAGES := g++ cmake make openmpi-bin libopenmpi-dev mpich slurm-wlm munge
 PROGRAMS := g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld slurmd munged
 
-.PHONY: demo test lint system clean
+.PHONY: demo test bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
 
 test: $(VENV)/test.stamp lint
 	$(BIN)/pytest
+
+bench: $(VENV)/test.stamp
+	$(BIN)/unidist bench all --quick --json bench.json --plot bench.png
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
@@ -30,7 +33,7 @@ $(VENV)/demo.stamp: $(BIN)/python setup.cfg constraints.txt
 
 # Horovod's wheel is cached outside the checkout (UNIDIST_CACHE, default ~/.cache/unidist).
 $(VENV)/test.stamp: $(BIN)/python setup.cfg constraints.txt | system
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[cli,horovod,mpi,examples,test]"
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[bench,cli,horovod,mpi,examples,test]"
 	$(BIN)/unidist build-horovod --install
 	touch $@
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -65,7 +66,7 @@ class Case:
 def alternate(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of one call of each contender, measured in turns. Collective.
 
-    Each round gives every contender one turn, and begins with another one than the round before. A turn is as many
+    Each round gives every contender one turn, in a random order that is the same on every rank. A turn is as many
     calls as fill ``TURN_S`` (at least 1), after a barrier. The figures are this rank's.
     """
     calls = {name: _calls(call) for name, call in contenders.items()}
@@ -76,8 +77,8 @@ def alternate(contenders: Mapping[str, Callable[[], object]], rounds: int) -> di
     gc.disable()
     try:
         for turn in range(rounds):
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
+            # Not in rotation: each would follow the same neighbour in nearly every round.
+            for name in random.Random(turn).sample(names, len(names)):
                 seconds[name].append(_turn(contenders[name], calls[name]))
     finally:
         if enabled:

@@ -24,22 +24,23 @@ WORLDS = {"gloo": ("torchrun", ["DDP", "DDP bucket view"]), "horovod": ("horovod
 WIDTH, LAYERS = 2048, 12
 
 
-def cases(rounds: int, quick: bool) -> Iterator[Case]:
+def cases(rounds: int, quick: bool, ranks: int | None) -> Iterator[Case]:
     """Growth of a rank's resident memory while it trains a model of 192 MiB with momentum."""
     ddp: list[float] = []
     for engine, (launcher, raw) in WORLDS.items():
         if worlds.missing(launcher):
             continue
         samples = {
-            name: [_peak(launcher, engine, name) for _ in range(1 if quick else rounds)] for name in [OURS, *raw]
+            name: [_peak(launcher, engine, name, ranks or 2) for _ in range(1 if quick else rounds)]
+            for name in [OURS, *raw]
         }
         ddp = samples.setdefault("DDP", ddp)
         yield Case("memory", "worlds of its own", f"{engine} under {launcher}", samples, unit="B")
 
 
-def _peak(launcher: str, engine: str, contender: str) -> float:
-    env = worlds.environment(os.environ, 2) | {"UNIDIST_BACKEND": engine}
-    command = worlds.LAUNCHERS[launcher](2, ["-m", "unidist.bench.memory", contender])
+def _peak(launcher: str, engine: str, contender: str, ranks: int) -> float:
+    env = worlds.environment(os.environ, ranks) | {"UNIDIST_BACKEND": engine}
+    command = worlds.LAUNCHERS[launcher](ranks, ["-m", "unidist.bench.memory", contender])
     result = worlds.run([command], env, timeout=300)
     found = [float(text) for text in re.findall(r"PEAK (\d+)", result.output)]
     if result.returncode or not found:

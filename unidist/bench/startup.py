@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -27,18 +28,19 @@ RAW = {"gloo": ("torchrun", "raw-torch"), "horovod": ("horovodrun --gloo", "raw-
 HERE = "worlds of its own"
 
 
-def cases(rounds: int, quick: bool) -> Iterator[Case]:
-    """The import, then each launcher and engine by number of ranks."""
+def cases(rounds: int, quick: bool, ranks: int | None) -> Iterator[Case]:
+    """The import, then each launcher and engine by number of ranks: ``ranks``, or how it grows."""
     yield Case("startup", HERE, "import", _imports(2 * rounds))
     pairs = [pair for pair in PAIRS if not worlds.missing(pair[0]) and not (pair[1] == "horovod" and _no_horovod())]
-    for ranks in (2, 4) if quick else (2, 4, 8, 16):
+    for size in (ranks,) if ranks else (2, 4) if quick else (2, 4, 8, 16):
         samples: dict[tuple[str, str], list[float]] = {}
-        for _ in range(1 if quick else rounds):
-            for launcher, engine in [*pairs, *(RAW[engine] for engine in dict.fromkeys(e for _, e in pairs))]:
-                samples.setdefault((launcher, engine), []).append(first_collective(launcher, engine, ranks))
+        worlds_of = [*pairs, *(RAW[engine] for engine in dict.fromkeys(engine for _, engine in pairs))]
+        for turn in range(1 if quick else rounds):
+            for launcher, engine in random.Random(turn).sample(worlds_of, len(worlds_of)):
+                samples.setdefault((launcher, engine), []).append(first_collective(launcher, engine, size))
         for launcher, engine in pairs:
             figures = {OURS: samples[launcher, engine], "raw": samples[RAW[engine]]}
-            yield Case("startup", HERE, f"{ranks} ranks: {engine} under {launcher}", figures)
+            yield Case("startup", HERE, f"{size} ranks: {engine} under {launcher}", figures)
 
 
 def first_collective(launcher: str, engine: str, ranks: int) -> float:

@@ -36,8 +36,10 @@ SIGN = "unidist bench: "
 @click.command()
 @click.argument("suites", nargs=-1, type=click.Choice(["all", *INSIDE, *OUTSIDE]))
 @click.option("--quick", is_flag=True, help="Fewer rounds, sizes and worlds; under 5 minutes on 2 cores.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Turns of each contender.  [default: 25; quick: 7]")
-@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Processes of each world.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Turns of each contender.  [default: 25; quick: 5]")
+@click.option(
+    "--ranks", "asked", type=click.IntRange(min=2), help="Processes of each world.  [default: 2; startup: 2, 4, 8, 16]"
+)
 @click.option("--backend", "engines", multiple=True, type=click.Choice(["gloo", "nccl", "horovod"]), help="Only worlds on these.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="Draw them here (.png, .svg, .pdf).")  # fmt: skip
@@ -46,7 +48,7 @@ def command(
     suites: tuple[str, ...],
     quick: bool,
     rounds: int | None,
-    ranks: int,
+    asked: int | None,
     engines: tuple[str, ...],
     json_path: Path | None,
     plot_path: Path | None,
@@ -66,7 +68,7 @@ def command(
         if path and not path.absolute().parent.is_dir():
             raise click.ClickException(f"{path.absolute().parent} is no folder: make it first")
     wanted = [name for name in (*INSIDE, *OUTSIDE) if name in suites or "all" in suites or not suites]
-    rounds = rounds or (7 if quick else 25)
+    rounds = rounds or (5 if quick else 25)
     failed: list[str] = []
     if detect(os.environ).launcher is not NONE:
         wanted = [name for name in wanted if name in INSIDE]
@@ -77,7 +79,7 @@ def command(
             return
         cases = measured
     else:
-        cases, failed = _measure_in_worlds(wanted, rounds, quick, ranks, engines)
+        cases, failed = _measure_in_worlds(wanted, rounds, quick, asked, engines)
     limits = machine.limits() if "collectives" in wanted and not place else {}
     report: dict[str, Any] = {"machine": describe(), "limits": limits, "cases": [case.as_json() for case in cases]}
     if json_path:
@@ -105,12 +107,13 @@ def _measure_here(wanted: Sequence[str], rounds: int, quick: bool, place: str | 
 
 
 def _measure_in_worlds(
-    wanted: Sequence[str], rounds: int, quick: bool, ranks: int, engines: Sequence[str]
+    wanted: Sequence[str], rounds: int, quick: bool, asked: int | None, engines: Sequence[str]
 ) -> tuple[list[Case], list[str]]:
     """The suites in worlds of our own: what they measured, and what went wrong."""
     cases: list[Case] = []
     failed: list[str] = []
     suites = [name for name in wanted if name in INSIDE]
+    ranks = asked or 2
     with Console(stderr=True).status("") as status:
         for launcher, engine in WORLDS if suites else ():
             why = cannot(launcher, engine, ranks)
@@ -127,7 +130,7 @@ def _measure_in_worlds(
         for name in [name for name in wanted if name in OUTSIDE]:
             status.update(name)
             try:
-                for case in import_module(f"unidist.bench.{name}").cases(max(1, rounds // 4), quick):
+                for case in import_module(f"unidist.bench.{name}").cases(max(1, rounds // 4), quick, asked):
                     cases.append(case)
                     status.update(f"{name}: {case.name}, {case.world}")
             except (RuntimeError, TimeoutError) as error:
