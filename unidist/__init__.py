@@ -38,7 +38,7 @@ from unidist.errors import (
 )
 from unidist.launch import spawn
 from unidist.metrics import allreduce_metric
-from unidist.model import broadcast_optimizer_state, wrap_model
+from unidist.model import assert_in_sync, broadcast_optimizer_state, global_mean, unwrap, wrap_model
 from unidist.seed import set_seed
 
 __version__ = "0.1.0"
@@ -57,12 +57,14 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "allreduce_metric",
+    "assert_in_sync",
     "backend_name",
     "barrier",
     "broadcast",
     "broadcast_object",
     "broadcast_optimizer_state",
     "device",
+    "global_mean",
     "init",
     "is_initialized",
     "is_main",
@@ -77,6 +79,7 @@ __all__ = [
     "shard_loader",
     "shutdown",
     "spawn",
+    "unwrap",
     "world_size",
     "wrap_model",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+import zlib
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 
 from unidist.backends.base import Group, ModelOptions
 from unidist.batch_norm import convert_batch_norm
-from unidist.collectives import all_gather_object, broadcast, broadcast_object
+from unidist.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
 from unidist.context import current
 from unidist.errors import MismatchError
 from unidist.tree import map_leaves, walk
@@ -64,7 +67,7 @@ def wrap_model(
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be above 0 MiB.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("wrap_model: no parameter of this model requires grad, so there is nothing to average.")
-    if hasattr(model, "require_backward_grad_sync"):
+    if _is_wrapped(model):
         raise ValueError(f"wrap_model: this {type(model).__name__} is wrapped already: pass its .module.")
     _check_same(model, group)
     if sync_bn:
@@ -77,6 +80,74 @@ def wrap_model(
         static_graph=static_graph,
     )
     return current().wrap_model(model, options, group)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside ``wrap_model``'s result (and ``torch.compile``'s); a plain model is returned as it is.
+
+    Not collective. Its state_dict has no ``module.`` in its keys.
+    """
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif _is_wrapped(model):
+            model = model.module  # type: ignore[assignment]
+        else:
+            return model
+
+
+def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
+    """Check that every rank has the same parameters, bit for bit. Collective.
+
+    For the first evaluation or checkpoint of a run: a model that was trained without ``wrap_model`` shows here.
+    Buffers are not compared; between two steps they may differ by design.
+
+    Args:
+        model: wrapped or not, the same architecture on every rank.
+        group: the ranks that compare.
+
+    Raises:
+        MismatchError: on every rank; names the first parameter that differs, and the ranks that differ from the first.
+    """
+    mine = [(name, tuple(p.shape), str(p.dtype), _crc(p)) for name, p in unwrap(model).named_parameters()]
+    everyone = all_gather_object(mine, group)
+    ranks = current().ranks(group)
+    for index in range(max(map(len, everyone))):
+        entries = [entry[index] if index < len(entry) else None for entry in everyone]
+        others = [rank for rank, entry in zip(ranks, entries) if entry != entries[0]]
+        if others:
+            name = next(entry[0] for entry in entries if entry is not None)
+            raise MismatchError(
+                f"parameter {name!r} of rank {ranks[0]} differs on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}: "
+                "was the model trained without unidist.wrap_model, or changed on some ranks only?"
+            )
+
+
+def global_mean(loss_sum: Tensor, count: float | Tensor, group: Group | None = None) -> Tensor:
+    """The loss whose gradient, averaged over the ranks, is that of the mean over all ranks' samples. Collective.
+
+    The mean of the ranks' means weights a rank with few samples (or tokens) as much as one with many. This is
+    ``loss_sum * size / total``, where ``total`` is the sum of the ranks' counts: averaged over the ``size`` ranks, as a
+    wrapped model does with gradients, the sum of all losses over the sum of all counts.
+
+    Args:
+        loss_sum: 0-d, the sum of this rank's losses (``reduction="sum"``).
+        count: how many there are, 0 or more; in an accumulation window, how many the window has on this rank, in each of its steps.
+        group: the ranks that train together.
+
+    Returns:
+        A 0-d tensor with a gradient; 0 where no rank has any sample. Its mean over the ranks is the loss of the whole batch.
+
+    Raises:
+        ValueError: on every rank, if a rank's count is negative or not finite.
+    """
+    mine = float(count)
+    total = all_reduce(
+        torch.tensor(mine if 0 <= mine < math.inf else math.nan, dtype=torch.float64), "sum", group
+    ).item()
+    if math.isnan(total):
+        raise ValueError(f"global_mean(count={mine}): a count below 0 or not finite, on this rank or on another.")
+    return loss_sum * (len(current().ranks(group)) / total if total else 0.0)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, group: Group | None = None) -> None:
@@ -127,6 +198,16 @@ class _Described:
 
 def _describe(leaf: Any) -> Any:
     return _Described(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    # What DistributedDataParallel and the engines' own wrappers have in common.
+    return hasattr(model, "require_backward_grad_sync") and isinstance(getattr(model, "module", None), nn.Module)
+
+
+def _crc(tensor: Tensor) -> int:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
 def _check_same(model: nn.Module, group: Group | None) -> None:
