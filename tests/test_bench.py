@@ -69,7 +69,7 @@ def test_inside_a_world(launcher: str, backend: str, raw: str, tmp_path: Path) -
     argv = ["-m", "unidist.cli", "bench", "collectives", "loader", "--quick", "--rounds", "1", "--json", str(data)]
     result = run_world(launcher, 2, argv, backend=backend)
     assert result.returncode == 0, result.output
-    assert result.output.count("collectives (one call)") == 1  # one rank speaks
+    assert result.output.count("(one call)") == 1  # one rank speaks
     found = cases(data)
     assert {case["name"].split()[0] for case in found} == {"all_reduce", "all_gather", "broadcast", "epoch"}
     assert all(raw in case["samples"] for case in found if case["suite"] == "collectives")
