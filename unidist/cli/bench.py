@@ -34,8 +34,8 @@ SIGN = "unidist bench: "
 
 
 @click.command()
-@click.argument("suites", nargs=-1, type=click.Choice(["all", *INSIDE, *OUTSIDE]))
-@click.option("--quick", is_flag=True, help="Fewer rounds, sizes and worlds; under 5 minutes on 2 cores.")
+@click.argument("suites", nargs=-1, metavar="[SUITE]...", type=click.Choice(["all", *INSIDE, *OUTSIDE]))
+@click.option("--quick", is_flag=True, help="Fewer rounds and sizes; under 5 minutes on 2 cores.")
 @click.option("--rounds", type=click.IntRange(min=1), help="Turns of each contender.  [default: 25; quick: 5]")
 @click.option(
     "--ranks", "asked", type=click.IntRange(min=2), help="Processes of each world.  [default: 2; startup: 2, 4, 8, 16]"
@@ -56,7 +56,7 @@ def command(
 ) -> None:
     """Measure unidist beside the raw libraries, and beside ignite, Accelerate and Fabric where they are installed.
 
-    SUITES: collectives, step, metric, loader, startup, memory, or all. Contenders take turns within one world, so
+    SUITE: collectives, step, metric, loader, startup, memory, or all (default). Contenders take turns within one world, so
     that noise meets all of them; figures are medians over the rounds, with half the distance between the quartiles.
     A ratio is unidist's median over the other's: below 1, unidist is faster.
 

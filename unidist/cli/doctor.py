@@ -64,7 +64,8 @@ def command(run_all: bool, needed: tuple[tuple[str, str], ...], as_json: bool) -
     Reads the installed libraries, the launchers on PATH, this process's environment and the network, and says what
     `unidist.init()` would make of them. Under a launcher (srun -n 1 unidist doctor) it tells what a rank would see.
 
-    Exit status: 1 if a pair asked for with --need does not work, else 0.
+    LAUNCHER is torchrun, spawn, horovodrun-gloo, horovodrun-mpi, mpirun, mpiexec-mpich or srun; if it is left out,
+    horovodrun-gloo for horovod, else torchrun. Exit status: 1 if a pair asked for with --need does not work, else 0.
     """
     found = list(findings(os.environ))
     pairs = list(dict.fromkeys([*needed, *(all_pairs() if run_all else [])]))
