@@ -275,7 +275,8 @@ def test_two_builds_at_once(pip: list[str], tmp_path: Path) -> None:
 def driver(pip: list[str], cache: Path) -> list[str]:
     """A Python process that builds with this pip."""
     lines = [
-        "import sys, pathlib, click, unidist.cli.build_horovod as b",
+        "import signal, sys, pathlib, click, unidist.cli.build_horovod as b",
+        "signal.signal(signal.SIGINT, signal.default_int_handler)",  # a shell's background jobs ignore it
         f"b.PIP = {pip!r}",
         f"click.command()(lambda: b.build(b.Target('2.13.0'), pathlib.Path({str(cache)!r}), 1) and None)()",
     ]
