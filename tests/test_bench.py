@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.worlds import PYTHON, ROOT, environment, run_world, shown
 from unidist.bench import machine, memory, startup
@@ -83,7 +84,7 @@ def test_startup(launcher: str, engine: str) -> None:
 
 def test_memory_holds_one_copy_of_the_gradients() -> None:
     """Bytes, not seconds: this may be held by a test. 5 % is what docs/performance.md promises."""
-    found = list(memory.cases(1, quick=True, ranks=None))
+    found = list(memory.cases(1, quick=True, ranks=None, engines=("gloo", "horovod")))
     for case in found:
         shown.setdefault("bench", []).append(
             f"memory, {case.name}: " + ", ".join(f"{n} {v[0] / 2**20:.0f} MiB" for n, v in case.samples.items())
@@ -97,8 +98,24 @@ def test_what_cannot_be_measured_is_said() -> None:
     assert done.returncode != 0 and "/no/such/folder is no folder" in done.stderr
     done = bench("metric", "--backend", "gloo", "--rounds", "1", UNIDIST_TIMEOUT="soon")
     assert done.returncode != 0 and "UNIDIST_TIMEOUT='soon'" in done.stderr
+    done = bench("metric", "--plot", "x.foo")
+    assert done.returncode != 0 and "must end in .png" in done.stderr
+    done = bench("metric", RANK="1", WORLD_SIZE="one")
+    assert done.returncode != 0 and "WORLD_SIZE='one'" in done.stderr and "Traceback" not in done.stderr
+    if torch.cuda.device_count() < 2:
+        done = bench("metric", "--backend", "nccl")
+        assert done.returncode != 0 and "nccl under torchrun: 2 ranks on nccl need 2 GPUs" in done.stderr
     result = run_world("torchrun", 2, ["-m", "unidist.cli", "bench", "startup"])
     assert result.returncode != 0 and "run them without a launcher" in result.output
+
+
+def test_a_forced_launcher_does_not_reach_the_worlds(tmp_path: Path) -> None:
+    """It would make each rank of a world start worlds of its own."""
+    argv = ["metric", "--backend", "gloo", "--rounds", "1", "--json", str(tmp_path / "m.json")]
+    done = bench(*argv, UNIDIST_LAUNCHER="none")
+    assert done.returncode == 0 and len(cases(tmp_path / "m.json")) == 2, done.stderr
+    done = bench("metric", "--place", "a world")
+    assert done.returncode != 0 and "sees no launcher" in done.stderr
 
 
 def test_figures() -> None:

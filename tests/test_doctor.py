@@ -105,13 +105,32 @@ TORCHRUN = {
         ({"RANK": "abc", "WORLD_SIZE": "2"}, "error", "RANK='abc'"),
         (TORCHRUN, "ok", "torchrun: rank 1 of 2 (RANK=1 WORLD_SIZE=2)"),
         ({**TORCHRUN, "LOCAL_RANK": "0"}, "warn", "--virtual-local-rank"),
-        ({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "0"}, "ok", "variables of openmpi, env are set too"),
+        ({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "0"}, "ok", "variables of openmpi are set too"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "warn", "auto picks gloo, not Horovod"),
         ({"SLURM_JOB_ID": "7"}, "warn", "one process"),
     ],
 )
 def test_where_this_process_stands(env: dict[str, str], state: str, text: str) -> None:
     assert any(s == state and text in t for s, t, _ in found(env, "launched by")), found(env, "launched by")
+
+
+@pytest.mark.parametrize(
+    ("env", "subject", "state", "text"),
+    [
+        ({"UNIDIST_BACKEND": "nonsense"}, "engine", "error", "UNIDIST_BACKEND=nonsense is unknown"),
+        ({"UNIDIST_BACKEND": "horovod"}, "engine", "error", "needs a launcher"),
+        ({"UNIDIST_TIMEOUT": "soon"}, "timeout", "error", "UNIDIST_TIMEOUT='soon'"),
+        ({"OMP_NUM_THREADS": "abc"}, "cores", "warn", "not a number"),
+        ({"OMP_NUM_THREADS": "4096"}, "cores", "warn", "not a number from 1 to"),
+        ({"NCCL_SOCKET_IFNAME": "=lo"}, "network", "ok", "NCCL_SOCKET_IFNAME==lo"),
+        ({"NCCL_SOCKET_IFNAME": "nosuch,mlx"}, "network", "error", "no such interface"),
+        ({"MASTER_PORT": "0"}, "ports", "error", "MASTER_PORT=0 is not a TCP port"),
+        ({**TORCHRUN, "SLURM_JOB_ID": "7"}, "launched by", "ok", "torchrun: rank 1 of 2"),
+    ],
+)
+def test_settings(env: dict[str, str], subject: str, state: str, text: str) -> None:
+    assert any(s == state and text in t for s, t, _ in found(env, subject)), found(env, subject)
+    assert not any("one process" in t for _, t, _ in found(env, "launched by")) or "RANK" not in env
 
 
 def test_traps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import torch
+
 import unidist
 
 #: The contender that the others are compared with.
@@ -94,8 +96,15 @@ def _calls(call: Callable[[], object]) -> int:
 
 
 def _turn(call: Callable[[], object], calls: int) -> float:
+    wait = torch.cuda.synchronize if unidist.device().type == "cuda" else _nothing
     unidist.barrier()
+    wait()
     start = time.perf_counter()
     for _ in range(calls):
         call()
+    wait()
     return (time.perf_counter() - start) / calls
+
+
+def _nothing() -> None:
+    pass

@@ -9,7 +9,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import psutil
 import torch
@@ -24,17 +24,18 @@ WORLDS = {"gloo": ("torchrun", ["DDP", "DDP bucket view"]), "horovod": ("horovod
 WIDTH, LAYERS = 2048, 12
 
 
-def cases(rounds: int, quick: bool, ranks: int | None) -> Iterator[Case]:
+def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str]) -> Iterator[Case]:
     """Growth of a rank's resident memory while it trains a model of 192 MiB with momentum."""
     ddp: list[float] = []
     for engine, (launcher, raw) in WORLDS.items():
-        if worlds.missing(launcher):
+        if worlds.missing(launcher) or engine not in engines:
             continue
         samples = {
             name: [_peak(launcher, engine, name, ranks or 2) for _ in range(1 if quick else rounds)]
             for name in [OURS, *raw]
         }
-        ddp = samples.setdefault("DDP", ddp)
+        if ddp := samples.get("DDP", ddp):
+            samples["DDP"] = ddp
         yield Case("memory", "worlds of its own", f"{engine} under {launcher}", samples, unit="B")
 
 
@@ -60,6 +61,7 @@ def _rank(contender: str) -> None:
     elif contender == "hvd":
         import horovod.torch as hvd
 
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     else:
         view = contender == "DDP bucket view"

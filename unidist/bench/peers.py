@@ -95,7 +95,7 @@ def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
     import torch.distributed as dist
 
     device = unidist.device()
-    numbers = torch.tensor(list(figures.values()), device=device)
+    numbers = torch.zeros(len(figures), device=device)  # its sum in place stays what it is
     if over_horovod():
         import horovod.torch as hvd
 
@@ -107,7 +107,11 @@ def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
     if find_spec("ignite"):
         import ignite.distributed as idist
 
-        yield "ignite", lambda: idist.all_reduce(torch.tensor(list(figures.values()), device=device)).tolist()
+        def ignite() -> list[float]:
+            total = idist.all_reduce(torch.tensor(list(figures.values()), device=device))
+            return [number / unidist.world_size() for number in total.tolist()]
+
+        yield "ignite", ignite
     if find_spec("accelerate") and not over_horovod():
         accelerator = _accelerator()
         yield (
@@ -124,6 +128,14 @@ def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
                 {name: torch.tensor(value, device=device) for name, value in figures.items()}, reduce_op="mean"
             ),
         )
+
+
+def _tensors(figures: dict[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, device=unidist.device()) for name, value in figures.items()}
+
+
+def _numbers(tensors: dict[str, Tensor]) -> dict[str, float]:
+    return {name: tensor.item() for name, tensor in tensors.items()}
 
 
 def _torchmetrics(figures: dict[str, float]) -> Call:

@@ -32,7 +32,8 @@ def tables(cases: Sequence[Case]) -> Iterable[tuple[str, Table]]:
         for name in [OURS, *others, *(["bus"] if any(case.bus_bytes for case in rows) else [])]:
             table.add_column(name, justify="right", overflow="fold")
         for case in rows:
-            cells = [f"{amount(case.median(), case.unit)}\n[dim]±{case.spread():.0%}[/dim]"]
+            spread = f"±{case.spread():.0%}" if len(case.samples[OURS]) > 1 else "1 round"
+            cells = [f"{amount(case.median(), case.unit)}\n[dim]{spread}[/dim]"]
             cells += [versus(case, name) for name in others]
             cells += [f"{case.bus_bytes / case.median() / 1e9:.2f} GB/s"] if case.bus_bytes else []
             table.add_row(case.name, *cells)

@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from unidist.bench.measure import OURS, Case
 from unidist.cli import worlds
@@ -28,10 +28,14 @@ RAW = {"gloo": ("torchrun", "raw-torch"), "horovod": ("horovodrun --gloo", "raw-
 HERE = "worlds of its own"
 
 
-def cases(rounds: int, quick: bool, ranks: int | None) -> Iterator[Case]:
+def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str]) -> Iterator[Case]:
     """The import, then each launcher and engine by number of ranks: ``ranks``, or how it grows."""
     yield Case("startup", HERE, "import", _imports(2 * rounds))
-    pairs = [pair for pair in PAIRS if not worlds.missing(pair[0]) and not (pair[1] == "horovod" and _no_horovod())]
+    pairs = [
+        pair
+        for pair in PAIRS
+        if pair[1] in engines and not worlds.missing(pair[0]) and not (pair[1] == "horovod" and _no_horovod())
+    ]
     for size in (ranks,) if ranks else (2, 4) if quick else (2, 4, 8, 16):
         samples: dict[tuple[str, str], list[float]] = {}
         worlds_of = [*pairs, *(RAW[engine] for engine in dict.fromkeys(engine for _, engine in pairs))]

@@ -15,6 +15,8 @@ except ModuleNotFoundError as error:
     # The console script imports this module before anything else: a traceback would hide the remedy.
     raise SystemExit(f"unidist: {error.name} is not installed: pip install 'unidist-torch[cli]'") from None
 
+from unidist.errors import UnidistError
+
 # The help lines stand here, so that `unidist --help` imports no command.
 COMMANDS = {
     "bench": "Measure unidist beside the raw libraries and its peers.",
@@ -34,6 +36,12 @@ class LazyCommands(click.Group):
             return None
         command: click.Command = import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
         return command
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except UnidistError as error:
+            raise click.ClickException(str(error)) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

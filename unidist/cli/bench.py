@@ -27,6 +27,7 @@ from unidist.topology import NONE, detect
 #: Suites that run inside a world, and those that start worlds of their own.
 INSIDE = ("collectives", "step", "metric", "loader")
 OUTSIDE = ("startup", "memory")
+ENGINES = ("gloo", "nccl", "horovod")
 #: Where the former run: each engine with the launcher that users start it with.
 WORLDS = [("torchrun", "gloo"), ("torchrun", "nccl"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
 #: What a rank in a world of ours prints before the name of the case that comes next.
@@ -36,11 +37,15 @@ SIGN = "unidist bench: "
 @click.command()
 @click.argument("suites", nargs=-1, metavar="[SUITE]...", type=click.Choice(["all", *INSIDE, *OUTSIDE]))
 @click.option("--quick", is_flag=True, help="Fewer rounds and sizes; under 5 minutes on 2 cores.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Turns of each contender.  [default: 25; quick: 5]")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    help="Turns of each contender; a quarter in startup and memory.  [default: 25; quick: 5]",
+)
 @click.option(
     "--ranks", "asked", type=click.IntRange(min=2), help="Processes of each world.  [default: 2; startup: 2, 4, 8, 16]"
 )
-@click.option("--backend", "engines", multiple=True, type=click.Choice(["gloo", "nccl", "horovod"]), help="Only worlds on these.")  # fmt: skip
+@click.option("--backend", "engines", multiple=True, type=click.Choice(ENGINES), help="Only worlds on these.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="Draw them here (.png, .svg, .pdf).")  # fmt: skip
 @click.option("--place", hidden=True, help="Name of the world that this process is in.")
@@ -62,6 +67,8 @@ def command(
 
     Starts its own worlds on this host. Under a launcher (torchrun -m unidist.cli bench step) it measures that world.
     """
+    if plot_path and plot_path.suffix not in (".png", ".svg", ".pdf"):
+        raise click.ClickException(f"--plot {plot_path}: the name must end in .png, .svg or .pdf")
     if plot_path and not find_spec("matplotlib"):
         raise click.ClickException("--plot needs matplotlib: pip install 'unidist-torch[bench]'")
     for path in (json_path, plot_path):
@@ -70,7 +77,14 @@ def command(
     wanted = [name for name in (*INSIDE, *OUTSIDE) if name in suites or "all" in suites or not suites]
     rounds = rounds or (5 if quick else 25)
     failed: list[str] = []
-    if detect(os.environ).launcher is not NONE:
+    launched = detect(os.environ).launcher is not NONE
+    if place and not launched:
+        raise click.ClickException("this rank sees no launcher: start it with one")
+    if launched:
+        if asked or engines:
+            raise click.UsageError(
+                "--ranks and --backend choose the worlds to start; under a launcher there is one already"
+            )
         wanted = [name for name in wanted if name in INSIDE]
         if not wanted:
             raise click.UsageError(f"{' and '.join(OUTSIDE)} start their own worlds: run them without a launcher")
@@ -94,7 +108,7 @@ def command(
 def _measure_here(wanted: Sequence[str], rounds: int, quick: bool, place: str | None) -> list[Case] | None:
     """The suites inside this world. Collective; None on all ranks but 0."""
     unidist.init()
-    place = place or f"{unidist.backend_name()} under {detect(os.environ).launcher.name}"
+    place = place or f"{unidist.backend_name()} under {detect(os.environ).launcher.name}, {unidist.world_size()} ranks"
     cases = []
     for suite in wanted:
         for case in import_module(f"unidist.bench.{suite}").cases(place, rounds, quick):
@@ -117,7 +131,11 @@ def _measure_in_worlds(
     with Console(stderr=True).status("") as status:
         for launcher, engine in WORLDS if suites else ():
             why = cannot(launcher, engine, ranks)
-            if why or (engines and engine not in engines):
+            if engines and engine not in engines:
+                continue
+            if why:
+                if engine in engines:
+                    failed.append(f"{engine} under {launcher}: {why}")
                 continue
             place = f"{engine} under {launcher}, {ranks} ranks"
             status.update(place)
@@ -130,7 +148,9 @@ def _measure_in_worlds(
         for name in [name for name in wanted if name in OUTSIDE]:
             status.update(name)
             try:
-                for case in import_module(f"unidist.bench.{name}").cases(max(1, rounds // 4), quick, asked):
+                for case in import_module(f"unidist.bench.{name}").cases(
+                    max(1, rounds // 4), quick, asked, engines or list(ENGINES)
+                ):
                     cases.append(case)
                     status.update(f"{name}: {case.name}, {case.world}")
             except (RuntimeError, TimeoutError) as error:

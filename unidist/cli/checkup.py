@@ -28,6 +28,7 @@ import unidist
 from unidist import knobs
 from unidist.cli import worlds
 from unidist.cli.toolchain import output_of
+from unidist.context import BACKENDS
 from unidist.errors import UnidistError
 from unidist.topology import LAUNCHERS, NONE, detect
 
@@ -66,7 +67,8 @@ def software() -> Finding:
 
 
 def horovod() -> Iterator[Finding]:
-    if not find_spec("horovod"):
+    spec = find_spec("horovod")
+    if spec is None or spec.origin is None:  # without an origin: a folder of that name
         yield Finding("Horovod", "none", "not installed", "unidist build-horovod --install")
         return
     built_for = built_for_torch()
@@ -96,7 +98,7 @@ def built_for_torch() -> str:
 
 def mpi(env: Mapping[str, str]) -> Iterator[Finding]:
     found = []
-    for name in ("mpirun.openmpi", "mpiexec.mpich", "mpirun"):
+    for name in ("mpirun.openmpi", "mpiexec.mpich", "mpiexec.hydra", "mpirun"):
         if shutil.which(name):
             told = re.search(r"Open ?(?:MPI|RTE)\D*([\d.]+)|Version:\s*([\d.]+)", output_of(name, "--version"))
             kind = "Open MPI" if told and told[1] else "MPICH" if told else "unknown MPI"
@@ -110,7 +112,9 @@ def mpi(env: Mapping[str, str]) -> Iterator[Finding]:
         state: State = "warn" if libraries else "none"
         yield Finding("mpi4py", state, "not installed: under mpirun, rank 0's address cannot be spread", "pip install 'unidist-torch[mpi]', or set MASTER_ADDR and MASTER_PORT")  # fmt: skip
         return
-    asked = run_python("from mpi4py import MPI; print(MPI.Get_library_version())")
+    asked = run_python(
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+    )
     version = metadata.version("mpi4py")
     if asked.returncode:
         why = asked.stderr.strip().splitlines()[-1] if asked.stderr.strip() else f"exit status {asked.returncode}"
@@ -160,13 +164,15 @@ def here(env: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("launched by", "error", str(error))
         return
     if launch.launcher is NONE:
-        yield Finding("launched by", "ok", "no launcher: init() starts one process on engine single")
+        yield Finding("launched by", "ok", "no launcher: init() starts one process")
     else:
         place = f"rank {launch.rank} of {launch.world_size}"
         forced = f", forced by {knobs.LAUNCHER}" if env.get(knobs.LAUNCHER) else ""
         yield Finding("launched by", "ok", f"{launch.launcher.name}: {place} ({launch.evidence}{forced})")
         others = [
-            row.name for row in LAUNCHERS if row is not launch.launcher and all(env.get(mark) for mark in row.marks)
+            row.name
+            for row in LAUNCHERS
+            if row.name not in (launch.launcher.name, "env") and all(env.get(mark) for mark in row.marks)
         ]
         if others and not forced:
             yield Finding(
@@ -176,10 +182,19 @@ def here(env: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding("launched by", "warn", f"LOCAL_RANK=0 on rank {launch.rank} (torchrun --virtual-local-rank): one GPU must be visible to each rank")  # fmt: skip
         if launch.launcher.name == "openmpi" and find_spec("horovod") and not env.get(knobs.BACKEND):
             yield Finding("launched by", "warn", "horovodrun --mpi looks like mpirun, so auto picks gloo, not Horovod", f"set {knobs.BACKEND}=horovod to have it")  # fmt: skip
-    if env.get("SLURM_JOB_ID") and not env.get("SLURM_STEP_NUM_TASKS"):
+    if launch.launcher is NONE and env.get("SLURM_JOB_ID") and not env.get("SLURM_STEP_NUM_TASKS"):
         yield Finding("launched by", "warn", "this is a batch script or a shell of Slurm, one process", "start the ranks with srun")  # fmt: skip
-    if env.get(knobs.BACKEND):
-        yield Finding("engine", "ok", f"{knobs.BACKEND}={env[knobs.BACKEND]}")
+    wanted = knobs.backend(env)
+    if wanted not in ("auto", *BACKENDS):
+        yield Finding("engine", "error", f"{knobs.BACKEND}={wanted} is unknown", f"use auto, {', '.join(BACKENDS)}")
+    elif wanted == "horovod" and launch.launcher is NONE:
+        yield Finding("engine", "error", f"{knobs.BACKEND}=horovod needs a launcher", "horovodrun -np 2 python script.py, or torchrun")  # fmt: skip
+    elif wanted != "auto":
+        yield Finding("engine", "ok", f"{knobs.BACKEND}={wanted}")
+    try:
+        knobs.timeout(env)
+    except UnidistError as error:
+        yield Finding("timeout", "error", str(error))
 
 
 # --------------------------------------------------------------------------------------- network
@@ -189,33 +204,47 @@ def network(env: Mapping[str, str]) -> Iterator[Finding]:
         f"{name} {address.address}"
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
-        if name in up and address.family == socket.AF_INET
+        if name in up and address.family in (socket.AF_INET, socket.AF_INET6) and not address.address.startswith("fe80")
     ]
-    chosen = [f"{name}={env[name]}" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE") if env.get(name)]  # fmt: skip
-    yield Finding("network", "ok" if shown else "error", "; ".join([", ".join(shown) or "no interface is up", *chosen]))
-    for setting in chosen:
-        name, value = setting.split("=")
-        if not any(part.lstrip("^=") in up for part in value.split(",")) and not value.startswith("^"):
-            yield Finding("network", "error", f"{setting}, but no such interface is up", f"unset {name}, or use one of {', '.join(sorted(up))}")  # fmt: skip
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
+    chosen = {name: env[name] for name in names if env.get(name)}
+    settings = [f"{name}={value}" for name, value in chosen.items()]
+    yield Finding(
+        "network", "ok" if shown else "error", "; ".join([", ".join(shown) or "no interface is up", *settings])
+    )
+    for name, value in chosen.items():
+        # NCCL: a list of prefixes, "=" before it for exact names, "^" for those to leave out.
+        parts = value.lstrip("=").split(",")
+        exact = name != "NCCL_SOCKET_IFNAME" or value.startswith("=")
+        if not value.startswith("^") and not any(
+            one == part or (not exact and one.startswith(part)) for one in up for part in parts
+        ):
+            yield Finding("network", "error", f"{name}={value}, but no such interface is up", f"unset {name}, or use one of {', '.join(sorted(up))}")  # fmt: skip
     host = socket.gethostname()
     try:
-        yield Finding("host name", "ok", f"{host} is {socket.gethostbyname(host)}")
+        address = socket.gethostbyname(host)
+        local = " (enough on one host; over several, set GLOO_SOCKET_IFNAME)" if address.startswith("127.") else ""
+        yield Finding("host name", "ok", f"{host} is {address}{local}")
     except OSError:
         yield Finding("host name", "warn", f"{host} has no address: gloo and Horovod may not find their own interface", f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME={next((n for n in sorted(up) if n != 'lo'), 'lo')}")  # fmt: skip
-    port = env.get("MASTER_PORT", "29500")
+    port = env.get("MASTER_PORT") or "29500"
     free = _is_free(port)
     if free is None:
         yield Finding("ports", "error", f"MASTER_PORT={port} is not a TCP port", "use a free one from 1024 to 65535")
+    elif free:
+        yield Finding("ports", "ok", f"{port} (torchrun's, for static rendezvous) is free")
+    elif env.get("MASTER_PORT"):
+        yield Finding("ports", "ok", f"{port} is in use: by this job's own launcher, if it has started")
     else:
-        yield Finding("ports", "ok" if free else "warn", f"{port} (torchrun's, for static rendezvous) is {'free' if free else 'taken: another job of this host?'}", "" if free else "torchrun --master-port with another, or --standalone")  # fmt: skip
+        yield Finding("ports", "warn", f"{port} (torchrun's, for static rendezvous) is taken: another job of this host?", "torchrun --master-port with another, or --standalone")  # fmt: skip
 
 
 def _is_free(port: str) -> bool | None:
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        return None
     try:
         with socket.create_server(("", int(port))):
             return True
-    except (ValueError, OverflowError):
-        return None
     except OSError:
         return False
 
@@ -226,20 +255,22 @@ def limits(env: Mapping[str, str]) -> Iterator[Finding]:
     memory = psutil.virtual_memory().total / 2**30
     threads = env.get("OMP_NUM_THREADS")
     text = f"{cores} of {psutil.cpu_count()} usable, {memory:.0f} GiB; OMP_NUM_THREADS {f'= {threads}' if threads else 'is not set'}"
-    if threads:
+    if threads and not (threads.isdigit() and 0 < int(threads) <= cores):
+        yield Finding("cores", "warn", f"{text}, which is not a number from 1 to {cores}", "set it to cores / ranks")
+    elif threads or cores == 1:
         yield Finding("cores", "ok", text)
     else:
-        yield Finding("cores", "warn", f"{text}: every rank would use {torch.get_num_threads()} threads, which crawls when ranks share cores", "set it to cores / ranks (torchrun sets 1)")  # fmt: skip
+        yield Finding("cores", "warn", f"{text}: every rank would use {cores} threads, which crawls when ranks share cores", "set it to cores / ranks (torchrun sets 1)")  # fmt: skip
     if cores < (psutil.cpu_count() or 1):
-        yield Finding(
-            "cores", "warn", "this process is bound to some cores", "mpirun binds each rank to one: --bind-to none"
-        )
+        yield Finding("cores", "warn", "this process is bound to some of the cores", "if by mpirun: --bind-to none")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < 4096:
         yield Finding("open files", "warn", f"at most {files}: a rank needs one for each peer and loader worker", "ulimit -n 65536")  # fmt: skip
     with suppress(OSError):
         free = shutil.disk_usage("/dev/shm").free
-        if free < 2**30:
+        if not os.access("/dev/shm", os.W_OK):
+            yield Finding("/dev/shm", "warn", "not writable: data loader workers pass batches through it", "mount it read-write")  # fmt: skip
+        elif free < 2**30:
             yield Finding("/dev/shm", "warn", f"{free / 2**20:.0f} MiB free: data loader workers pass batches through it", "docker run --shm-size=8g, or --ipc=host")  # fmt: skip
     if os.geteuid() == 0 and worlds.missing("mpirun") is None and "OMPI_ALLOW_RUN_AS_ROOT" not in env:
         yield Finding("root", "warn", "Open MPI does not start as root", "set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")  # fmt: skip

@@ -95,12 +95,7 @@ def attempt(launcher: str, engine: str) -> Finding:
     lack = lack or lacks_gpus(engine)
     if lack:
         return Finding(subject, "none", lack)
-    # A world of its own, also when the doctor itself was launched.
-    outer = re.compile("(RANK|WORLD_SIZE|LOCAL_.*|GROUP_.*|TORCHELASTIC_.*|MASTER_.*|HOROVOD_.*|OMPI_.*|PMI.*|MPI_.*|JSM_.*|UNIDIST_(BACKEND|LAUNCHER))$")  # fmt: skip
-    env = {name: value for name, value in os.environ.items() if not outer.match(name)}
-    env = worlds.environment(env, RANKS) | {knobs.BACKEND: engine, knobs.TIMEOUT: str(TIMEOUT_S / 2)}
-    if launcher != "srun":
-        env = {name: value for name, value in env.items() if not name.startswith("SLURM_")}
+    env = worlds.environment(os.environ, RANKS) | {knobs.BACKEND: engine, knobs.TIMEOUT: str(TIMEOUT_S / 2)}
     command = worlds.LAUNCHERS[launcher](RANKS, ["-m", "unidist.cli.probe"])
     try:
         result = worlds.run([command], env, timeout=TIMEOUT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import psutil
+
+from unidist.cli.toolchain import output_of
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 HOROVODRUN = [sys.executable, "-c", "from horovod.runner.launch import run_commandline as run; run()"]
@@ -41,6 +45,13 @@ PROGRAMS = {
 }
 
 
+OUTER = re.compile(
+    r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|TORCHELASTIC|MASTER|OMPI_COMM|PMI|PMIX|JSM_NAMESPACE)_.*|MPI_LOCAL.*|"
+    r"HOROVOD_(RANK|SIZE|LOCAL_.*|CROSS_.*|GLOO_RENDEZVOUS_.*|CONTROLLER|CPU_OPERATIONS|HOSTNAME)|UNIDIST_(BACKEND|LAUNCHER)|"
+    r"SLURM_(PROCID|LOCALID|NODEID|STEP_.*|NTASKS)"
+)
+
+
 @dataclass
 class Result:
     """How a world ended."""
@@ -55,7 +66,13 @@ class Result:
 def program(launcher: str) -> str:
     """The launcher's program on PATH, or the name that is missing there."""
     names = PROGRAMS[launcher]
-    return next((name for name in names if shutil.which(name)), names[0])
+    return next(filter(_is_there, names), names[0])
+
+
+@cache
+def _is_there(name: str) -> bool:
+    # Every MPI calls its own mpirun.
+    return shutil.which(name) is not None and (name != "mpirun" or "Open" in output_of(name, "--version"))
 
 
 def missing(launcher: str) -> str | None:
@@ -63,11 +80,15 @@ def missing(launcher: str) -> str | None:
     if launcher.startswith("horovodrun") and not find_spec("horovod"):
         return "Horovod is not installed: unidist build-horovod --install"
     names = PROGRAMS.get(launcher, ())
-    return f"{' or '.join(names)} is not on PATH" if names and not any(map(shutil.which, names)) else None
+    kind = "Open MPI's " if "mpirun" in names else ""
+    return f"{kind}{' or '.join(names)} is not on PATH" if names and not any(map(_is_there, names)) else None
 
 
 def environment(env: Mapping[str, str], nprocs: int) -> dict[str, str]:
-    """``env`` with what worlds on one host need: root may start MPI, and the ranks share the cores."""
+    """``env`` with what worlds on one host need: root may start MPI, and the ranks share the cores.
+
+    What an outer launcher, or a user for one, has set is left out: the ranks have to see their own launcher.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ours = {
         "OMP_NUM_THREADS": str(max(1, cores // nprocs)),
@@ -75,7 +96,7 @@ def environment(env: Mapping[str, str], nprocs: int) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    return {**ours, **env}
+    return {**ours, **{name: value for name, value in env.items() if not OUTER.fullmatch(name)}}
 
 
 def run(
