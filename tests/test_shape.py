@@ -25,7 +25,7 @@ BELOW = {
     "context": {"errors", "knobs", "topology", "seed", "backends"},
     **{name: {"errors", "knobs", "context", "tree", "backends", *FEATURES} for name in FEATURES},
     "bench": {"bench", "cli", "wrap_model"},
-    "cli": {"errors", "knobs", "topology", "bench", "cli"},
+    "cli": {"errors", "knobs", "topology", "context", "bench", "cli"},
     "__init__": {"errors", "context", "seed", "backends", *FEATURES},
 }
 LIBRARIES = {
