@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import zlib
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -110,10 +112,8 @@ def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
         MismatchError: on every rank; names the first parameter that differs, and the ranks that differ from the first.
     """
     mine = [(name, tuple(p.shape), str(p.dtype), _crc(p)) for name, p in unwrap(model).named_parameters()]
-    everyone = all_gather_object(mine, group)
     ranks = current().ranks(group)
-    for index in range(max(map(len, everyone))):
-        entries = [entry[index] if index < len(entry) else None for entry in everyone]
+    for entries in zip_longest(*all_gather_object(mine, group)):
         others = [rank for rank, entry in zip(ranks, entries) if entry != entries[0]]
         if others:
             name = next(entry[0] for entry in entries if entry is not None)
@@ -217,12 +217,11 @@ def _check_same(model: nn.Module, group: Group | None) -> None:
         *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()),
     ]  # fmt: skip
     everyone = all_gather_object(mine, group)
-    for index in range(max(map(len, everyone))):
-        entries = [entry[index] if index < len(entry) else "nothing more" for entry in everyone]
+    for index, entries in enumerate(zip_longest(*everyone, fillvalue="nothing more")):
         _same_everywhere(entries, f"the models differ at entry {index}, which is {{}}", group)
 
 
-def _same_everywhere(values: list[T], what: str, group: Group | None) -> None:
+def _same_everywhere(values: Sequence[T], what: str, group: Group | None) -> None:
     for rank, value in zip(current().ranks(group), values):
         if value != values[0]:
             first = current().ranks(group)[0]

@@ -1,6 +1,6 @@
 """Peak memory of training, in a world of its own for each contender.
 
-As a program (``python -m unidist.bench.memory unidist|DDP|DDP-view|hvd``) it is one rank of such a world.
+As a program (``python -m unidist.bench.memory unidist|DDP|'DDP bucket view'|hvd``) it is one rank of such a world.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str])
     """Growth of a rank's resident memory while it trains a model of 192 MiB with momentum."""
     ddp: list[float] = []
     for engine, (launcher, raw) in WORLDS.items():
-        if worlds.missing(launcher) or engine not in engines:
+        if worlds.lacking(launcher, engine) or engine not in engines:
             continue
         samples = {
             name: [_peak(launcher, engine, name, ranks or 2) for _ in range(1 if quick else rounds)]
@@ -40,7 +40,7 @@ def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str])
 
 
 def _peak(launcher: str, engine: str, contender: str, ranks: int) -> float:
-    env = worlds.environment(os.environ, ranks) | {"UNIDIST_BACKEND": engine}
+    env = worlds.environment(os.environ, ranks, engine)
     command = worlds.LAUNCHERS[launcher](ranks, ["-m", "unidist.bench.memory", contender])
     result = worlds.run([command], env, timeout=300)
     found = [float(text) for text in re.findall(r"PEAK (\d+)", result.output)]

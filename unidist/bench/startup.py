@@ -31,11 +31,7 @@ HERE = "worlds of its own"
 def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str]) -> Iterator[Case]:
     """The import, then each launcher and engine by number of ranks: ``ranks``, or how it grows."""
     yield Case("startup", HERE, "import", _imports(2 * rounds))
-    pairs = [
-        pair
-        for pair in PAIRS
-        if pair[1] in engines and not worlds.missing(pair[0]) and not (pair[1] == "horovod" and _no_horovod())
-    ]
+    pairs = [pair for pair in PAIRS if pair[1] in engines and not worlds.lacking(*pair)]
     for size in (ranks,) if ranks else (2, 4) if quick else (2, 4, 8, 16):
         samples: dict[tuple[str, str], list[float]] = {}
         worlds_of = [*pairs, *(RAW[engine] for engine in dict.fromkeys(engine for _, engine in pairs))]
@@ -50,7 +46,7 @@ def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str])
 def first_collective(launcher: str, engine: str, ranks: int) -> float:
     """Seconds from the last rank's entry into ``init()`` to the last one's end of the first collective."""
     raw = engine.startswith("raw-")
-    env = worlds.environment(os.environ, ranks) | ({} if raw else {"UNIDIST_BACKEND": engine})
+    env = worlds.environment(os.environ, ranks, None if raw else engine)
     argv = ["-m", "unidist.bench.startup", engine if raw else "unidist"]
     result = worlds.run([worlds.LAUNCHERS[launcher](ranks, argv)], env, timeout=300)
     times = [json.loads(line.split("STARTUP ")[1]) for line in result.output.splitlines() if "STARTUP" in line]
@@ -70,10 +66,6 @@ def _imports(rounds: int) -> dict[str, list[float]]:
             )
             samples[name].append(float(done.stdout))
     return samples
-
-
-def _no_horovod() -> bool:
-    return worlds.missing("horovodrun --gloo") is not None
 
 
 def _rank(what: str) -> None:

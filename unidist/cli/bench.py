@@ -17,17 +17,16 @@ import torch
 from rich.console import Console
 
 import unidist
-from unidist import knobs
 from unidist.bench import machine
 from unidist.bench.measure import Case
 from unidist.bench.report import plot, tables
 from unidist.cli import worlds
+from unidist.cli.worlds import ENGINES
 from unidist.topology import NONE, detect
 
 #: Suites that run inside a world, and those that start worlds of their own.
 INSIDE = ("collectives", "step", "metric", "loader")
 OUTSIDE = ("startup", "memory")
-ENGINES = ("gloo", "nccl", "horovod")
 #: Where the former run: each engine with the launcher that users start it with.
 WORLDS = [("torchrun", "gloo"), ("torchrun", "nccl"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
 #: What a rank in a world of ours prints before the name of the case that comes next.
@@ -130,10 +129,9 @@ def _measure_in_worlds(
     ranks = asked or 2
     with Console(stderr=True).status("") as status:
         for launcher, engine in WORLDS if suites else ():
-            why = cannot(launcher, engine, ranks)
             if engines and engine not in engines:
                 continue
-            if why:
+            if why := cannot(launcher, engine, ranks):
                 if engine in engines:
                     failed.append(f"{engine} under {launcher}: {why}")
                 continue
@@ -162,7 +160,7 @@ def _world(launcher: str, engine: str, place: str, suites: Sequence[str], rounds
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "world.json")
         argv = ["-m", "unidist.cli", "bench", *suites, "--rounds", str(rounds), "--json", str(path), "--place", place]
-        env = worlds.environment(os.environ, ranks) | {knobs.BACKEND: engine}
+        env = worlds.environment(os.environ, ranks, engine)
 
         def on_line(line: str) -> None:
             if SIGN in line:
@@ -179,24 +177,21 @@ def cannot(launcher: str, engine: str, ranks: int) -> str | None:
     """Why a world cannot be started here, or None."""
     if engine == "nccl" and torch.cuda.device_count() < ranks:
         return f"{ranks} ranks on nccl need {ranks} GPUs, {torch.cuda.device_count()} are visible"
-    if engine == "horovod":
-        if not find_spec("horovod"):
-            return worlds.missing("horovodrun --gloo")
+    lack = worlds.lacking(launcher, engine)
+    if lack is None and (launcher, engine) == ("mpirun", "horovod"):
         import horovod.torch as hvd
 
-        if launcher == "mpirun" and not hvd.mpi_built():
-            return "this Horovod was built without MPI"
-    return worlds.missing(launcher)
+        return None if hvd.mpi_built() else "this Horovod was built without MPI"
+    return lack
 
 
 def describe() -> dict[str, str]:
     """The machine and the versions, for the head of a report."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown CPU")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
-        "cores": f"{cores} x {cpu}",
+        "cores": f"{worlds.usable_cores()} x {cpu}",
         "gpus": ", ".join(gpus) or "none",
         "torch": torch.__version__,
         "unidist": unidist.__version__,

@@ -22,7 +22,7 @@ from typing import TextIO
 import click
 
 from unidist import knobs
-from unidist.cli.toolchain import Target, find_mpi, find_target, lacking_modules, lacking_tools, remedy
+from unidist.cli.toolchain import Target, find_mpi, find_target, lacking_modules, lacking_tools, last_line, remedy
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -205,8 +205,9 @@ def controllers() -> str:
     # From another folder, lest one of the name `horovod` in this one be imported.
     done = subprocess.run([sys.executable, "-c", WHAT_IT_HAS], capture_output=True, text=True, cwd=sys.prefix)
     if done.returncode:
-        why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        raise click.ClickException(f"Horovod is installed but does not import: {why}; try again with --force.")
+        raise click.ClickException(
+            f"Horovod is installed but does not import: {last_line(done)}; try again with --force."
+        )
     return done.stdout.strip()
 
 

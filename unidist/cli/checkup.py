@@ -27,7 +27,8 @@ import torch.distributed as dist
 import unidist
 from unidist import knobs
 from unidist.cli import worlds
-from unidist.cli.toolchain import output_of
+from unidist.cli.build_horovod import WHAT_IT_HAS
+from unidist.cli.toolchain import last_line, output_of
 from unidist.context import BACKENDS
 from unidist.errors import UnidistError
 from unidist.topology import LAUNCHERS, NONE, detect
@@ -72,19 +73,14 @@ def horovod() -> Iterator[Finding]:
         yield Finding("Horovod", "none", "not installed", "unidist build-horovod --install")
         return
     built_for = built_for_torch()
-    code = (
-        "import horovod.torch as h; "
-        "print(*(n for n, b in (('gloo', h.gloo_built()), ('mpi', h.mpi_built()), ('nccl', h.nccl_built())) if b))"
-    )
-    asked = run_python(code)
+    asked = run_python(WHAT_IT_HAS)
     version = metadata.version("horovod")
     if asked.returncode:
-        why = asked.stderr.strip().splitlines()[-1] if asked.stderr.strip() else f"exit status {asked.returncode}"
-        yield Finding("Horovod", "error", f"{version}, built for torch {built_for}, does not import: {why}", "unidist build-horovod --install --force")  # fmt: skip
+        yield Finding("Horovod", "error", f"{version}, built for torch {built_for}, does not import: {last_line(asked)}", "unidist build-horovod --install --force")  # fmt: skip
     elif built_for != torch.__version__:
         yield Finding("Horovod", "warn", f"{version} was built for torch {built_for}, here is {torch.__version__}", "unidist build-horovod --install")  # fmt: skip
     else:
-        yield Finding("Horovod", "ok", f"{version} for torch {built_for}, with {', '.join(asked.stdout.split())}")
+        yield Finding("Horovod", "ok", f"{version} for torch {built_for}, with {asked.stdout.strip()}")
 
 
 def built_for_torch() -> str:
@@ -117,8 +113,7 @@ def mpi(env: Mapping[str, str]) -> Iterator[Finding]:
     )
     version = metadata.version("mpi4py")
     if asked.returncode:
-        why = asked.stderr.strip().splitlines()[-1] if asked.stderr.strip() else f"exit status {asked.returncode}"
-        yield Finding("mpi4py", "error", f"{version} finds no MPI library: {why}", "apt-get install libopenmpi3, or set MPI4PY_LIBMPI to a library's path")  # fmt: skip
+        yield Finding("mpi4py", "error", f"{version} finds no MPI library: {last_line(asked)}", "apt-get install libopenmpi3, or set MPI4PY_LIBMPI to a library's path")  # fmt: skip
     else:
         library = re.split("[,\\n]", asked.stdout)[0].strip()
         yield Finding("mpi4py", "ok", f"{version} loads {library}")
@@ -251,7 +246,7 @@ def _is_free(port: str) -> bool | None:
 
 # ---------------------------------------------------------------------------------------- limits
 def limits(env: Mapping[str, str]) -> Iterator[Finding]:
-    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
+    cores = worlds.usable_cores()
     memory = psutil.virtual_memory().total / 2**30
     threads = env.get("OMP_NUM_THREADS")
     text = f"{cores} of {psutil.cpu_count()} usable, {memory:.0f} GiB; OMP_NUM_THREADS {f'= {threads}' if threads else 'is not set'}"
@@ -279,8 +274,7 @@ def limits(env: Mapping[str, str]) -> Iterator[Finding]:
 # --------------------------------------------------------------------------------------- helpers
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a new process, outside any launcher: what it loads or breaks stays there."""
-    env = {name: value for name, value in os.environ.items() if not re.match("(OMPI|PMI|PMIX|MPI|SLURM|HOROVOD)_", name)}  # fmt: skip
-    env |= {name: os.environ[name] for name in ("OMPI_MCA_btl",) if name in os.environ}
+    env = worlds.environment(os.environ, 1)
     command = [sys.executable, "-c", code]
     try:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, cwd=sys.prefix)

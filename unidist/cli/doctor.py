@@ -17,9 +17,9 @@ from rich.table import Table
 from unidist import knobs
 from unidist.cli import worlds
 from unidist.cli.checkup import Finding, State, findings
+from unidist.cli.worlds import ENGINES
 
-#: What the doctor starts: engines, and the size of the worlds.
-ENGINES = ("gloo", "nccl", "horovod")
+#: Size of the worlds that the doctor starts.
 RANKS = 2
 #: Seconds until a world that does not end is killed; its start-up gives up after half of them.
 TIMEOUT_S = 90
@@ -91,11 +91,10 @@ def all_pairs() -> Iterator[tuple[str, str]]:
 def attempt(launcher: str, engine: str) -> Finding:
     """Start a world, and say how it went."""
     subject = f"{engine} under {launcher}"
-    lack = worlds.missing(launcher) or (worlds.missing("horovodrun --gloo") if engine == "horovod" else None)
-    lack = lack or lacks_gpus(engine)
+    lack = worlds.lacking(launcher, engine) or lacks_gpus(engine)
     if lack:
         return Finding(subject, "none", lack)
-    env = worlds.environment(os.environ, RANKS) | {knobs.BACKEND: engine, knobs.TIMEOUT: str(TIMEOUT_S / 2)}
+    env = worlds.environment(os.environ, RANKS, engine) | {knobs.TIMEOUT: str(TIMEOUT_S / 2)}
     command = worlds.LAUNCHERS[launcher](RANKS, ["-m", "unidist.cli.probe"])
     try:
         result = worlds.run([command], env, timeout=TIMEOUT_S)

@@ -96,6 +96,11 @@ def output_of(*command: str) -> str:
     return ""
 
 
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Where a program that failed says why."""
+    return (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+
+
 def compiles(compiler: Sequence[str], source: str, suffix: str = ".cc") -> bool:
     """Whether the compiler makes a program of the source."""
     with tempfile.TemporaryDirectory() as folder, suppress(OSError):

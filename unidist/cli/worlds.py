@@ -17,6 +17,7 @@ from importlib.util import find_spec
 
 import psutil
 
+from unidist import knobs
 from unidist.cli.toolchain import output_of
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -43,8 +44,8 @@ PROGRAMS = {
     "mpiexec (MPICH)": ("mpiexec.mpich", "mpiexec.hydra"),
     "srun": ("srun",),
 }
-
-
+#: The engines that a world can be started on, and the variables by which a launcher, or a user for one, tells of another world.
+ENGINES = ("gloo", "nccl", "horovod")
 OUTER = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|TORCHELASTIC|MASTER|OMPI_COMM|PMI|PMIX|JSM_NAMESPACE)_.*|MPI_LOCAL.*|"
     r"HOROVOD_(RANK|SIZE|LOCAL_.*|CROSS_.*|GLOO_RENDEZVOUS_.*|CONTROLLER|CPU_OPERATIONS|HOSTNAME)|UNIDIST_(BACKEND|LAUNCHER)|"
@@ -84,19 +85,29 @@ def missing(launcher: str) -> str | None:
     return f"{kind}{' or '.join(names)} is not on PATH" if names and not any(map(_is_there, names)) else None
 
 
-def environment(env: Mapping[str, str], nprocs: int) -> dict[str, str]:
-    """``env`` with what worlds on one host need: root may start MPI, and the ranks share the cores.
+def lacking(launcher: str, engine: str) -> str | None:
+    """What this machine lacks for an engine under a launcher, GPUs aside, or None."""
+    return missing(launcher) or (missing("horovodrun --gloo") if engine == "horovod" else None)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def environment(env: Mapping[str, str], nprocs: int, backend: str | None = None) -> dict[str, str]:
+    """``env`` with what worlds on one host need: root may start MPI, the ranks share the cores and have an engine.
 
     What an outer launcher, or a user for one, has set is left out: the ranks have to see their own launcher.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ours = {
-        "OMP_NUM_THREADS": str(max(1, cores // nprocs)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // nprocs)),
         "PYTHONUNBUFFERED": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    return {**ours, **{name: value for name, value in env.items() if not OUTER.fullmatch(name)}}
+    wanted = {knobs.BACKEND: backend} if backend else {}
+    return {**ours, **{name: value for name, value in env.items() if not OUTER.fullmatch(name)}, **wanted}
 
 
 def run(
