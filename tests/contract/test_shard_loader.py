@@ -1,6 +1,8 @@
 """This rank's share of the data."""
 
 import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import unidist
 from unidist.data import ShardSampler
+from unidist.data.shares import Shares
 
 
 class Numbers(Dataset[int]):
@@ -84,7 +87,7 @@ def test_drop_last() -> None:
 def test_batches_are_those_of_one_process() -> None:
     size = unidist.world_size()
     shards = everyones(unidist.shard_loader(DataLoader(Numbers(12 * size), 4, shuffle=True), seed=7))
-    one = ShardSampler(12 * size, 0, 1, shuffle=True, seed=7, drop_last=False, pad=True)
+    one = ShardSampler(RandomSampler(Numbers(12 * size)), Shares(0, 1), seed=7)
     order = list(one)
     for step in range(3):
         together = sorted(index for shard in shards for index in shard[step])
@@ -146,18 +149,84 @@ def test_shuffle_follows_the_loader_or_the_argument() -> None:
 
 
 class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+
+def test_weighted_and_random_samplers_are_shared_without_repeats() -> None:
+    """Every rank draws the same order and takes its own places; the global random state stays."""
+    size = unidist.world_size()
+    torch.manual_seed(unidist.rank()), random.seed(unidist.rank())  # must not matter
+    samplers: list[Any] = [
+        SubsetRandomSampler(range(0, 24 * size, 2)),
+        WeightedRandomSampler([1.0] * (24 * size), 12 * size, replacement=False),
+        RandomSampler(
+            Numbers(24 * size), num_samples=12 * size, generator=torch.Generator().manual_seed(unidist.rank())
+        ),
+    ]
+    for sampler in samplers:
+        before = torch.get_rng_state(), random.getstate()
+        loader = unidist.shard_loader(DataLoader(Numbers(24 * size), 5, sampler=sampler), seed=2)
+        shards = everyones(loader)
+        assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+        drawn = [index for shard in shards for index in flat(shard)]
+        assert len(drawn) == len(set(drawn)) == 12 * size, type(sampler).__name__
+        assert seen(loader) != shards[unidist.rank()], "the next epoch has another order"
+        loader.set_epoch(0)
+        assert seen(loader) == shards[unidist.rank()]
+
+
+def test_batch_samplers_deal_whole_batches() -> None:
+    size = unidist.world_size()
+    source = BatchSampler(SequentialSampler(range(20)), 3, drop_last=False)
+    batches = list(source)
+    for pad in (False, True):
+        shards = everyones(unidist.shard_loader(DataLoader(Numbers(20), batch_sampler=source), pad=pad))
+        dealt = [batch for shard in shards for batch in shard]
+        assert (
+            sorted(dealt[: len(batches)]) == sorted(batches) if size == 1 else all(batch in dealt for batch in batches)
+        )
+        assert len(dealt) == (-(-len(batches) // size) * size if pad else len(batches))
+        assert shards[0][1] == batches[size]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterable_datasets_are_shared_over_ranks_and_workers(workers: int) -> None:
+    for n in (13, 1):
+        loader = unidist.shard_loader(DataLoader(Stream(n), 2, num_workers=workers), pad=False)
+        for _ in range(2):
+            assert sorted(index for shard in everyones(loader) for index in flat(shard)) == list(range(n))
+    shards = everyones(unidist.shard_loader(DataLoader(Stream(13), 2, num_workers=workers)))
+    assert {len(flat(shard)) for shard in shards} == {-(-13 // unidist.world_size())}
+    assert {index for shard in shards for index in flat(shard)} == set(range(13))
+
+
+def test_a_run_resumes_where_it_was(tmp_path: Path) -> None:
+    loader = unidist.shard_loader(DataLoader(Numbers(40), 3, shuffle=True), seed=5)
+    seen(loader)
+    for step, _ in enumerate(loader, 1):
+        if step == 2:
+            break
+    state = loader.state_dict()
+    assert state == {"epoch": 1, "position": 6 * unidist.world_size(), "seed": 5}
+    torch.save(state, tmp_path / "state.pt")
+    again = unidist.shard_loader(DataLoader(Numbers(40), 3, shuffle=True), seed=5)
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    loader.set_epoch(1)
+    whole = seen(loader)
+    assert len(again) == len(whole) - 2 and again.epoch == 1
+    assert seen(again) == whole[2:] and seen(again) == seen(loader)
 
 
 @pytest.mark.parametrize(
     ("loader", "options", "error", "match"),
     [
-        (DataLoader(Stream()), {}, TypeError, "map-style"),
-        (DataLoader(Numbers(4), batch_sampler=BatchSampler(SequentialSampler(range(4)), 2, False)), {}, TypeError, "batch sampler"),
-        (DataLoader(Numbers(4), sampler=SubsetRandomSampler([1, 2])), {}, TypeError, "SubsetRandomSampler"),
-        (DataLoader(Numbers(4), sampler=WeightedRandomSampler([1.0], 2)), {}, TypeError, "WeightedRandomSampler"),
-        (DataLoader(Numbers(4), sampler=RandomSampler(Numbers(4), replacement=True)), {}, TypeError, "RandomSampler"),
+        (DataLoader(Stream(4)), {"shuffle": True}, TypeError, "its own order"),
+        (DataLoader(Numbers(4), sampler=SubsetRandomSampler([1, 2])), {"shuffle": True}, TypeError, "SubsetRandomSampler"),
+        (DataLoader(Numbers(4), sampler=(i for i in (1, 2))), {}, TypeError, "no length"),
         (DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 2, 0)), {}, TypeError, "DistributedSampler's work"),
         (DataLoader(Numbers(4), 2, drop_last=True), {"pad": True}, ValueError, "not both"),
         (DataLoader(TensorDataset(torch.empty(0)), 2), {}, ValueError, "empty"),

@@ -1,0 +1,324 @@
+"""Shares of every world, in one process: which rank gets what follows from rank and world size alone."""
+
+import gc
+import random
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import unidist
+from unidist.data import ShardLoader, ShardSampler, ShardStream
+from unidist.data.shares import Shares
+from unidist.data.stream import WorkerInit
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """Leaves the workers to whoever reads it."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+
+class SplitStream(Stream):
+    """Splits itself among the workers, as torch's documentation shows."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(self.n)) if info is None else iter(range(info.id, self.n, info.num_workers))
+
+
+def split_by_worker_init(worker: int) -> None:
+    """The other way that torch's documentation shows: the dataset's copy is changed."""
+    info = get_worker_info()
+    dataset: Any = info.dataset  # type: ignore[union-attr]
+    dataset.numbers = list(range(worker, dataset.n, info.num_workers))  # type: ignore[union-attr]
+
+
+class ChangedStream(Stream):
+    numbers: list[int] | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n) if self.numbers is None else self.numbers)
+
+
+def sharded(source: Any, shares: Shares, batch_size: int | None, seed: int = 0, **options: Any) -> ShardLoader:
+    if isinstance(source, IterableDataset):
+        stream = ShardStream(source, shares, batch_size or 1)
+        options["worker_init_fn"] = WorkerInit(options.pop("worker_init_fn", None))
+        return ShardLoader(stream, seed, dataset=stream, batch_size=batch_size, drop_last=shares.drop_last, **options)
+    sampler = ShardSampler(source, shares, seed)
+    if isinstance(source, BatchSampler):
+        return ShardLoader(sampler, seed, dataset=Numbers(10**6), batch_sampler=sampler, **options)
+    options.update(dataset=Numbers(10**6), sampler=sampler, batch_size=batch_size, drop_last=shares.drop_last)
+    return ShardLoader(sampler, seed, **options)
+
+
+def flat(batches: list[Any]) -> list[int]:
+    return [index for batch in batches for index in batch.tolist()]
+
+
+def world(source: Any, size: int, batch_size: int = 2, **options: Any) -> list[ShardLoader]:
+    rule = {name: options.pop(name) for name in ("pad", "drop_last") if name in options}
+    return [sharded(source, Shares(rank, size, **rule), batch_size, **options) for rank in range(size)]
+
+
+SIZES = list(product(range(1, 18), range(1, 7), range(1, 5)))
+
+
+@pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler, Stream])
+def test_evaluation_is_exact_for_every_dataset_batch_and_world(kind: type) -> None:
+    for n, batch_size, size in SIZES:
+        source = kind(n) if kind is Stream else kind(range(n))
+        loaders = world(source, size, batch_size)
+        shards = [list(loader) for loader in loaders]
+        assert sorted(index for shard in shards for index in flat(shard)) == list(range(n))
+        if kind is not Stream:
+            assert [len(loader) for loader in loaders] == [len(shard) for shard in shards]
+
+
+@pytest.mark.parametrize("kind", [SequentialSampler, Stream])
+@pytest.mark.parametrize("rule", ["pad", "drop_last"])
+def test_training_shares_are_equally_long(kind: type, rule: str) -> None:
+    for n, batch_size, size in SIZES:
+        source = kind(n) if kind is Stream else kind(range(n))
+        shards = [list(loader) for loader in world(source, size, batch_size, **{rule: True})]
+        drawn = [index for shard in shards for index in flat(shard)]
+        assert len({len(shard) for shard in shards}) == 1
+        if rule == "pad":
+            assert len(drawn) == -(-n // size) * size and set(drawn) == set(range(n))
+        else:
+            assert len(set(drawn)) == len(drawn) == n // size // batch_size * batch_size * size
+
+
+@pytest.mark.parametrize("dataset", [Stream(23), SplitStream(23), ChangedStream(23)], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_streams_with_workers(dataset: Stream, persistent: bool) -> None:
+    """Each sample once over ranks and workers, whether or not the dataset splits itself among the workers."""
+    init = split_by_worker_init if isinstance(dataset, ChangedStream) else None
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent, "worker_init_fn": init}
+    loaders = world(dataset, 3, 2, **options)
+    for _ in range(2):
+        assert sorted(index for loader in loaders for index in flat(list(loader))) == list(range(23))
+    lengths = {len(flat(list(loader))) for loader in world(dataset, 3, 2, pad=True, **options)}
+    assert len(lengths) == 1
+
+
+def test_batches_of_a_stream_do_not_depend_on_the_number_of_workers() -> None:
+    alone, helped = (list(world(Stream(29), 2, 3, num_workers=n)[1]) for n in (0, 2))
+    assert [batch.tolist() for batch in alone] == [batch.tolist() for batch in helped]
+
+
+def test_a_stream_hears_of_the_epoch() -> None:
+    class Epochs(Stream):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([self.epoch])
+
+    for options in ({}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}):
+        (loader,) = world(Epochs(1), 1, **options)
+        assert [flat(list(loader)) for _ in range(3)] == [[0], [1], [2]]
+        assert loader.epoch == 3
+
+
+def sources(n: int) -> dict[str, Any]:
+    return {
+        "sequential": SequentialSampler(range(n)),
+        "shuffled": RandomSampler(range(n)),
+        "weighted": WeightedRandomSampler([1.0] * n, n, replacement=False),
+        "stream": Stream(n),
+    }
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    kind=st.sampled_from(["sequential", "shuffled", "weighted", "stream"]),
+    n=st.integers(1, 40), batch_sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    worlds=st.tuples(st.integers(1, 4), st.integers(1, 4)), epoch=st.integers(0, 3), steps=st.integers(0, 6), pad=st.booleans(),
+)  # fmt: skip
+def test_each_remaining_sample_once_on_any_other_world(
+    kind: str, n: int, batch_sizes: tuple[int, int], worlds: tuple[int, int], epoch: int, steps: int, pad: bool
+) -> None:
+    before = world(sources(n)[kind], worlds[0], batch_sizes[0], pad=True)
+    taken: list[int] = []
+    steps = min(steps, len(list(before[0])))
+    for loader in before:
+        loader.set_epoch(epoch)
+        taken += [index for _, batch in zip(range(steps), loader) for index in batch.tolist()]
+    states = [loader.state_dict() for loader in before]
+    assert all(state == states[0] for state in states) and states[0]["epoch"] == epoch
+
+    after = world(sources(n)[kind], worlds[1], batch_sizes[1], pad=pad)
+    rest: list[int] = []
+    for loader in after:
+        loader.load_state_dict(states[0])
+        rest += flat(list(loader))
+    left = set(range(n)) - set(taken)
+    assert set(rest) >= left and len(taken) >= n - len(left)
+    if pad:
+        assert len(rest) == -(-len(left) // worlds[1]) * worlds[1]
+    else:
+        assert sorted(rest) == sorted(left)
+    for loader in after:  # the next epoch is whole
+        assert loader.epoch == epoch + 1
+    assert {index for loader in after for index in flat(list(loader))} == set(range(n))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_resume_with_workers(kind: str, options: dict[str, Any]) -> None:
+    loaders = world(sources(50)[kind], 2, 3, pad=True, **options)
+    whole = [[batch.tolist() for batch in loader] for loader in loaders]
+    for loader, batches in zip(loaders, whole):
+        loader.load_state_dict({"epoch": 0, "position": 12, "seed": 0})
+        assert [batch.tolist() for batch in loader] == batches[2:]
+        assert loader.state_dict() == {"epoch": 1, "position": 0, "seed": 0}
+        assert len(list(loader)) == len(batches)
+
+
+def test_a_stream_that_splits_itself_has_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # torch waits for workers that failed
+    (loader,) = world(SplitStream(20), 1, num_workers=2)
+    loader.load_state_dict({"epoch": 0, "position": 4, "seed": 0})
+    with pytest.raises(unidist.UnidistError, match="SplitStream splits itself among its 2 workers"):
+        list(loader)
+    gc.collect()
+
+
+def test_batch_samplers_resume_in_batches() -> None:
+    source = BatchSampler(RandomSampler(range(20)), 3, drop_last=False)
+    batches = [batch.tolist() for batch in sharded(source, Shares(0, 1), None)]
+    (first, _) = before = world(source, 2, pad=True)
+    for loader in before:
+        next(iter(loader))
+    assert first.state_dict()["position"] == 2
+    after = world(source, 3, pad=False)
+    for loader in after:
+        loader.load_state_dict(first.state_dict())
+    assert sorted(batch.tolist() for loader in after for batch in loader) == sorted(batches[2:])
+
+
+def test_set_epoch_keeps_the_position_that_was_loaded_for_it() -> None:
+    (loader,) = world(RandomSampler(range(10)), 1, 2)
+    whole = [flat(list(loader)), flat(list(loader))]
+    for epoch, expected in ((1, whole[1][4:]), (0, whole[0])):
+        loader.load_state_dict({"epoch": 1, "position": 4, "seed": 0})
+        loader.set_epoch(epoch)
+        assert flat(list(loader)) == expected
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    (loader,) = world(RandomSampler(range(10)), 1)
+    with pytest.raises(ValueError, match=r"seed=3.*seed=0"):
+        loader.load_state_dict({"epoch": 0, "position": 0, "seed": 3})
+    with pytest.raises(ValueError, match=r"position 11 .* 10 samples"):
+        loader.load_state_dict({"epoch": 0, "position": 11, "seed": 0})
+
+
+def test_a_sampler_draws_from_its_generator_or_the_global_ones() -> None:
+    """Whatever their states on this rank, and leaving them as they are."""
+
+    class Own(Sampler[int]):
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(random.randrange(100))
+
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[int]:
+            import numpy
+
+            drawn = torch.randint(1000, (1,), generator=self.generator)
+            return iter([int(drawn), random.randrange(1000), int(numpy.random.randint(1000))])
+
+    import numpy
+
+    drawn = []
+    for seed in (1, 2):
+        random.seed(seed), numpy.random.seed(seed)
+        source = Own()
+        before = random.getstate(), numpy.random.get_state()[1].tolist(), source.generator.get_state()
+        drawn.append(list(ShardSampler(source, Shares(0, 1), 7)))
+        assert random.getstate() == before[0] and numpy.random.get_state()[1].tolist() == before[1]
+        assert torch.equal(source.generator.get_state(), before[2])
+    assert drawn[0] == drawn[1]
+
+
+def test_a_sampler_of_another_length_than_it_says() -> None:
+    class Short(Sampler[int]):
+        def __len__(self) -> int:
+            return 5
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    with pytest.raises(ValueError, match="Short has length 5 and drew 4"):
+        list(ShardSampler(Short(), Shares(0, 2), 0))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_stays_one(workers: int) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    unidist.init("single")
+    try:
+
+        def make() -> Any:
+            plain = StatefulDataLoader(Numbers(20), 3, shuffle=True, num_workers=workers)
+            return unidist.shard_loader(plain, seed=4)
+
+        loader = make()
+        assert type(loader) is StatefulDataLoader
+        first = [batch.tolist() for batch in loader]
+        second = []
+        for batch in loader:
+            second.append(batch.tolist())
+            if len(second) == 2:
+                state = loader.state_dict()
+        again = make()
+        again.load_state_dict(state)
+        assert [batch.tolist() for batch in again] == second[2:]
+        assert [batch.tolist() for batch in make()] == first
+        with pytest.raises(TypeError, match="iterable dataset in a StatefulDataLoader"):
+            unidist.shard_loader(StatefulDataLoader(Stream(4)))
+    finally:
+        unidist.shutdown()
+
+
+def test_an_unloaded_loader_is_a_data_loader() -> None:
+    (loader,) = world(SequentialSampler(range(4)), 1)
+    assert isinstance(loader, DataLoader) and len(loader.dataset) == 10**6  # type: ignore[arg-type]
