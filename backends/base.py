@@ -130,7 +130,8 @@ class Backend(ABC):
     def wrap_model(self, model: torch.nn.Module, options: ModelOptions, group: Group | None = None) -> torch.nn.Module:
         """Wrap ``model`` so that after ``backward()`` each ``.grad`` is the mean over the ranks.
 
-        The result has DDP's face: ``.module``, ``no_sync()``, state_dict keys that begin with ``module.``.
+        The result has DDP's face: ``.module``, ``no_sync()``, state_dict keys that begin with ``module.``; its ``options``
+        are those given, and ``settle()`` does now what its next forward pass would do together with the other ranks.
         Rank 0's parameters and buffers are the initial ones. Collective.
         """
 
@@ -172,6 +173,21 @@ def unused_parameters(names: Sequence[str]) -> UnidistError:
         f"{len(names)} parameters got no gradient in a backward pass: {shown}. Pass find_unused_parameters=True to "
         "wrap_model, or set requires_grad=False on them before wrapping. If that pass failed and was caught, wrap the model again."
     )
+
+
+def frozen_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters that take no part in training, for ``check_frozen`` to look at before each forward pass."""
+    return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+
+
+def check_frozen(frozen: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise if a parameter that was frozen when the model was wrapped is frozen no more: nobody averages its gradient."""
+    thawed = [name for name, param in frozen if param.requires_grad]
+    if thawed:
+        raise UnidistError(
+            f"{len(thawed)} parameters, {thawed[0]!r} the first, were frozen when the model was wrapped and require grad now: wrap it "
+            "again, on every rank, with model = unidist.wrap_model(unidist.unwrap(model))."
+        )
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:

@@ -10,7 +10,7 @@ the same order on every rank. At the end of the backward pass the reductions are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unidist.backends.base import ModelOptions, tensors_in, unused_parameters
+from unidist.backends.base import ModelOptions, check_frozen, frozen_parameters, tensors_in, unused_parameters
 from unidist.errors import UnidistError
 
 #: Bytes of a gradient from which on a second copy of it is worth avoiding.
@@ -41,13 +41,17 @@ class Reducer(Protocol):
     def start_broadcast(self, flat: Tensor, name: str) -> Callable[[], None]:
         """Start to overwrite bytes with the first rank's; the result waits for it. Collective."""
 
+    def sparse_mean(self, grad: Tensor) -> Tensor:
+        """The average of sparse (COO) gradients, in which every rank may have other rows, or none. Collective."""
+
 
 class DataParallel(nn.Module):
     """A model with the face of ``DistributedDataParallel``; on its own, for a world of one rank."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, options: ModelOptions) -> None:
         super().__init__()
         self.module = module
+        self.options = options
         self.require_backward_grad_sync = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +65,9 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def settle(self) -> None:
+        """Nothing waits for the next forward pass here."""
 
 
 class Bucket:
@@ -93,8 +100,8 @@ class Bucket:
                 view.zero_()
             elif grad.layout != torch.strided:
                 raise UnidistError(
-                    f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient, which these buckets "
-                    "do not carry: use sparse=False, or a torch engine."
+                    f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient, which only nn.Embedding and "
+                    "nn.EmbeddingBag with sparse=True may have."
                 )
             else:
                 grads.append(grad)
@@ -123,9 +130,8 @@ class BucketedDataParallel(DataParallel):
     _made = count()
 
     def __init__(self, module: nn.Module, options: ModelOptions, reducer: Reducer) -> None:
-        super().__init__(module)
+        super().__init__(module, options)
         self._reducer = reducer
-        self._options = options
         self._forget()
         self._start_to_follow([*module.parameters(), *module.buffers()])()
         self._prepare()
@@ -134,6 +140,10 @@ class BucketedDataParallel(DataParallel):
         self._label = ""
         self._buckets: list[Bucket] = []
         self._names: dict[Tensor, str] = {}
+        #: Parameters whose gradients are sparse: they travel one by one at the end of the backward pass.
+        self._sparse: list[Tensor] = []
+        self._sparse_pending: set[Tensor] = set()
+        self._frozen: list[tuple[str, Tensor]] = []
         self._buffers_followed = _nothing
         #: How many buckets are on their way.
         self._next = 0
@@ -149,7 +159,11 @@ class BucketedDataParallel(DataParallel):
         """Lay out the buckets, and watch the gradients for as long as this object lives."""
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self._names = {p: name for name, p in trained}
-        pieces = cut([p for _, p in trained], self._options.bucket_cap_mb)
+        self._frozen = frozen_parameters(self.module)
+        sparse = _with_sparse_gradients(self.module)
+        self._sparse = [p for p in self._names if p in sparse]
+        self._sparse_pending = set(self._sparse)
+        pieces = cut([p for p in self._names if p not in sparse], self.options.bucket_cap_mb)
         self._buckets = [Bucket(params, self._reducer.share(params[0].dtype)) for params in pieces]
         # The garbage collector does not see through a parameter's hooks: they must not hold this object.
         this = weakref.ref(self)
@@ -166,11 +180,26 @@ class BucketedDataParallel(DataParallel):
             for bucket in self._buckets
             for index, param in enumerate(bucket.params)
         ]
+
+        def watch_sparse(param: Tensor) -> None:
+            if (wrapper := this()) is not None:
+                wrapper._accumulated_sparse(param)
+
+        hooks += [param.register_post_accumulate_grad_hook(watch_sparse) for param in self._sparse]  # type: ignore[no-untyped-call]
         weakref.finalize(self, _remove, hooks)
 
     def __getstate__(self) -> dict[str, Any]:
         # Buckets and hooks belong to this object's parameters; a copy makes its own.
-        made = ("_label", "_buckets", "_names", "_buffers_followed", "_unfinished")
+        made = (
+            "_label",
+            "_buckets",
+            "_names",
+            "_sparse",
+            "_sparse_pending",
+            "_frozen",
+            "_buffers_followed",
+            "_unfinished",
+        )
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -180,8 +209,9 @@ class BucketedDataParallel(DataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if not self._buckets:
+        if not self._names:
             self._prepare()  # a copy's first training step
+        check_frozen(self._frozen)
         sync = self._expected = self.require_backward_grad_sync
         output = self.module(*args, **kwargs)
         # Their hooks run at the start of the backward pass that was called, while a parameter's may run in a
@@ -202,7 +232,7 @@ class BucketedDataParallel(DataParallel):
         while sync and self._unfinished:
             self._unfinished.pop(0)()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish if sync else self._reset)
-        if sync and self._options.broadcast_buffers:
+        if sync and self.options.broadcast_buffers:
             # They take part in no backward pass, so their way is hidden behind it.
             self._buffers_followed = self._start_to_follow(self.module.buffers())
 
@@ -227,6 +257,13 @@ class BucketedDataParallel(DataParallel):
             while self._next < len(self._buckets) and not self._buckets[self._next].pending:
                 self._launch_next()
 
+    def _accumulated_sparse(self, param: Tensor) -> None:
+        if self._running is None:
+            if self._expected is None:
+                return
+            self._begin(self._expected)
+        self._sparse_pending.discard(param)
+
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
         bucket.take(bucket.pending if bucket.eager else range(len(bucket.params)), bucket.share)
@@ -235,29 +272,46 @@ class BucketedDataParallel(DataParallel):
 
     def _finish(self) -> None:
         """End of the backward pass: every gradient becomes the mean."""
-        unused = {b.params[i] for b in self._buckets for i in b.pending}
-        if unused and not self._options.find_unused_parameters:
+        unused = {b.params[i] for b in self._buckets for i in b.pending} | self._sparse_pending
+        if unused and not self.options.find_unused_parameters:
             self._reset()
             raise unused_parameters([name for p, name in self._names.items() if p in unused])
-        places = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.params))]
-        used = (
-            [bucket.params[index].grad is not None for bucket, index in places]
-            if self._options.find_unused_parameters
-            else []
+        find_unused = self.options.find_unused_parameters
+        places = (
+            [(bucket, index) for bucket in self._buckets for index in range(len(bucket.params))] if find_unused else []
         )
+        used = [bucket.params[index].grad is not None for bucket, index in places]
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
             assert bucket.wait is not None
             bucket.wait()
         self._buffers_followed()
-        if self._options.find_unused_parameters:
-            flags = torch.tensor(used, dtype=torch.int32)
+        sparse = self._sparse
+        if find_unused:
+            flags = torch.tensor([*used, *(param.grad is not None for param in sparse)], dtype=torch.int32)
             self._reducer.maximum(flags)
-            for (bucket, index), somewhere in zip(places, flags.tolist()):
-                if somewhere and bucket.params[index].grad is None:
+            somewhere = flags.tolist()
+            for (bucket, index), wanted in zip(places, somewhere):
+                if wanted and bucket.params[index].grad is None:
                     bucket.params[index].grad = bucket.views[index]
+            sparse = [param for param, wanted in zip(sparse, somewhere[len(places) :]) if wanted]
+        with torch.no_grad():
+            for param in sparse:
+                self._average_sparse(param)
         self._end()
+
+    def _average_sparse(self, param: Tensor) -> None:
+        grad = param.grad
+        if grad is None:  # it was used on other ranks
+            rows = param.new_zeros((0, *param.shape[1:]))
+            grad = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64), rows, param.shape, device=param.device, check_invariants=False
+            )
+        if grad.is_sparse:
+            param.grad = self._reducer.sparse_mean(grad)
+        else:  # another layer uses it too
+            grad.copy_(self._reducer.sparse_mean(grad.to_sparse(1)).to_dense())
 
     def _reset(self) -> None:
         """Forget a backward pass that did not come to its end, or that averages nothing."""
@@ -270,6 +324,7 @@ class BucketedDataParallel(DataParallel):
         self._next = 0
         self._running = None
         self._buffers_followed = _nothing
+        self._sparse_pending = set(self._sparse)
         for bucket in self._buckets:
             bucket.reset()
 
@@ -283,22 +338,33 @@ class BucketedDataParallel(DataParallel):
         places: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             places.setdefault(tensor.device, []).append(tensor)
-        flats = [torch.cat([_bytes(tensor) for tensor in same]) for same in places.values()]
+        flats = [flat_bytes(same) for same in places.values()]
         waits = [self._reducer.start_broadcast(flat, f"{self._name()}.follow{i}") for i, flat in enumerate(flats)]
 
         def finish() -> None:
             for wait, same, flat in zip(waits, places.values(), flats):
                 wait()
-                with torch.no_grad():
-                    for tensor, part in zip(same, torch.split(flat, [t.numel() * t.element_size() for t in same])):
-                        # A part may begin where its dtype does not; a copy of it does not.
-                        tensor.copy_(part.clone().view(tensor.dtype).view_as(tensor))
+                fill(same, flat)
 
         return finish
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+def flat_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors on one device, side by side."""
+    return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+@torch.no_grad()
+def fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """Overwrite tensors with what ``flat_bytes`` made of others like them."""
+    for tensor, part in zip(tensors, torch.split(flat, [t.numel() * t.element_size() for t in tensors])):
+        # A part may begin where its dtype does not; a copy of it does not.
+        tensor.copy_(part.clone().view(tensor.dtype).view_as(tensor))
+
+
+def _with_sparse_gradients(module: nn.Module) -> set[Tensor]:
+    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
+    return {layer.weight for layer in layers if layer.sparse}
 
 
 def cut(params: list[Tensor], cap_mb: float) -> list[list[Tensor]]:

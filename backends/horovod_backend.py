@@ -218,6 +218,19 @@ class _HorovodReducer:
             )
         return self._finish("broadcast", handle, wire, flat)
 
+    def sparse_mean(self, grad: Tensor) -> Tensor:
+        indices, values = self._gather(grad._indices().t()), self._gather(grad._values() / self.size)
+        # Equal indices are added up in the same order on every rank.
+        return torch.sparse_coo_tensor(indices.t(), values, grad.shape, check_invariants=False).coalesce()
+
+    def _gather(self, rows: Tensor) -> Tensor:
+        """Concatenate along dim 0, in which the ranks may differ."""
+        device = rows.device if rows.device.type in self.backend.device_types else torch.device("cpu")
+        flat = rows.to(device).contiguous().reshape(-1).view(torch.uint8)
+        sizes = self.backend.all_gather(torch.tensor([flat.numel()]), [1] * self.size, self.group).tolist()
+        whole = self.backend.all_gather(flat, sizes, self.group)
+        return whole.view(rows.dtype).view(-1, *rows.shape[1:]).to(rows.device)
+
     def _finish(self, call: str, handle: Any, wire: Tensor, flat: Tensor) -> Callable[[], None]:
         def wait() -> None:
             with self.backend.engine_errors(call):

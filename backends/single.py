@@ -54,4 +54,4 @@ class SingleBackend(Backend):
         return tensor.clone()
 
     def wrap_model(self, model: torch.nn.Module, options: ModelOptions, group: Group | None = None) -> torch.nn.Module:
-        return DataParallel(model)
+        return DataParallel(model, options)

@@ -22,7 +22,9 @@ from unidist.backends.base import (
     ModelOptions,
     Op,
     Start,
+    check_frozen,
     default_device,
+    frozen_parameters,
     tensors_in,
     unused_parameters,
 )
@@ -170,7 +172,8 @@ class TorchBackend(Backend):
                 find_unused_parameters=options.find_unused_parameters,
                 static_graph=options.static_graph,
             )
-        wrapped.buffers_follow = options.broadcast_buffers
+        wrapped.options = options
+        wrapped.frozen = frozen_parameters(model)
         if options.compression is not None:
             wrapped.register_comm_hook(handle, _compressed(options.compression, len(self.ranks(group))))
         return wrapped
@@ -186,9 +189,16 @@ class Wrapped(DistributedDataParallel):
     different numbers of evaluation batches would wait for each other for ever.
     """
 
-    buffers_follow = True
+    options: ModelOptions
+    #: Not among the parameters that DDP averages.
+    frozen: list[tuple[str, Tensor]]
+
+    def settle(self) -> None:
+        """Lay out the buckets anew, as the pass after the first does on all ranks."""
+        self.reducer._rebuild_buckets()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        check_frozen(self.frozen)
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -222,7 +232,7 @@ class Wrapped(DistributedDataParallel):
     def will_sync_module_buffers(self) -> bool:
         # The original's answer for the pass after a no_sync() would be no, and for the first inside one yes.
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
-        return self.buffers_follow and syncs and bool(self.modules_buffers)
+        return self.options.broadcast_buffers and syncs and bool(self.modules_buffers)
 
 
 def _compressed(dtype: torch.dtype, size: int) -> Callable[..., Any]:

@@ -36,6 +36,7 @@ from unidist.errors import (
     UnidistError,
     WorldSizeError,
 )
+from unidist.join import join
 from unidist.launch import spawn
 from unidist.metrics import allreduce_metric
 from unidist.model import assert_in_sync, broadcast_optimizer_state, global_mean, unwrap, wrap_model
@@ -68,6 +69,7 @@ __all__ = [
     "init",
     "is_initialized",
     "is_main",
+    "join",
     "local_rank",
     "local_size",
     "new_group",

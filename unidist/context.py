@@ -8,6 +8,8 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -142,6 +144,18 @@ def current() -> Backend:
     if _current is None:
         raise NotInitializedError("there is no world yet: call unidist.init() first.")
     return _current
+
+
+@contextmanager
+def replaced(backend: Backend) -> Iterator[None]:
+    """Inside, ``current()`` is another engine over the running one."""
+    global _current
+    before, _current = _current, backend
+    try:
+        yield
+    finally:
+        if _current is backend:  # not after a shutdown
+            _current = before
 
 
 def rank() -> int:

@@ -68,17 +68,16 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
     extremum = op in ("min", "max")
     wire = (to_ordered(payload, op) if extremum else payload).to(backend.device)
     backend.all_reduce(wire, "sum" if op == "mean" else op)
-    size = backend.topology.world_size
     combined = from_ordered(wire.cpu(), op) if extremum else wire.cpu()
     result, *answers = torch.split(combined, [*sizes, padding]) if tensors else [combined]
     totals = result.tolist()
-    _check_header(totals, op, size)
+    _check_header(totals, op)
     scalars, parts = iter(totals[skip:]), iter(answers)
 
     def unpack(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return _unpack_tensor(next(parts), leaf, op, totals[0])
-        return _unpack(scalars, leaf, op, totals[0], size)
+        return _unpack(scalars, leaf, op, totals)
 
     answer: T = map_leaves(unpack, value)
     return answer
@@ -135,15 +134,15 @@ def _pack_tensor(leaf: Tensor, op: str, share: float) -> Tensor:
     return flat.double()
 
 
-def _unpack(answers: Iterator[float], leaf: Any, op: str, share: float, world_size: int) -> float:
+def _unpack(answers: Iterator[float], leaf: Any, op: str, header: Sequence[float]) -> float:
     """The combined number, from as many of the answers as ``_pack`` made."""
     answer = next(answers)
     if op == "mean":
-        return answer / share if share else math.nan
+        return answer / header[0] if header[0] else math.nan
     if op == "sum":
         high, low, integers = next(answers), next(answers), next(answers)
         exact = (int(high) << 32) + int(low)
-        return exact if integers == world_size else answer + exact
+        return exact if integers == header[1] else answer + exact
     return int(answer) if isinstance(leaf, Integral) and answer.is_integer() else answer
 
 
@@ -162,20 +161,20 @@ def _unpack_tensor(answer: Tensor, leaf: Tensor, op: str, share: float) -> Tenso
 
 # ------------------------------------------------------------------------------ the same on every rank?
 def _header(found: Sequence[tuple[Any, Any]], op: str, share: float) -> list[float]:
-    """This rank's share, and a fingerprint of the structure in a form whose combination shows a difference."""
+    """This rank's share, one for the rank itself, and the structure's fingerprint, whose combination shows a difference."""
     form = zlib.crc32(repr((op, [(path, _form(leaf)) for path, leaf in found])).encode()) % 2**20
-    return [share, form, form**2] if op in ("mean", "sum") else [form, -form]
+    return [share, 1, form, form**2] if op in ("mean", "sum") else [form, -form]
 
 
 def _form(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype.is_floating_point) if isinstance(leaf, Tensor) else 0
 
 
-def _check_header(result: Sequence[float], op: str, world_size: int) -> None:
+def _check_header(result: Sequence[float], op: str) -> None:
     if op in ("mean", "sum"):
         # Equality in the inequality of Cauchy and Schwarz: all fingerprints are the same.
-        total, squares = int(result[1]), int(result[2])
-        same = world_size * squares == total**2
+        ranks, total, squares = map(int, result[1:4])
+        same = ranks * squares == total**2
     else:
         same = int(result[0]) == -int(result[1])
     if not same:

@@ -69,7 +69,7 @@ def wrap_model(
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be above 0 MiB.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("wrap_model: no parameter of this model requires grad, so there is nothing to average.")
-    if _is_wrapped(model):
+    if is_wrapped(model):
         raise ValueError(f"wrap_model: this {type(model).__name__} is wrapped already: pass its .module.")
     _check_same(model, group)
     if sync_bn:
@@ -92,10 +92,15 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(getattr(model, "_orig_mod", None), nn.Module):
             model = model._orig_mod  # type: ignore[assignment]
-        elif _is_wrapped(model):
+        elif is_wrapped(model):
             model = model.module  # type: ignore[assignment]
         else:
             return model
+
+
+def is_wrapped(model: object) -> bool:
+    """Whether a model is ``wrap_model``'s result, or a ``DistributedDataParallel`` of the user's own."""
+    return hasattr(model, "require_backward_grad_sync") and isinstance(getattr(model, "module", None), nn.Module)
 
 
 def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
@@ -198,11 +203,6 @@ class _Described:
 
 def _describe(leaf: Any) -> Any:
     return _Described(leaf) if isinstance(leaf, Tensor) else leaf
-
-
-def _is_wrapped(model: nn.Module) -> bool:
-    # What DistributedDataParallel and the engines' own wrappers have in common.
-    return hasattr(model, "require_backward_grad_sync") and isinstance(getattr(model, "module", None), nn.Module)
 
 
 def _crc(tensor: Tensor) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import torch
 
 import unidist
 from tests.worlds import IN_WORLD
+
+# pytest clears old temporary folders away at its end; ranks that share a parent folder would do it under each other.
+os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="rank-", dir=os.environ[IN_WORLD])
 
 _counts = {"passed": 0, "skipped": 0}
 

@@ -5,56 +5,28 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import unidist
-
-Batch = tuple[Tensor, Tensor]
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def whole_batch(step: int, per_rank: int = 4) -> Batch:
-    """The batch of one process that trains alone."""
-    generator = torch.Generator().manual_seed(step)
-    n = per_rank * unidist.world_size()
-    return torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)
-
-
-def my_batch(step: int, per_rank: int = 4) -> Batch:
-    start = per_rank * unidist.rank()
-    return tuple(part[start : start + per_rank] for part in whole_batch(step, per_rank))  # type: ignore[return-value]
-
-
-def train(model: nn.Module, batch: Callable[[int], Batch], steps: int = 5, **sgd: float) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(steps):
-        inputs, targets = batch(step)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-
-
-def assert_same(left: nn.Module, right: nn.Module, **tolerance: float) -> None:
-    for (name, a), (_, b) in zip(left.state_dict().items(), right.state_dict().items()):
-        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
-
-
-def assert_in_step(model: nn.Module) -> None:
-    """Every rank has the same weights."""
-    for name, value in model.state_dict().items():
-        assert torch.equal(unidist.broadcast(value), value), name
+from tests.contract.models import (
+    Branches,
+    assert_gradient,
+    assert_in_step,
+    assert_same,
+    loss_of,
+    make_model,
+    mean_gradient,
+    mean_over_ranks,
+    my_batch,
+    seeded,
+    train,
+    whole_batch,
+)
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25, 1e-4])
@@ -83,59 +55,6 @@ def test_initial_weights_are_those_of_rank_0() -> None:
     model = unidist.wrap_model(inner)
     assert_in_step(model)
     assert model.module[1].running_mean.tolist() == [0.0] * 3
-
-
-def test_zero_grad_and_accumulation() -> None:
-    """Windows of 3 micro-batches with ``no_sync``, the last one short; grads kept or dropped between steps."""
-    windows = [(0, 1, 2), (3, 4, 5), (6,)]
-    for set_to_none in (True, False):
-        model = unidist.wrap_model(make_model())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        alone = make_model()
-        alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-        for window in windows:
-            for step in window[:-1]:
-                with model.no_sync():
-                    inputs, targets = my_batch(step)
-                    F.cross_entropy(model(inputs), targets).backward()
-            inputs, targets = my_batch(window[-1])
-            F.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            for step in window:
-                inputs, targets = whole_batch(step)
-                F.cross_entropy(alone(inputs), targets).backward()
-            alone_optimizer.step()
-            alone_optimizer.zero_grad()
-        assert_same(model.module, alone, rtol=1e-5, atol=1e-6)
-
-
-def test_no_sync_keeps_gradients_local() -> None:
-    model = unidist.wrap_model(nn.Linear(1, 1, bias=False))
-    with model.no_sync():
-        model(torch.tensor([[float(unidist.rank() + 1)]])).sum().backward()
-    assert model.module.weight.grad.item() == unidist.rank() + 1
-
-
-def test_gradient_of_a_leaf_can_be_read_twice() -> None:
-    """A second backward pass adds to the first one's mean."""
-    model = unidist.wrap_model(nn.Linear(1, 1, bias=False))
-    mean = sum(range(1, unidist.world_size() + 1)) / unidist.world_size()
-    for times in (1, 2, 3):
-        model(torch.tensor([[float(unidist.rank() + 1)]])).sum().backward()
-        assert model.module.weight.grad.item() == pytest.approx(times * mean)
-
-
-class Branches(nn.Module):
-    """Three branches, of which a call uses some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.branches = nn.ModuleList(nn.Linear(2, 1) for _ in range(3))
-
-    def forward(self, x: Tensor, used: list[int]) -> Tensor:
-        return torch.stack([self.branches[i](x) for i in used]).sum()
 
 
 def test_find_unused_parameters() -> None:
@@ -286,95 +205,6 @@ def test_group() -> None:
     assert model.module.weight.grad.item() == pytest.approx(sum(group.ranks) / len(group.ranks))
 
 
-# ------------------------------------------------------------------------------------ usual uses
-def grads_of(model: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def mean_over_ranks(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def test_two_models_in_one_backward_pass() -> None:
-    """As in a GAN: the second model's loss flows through the first."""
-    first, second = (unidist.wrap_model(nn.Linear(1, 1, bias=False)) for _ in range(2))
-    for model in (first, second):
-        nn.init.ones_(model.module.weight)
-    rank, size = unidist.rank(), unidist.world_size()
-    mean = mean_over_ranks([r + 1.0 for r in range(size)])
-    for _ in range(2):
-        first.zero_grad(), second.zero_grad()
-        second(first(torch.tensor([[rank + 1.0]]))).sum().backward()
-        assert first.module.weight.grad.item() == pytest.approx(mean)
-        assert second.module.weight.grad.item() == pytest.approx(mean)
-
-
-def test_shared_parameters() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(2, 2, bias=False)
-            self.again = self.inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.again(torch.tanh(self.inner(x)))
-
-    torch.manual_seed(0)
-    inner = Tied()
-    alone = copy.deepcopy(inner)
-    model = unidist.wrap_model(inner)
-    data = torch.arange(2.0 * unidist.world_size()).view(-1, 2)
-    model(data[unidist.rank()]).sum().backward()
-    (alone(data).sum() / unidist.world_size()).backward()
-    torch.testing.assert_close(grads_of(model), grads_of(alone))
-
-
-def test_several_forwards_before_one_backward() -> None:
-    model = unidist.wrap_model(nn.Linear(1, 1, bias=False))
-    rank, size = unidist.rank(), unidist.world_size()
-    with model.no_sync():
-        loss = model(torch.tensor([[float(rank)]])).sum()
-    (loss + model(torch.tensor([[1.0]])).sum()).backward()
-    assert model.module.weight.grad.item() == pytest.approx(1 + mean_over_ranks([float(r) for r in range(size)]))
-
-
-def test_activation_checkpointing() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = make_model()
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.body:
-                x = checkpoint(layer, x, use_reentrant=False)
-            return x
-
-    model = unidist.wrap_model(Checkpointed())
-    train(model, my_batch, steps=2)
-    alone = make_model()
-    train(alone, whole_batch, steps=2)
-    assert_same(model.module.body, alone, rtol=1e-5, atol=1e-6)
-
-
-def test_backward_that_fails_can_be_followed_by_another() -> None:
-    model = unidist.wrap_model(make_model())
-    inputs, targets = my_batch(0)
-
-    def fail(_: Tensor) -> None:
-        raise RuntimeError("on purpose")
-
-    loss = F.cross_entropy(model(inputs), targets)
-    loss.register_hook(fail)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        loss.backward()
-    train(model, my_batch)
-    alone = make_model()
-    train(alone, whole_batch)
-    assert_same(model.module, alone, rtol=1e-5, atol=1e-6)
-
-
 def test_odd_shapes() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -397,7 +227,6 @@ def test_odd_shapes() -> None:
         torch.testing.assert_close(param.grad, torch.full_like(param, mean))
 
 
-# ------------------------------------------------------------------------------------ bad input
 def test_different_models_are_told_on_every_rank() -> None:
     if unidist.world_size() == 1:
         assert unidist.wrap_model(nn.Linear(2, 2)).module.out_features == 2
@@ -420,91 +249,6 @@ def test_bad_options() -> None:
         unidist.wrap_model(nn.Linear(2, 2), bucket_cap_mb=0)
 
 
-# ------------------------------------------------------------------------------------ optimizer state
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.LBFGS])
-def test_broadcast_optimizer_state(kind: type[torch.optim.Optimizer]) -> None:
-    model = make_model()
-    options = {"momentum": 0.9, "lr": 0.1} if kind is torch.optim.SGD else {"lr": 0.01 + 0.01 * unidist.rank()}
-    optimizer = kind(model.parameters(), **options)  # type: ignore[call-arg]
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(torch.full((2, 6), 1.0 + unidist.rank())).square().sum()
-        loss.backward()
-        return loss.item()
-
-    src = unidist.world_size() - 1
-    if unidist.rank() == src:
-        optimizer.step(closure)  # the others have no state yet
-    weights = copy.deepcopy(model.state_dict())
-    unidist.broadcast_optimizer_state(optimizer, src)
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
-    states = unidist.all_gather_object(optimizer.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.testing.assert_close(states, [states[src]] * len(states))
-    assert states[0]["state"]
-
-
-def test_broadcast_optimizer_state_before_the_first_step() -> None:
-    optimizer = torch.optim.AdamW(make_model().parameters(), lr=0.1 * (unidist.rank() + 1))
-    unidist.broadcast_optimizer_state(optimizer)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1) and not optimizer.state
-
-
-def test_broadcast_optimizer_state_mismatch() -> None:
-    if unidist.world_size() > 1:
-        params = list(make_model().parameters())[: 2 + unidist.rank()]
-        with pytest.raises(unidist.MismatchError, match="parameter groups"):
-            unidist.broadcast_optimizer_state(torch.optim.SGD(params, lr=0.1))
-
-
-# ------------------------------------------------------------------------------ less usual ways to train
-def mean_gradient(model: nn.Module, loss: Callable[[nn.Module, int], Tensor]) -> list[Tensor]:
-    """The mean over the ranks of a plain model's gradient, computed here alone."""
-    alone = copy.deepcopy(model)
-    for rank in range(unidist.world_size()):
-        (loss(alone, rank) / unidist.world_size()).backward()
-    return [p.grad for p in alone.parameters() if p.grad is not None]
-
-
-def inputs_of(rank: int, width: int = 3) -> Tensor:
-    return torch.randn(5, width, generator=torch.Generator().manual_seed(rank))
-
-
-def loss_of(model: nn.Module, rank: int) -> Tensor:
-    loss: Tensor = model(inputs_of(rank)).pow(2).sum()
-    return loss
-
-
-def assert_gradient(model: nn.Module, expected: list[Tensor]) -> None:
-    for param, grad in zip(model.parameters(), expected):
-        torch.testing.assert_close(param.grad, grad)
-
-
-def seeded(make: Callable[[], nn.Module] = lambda: nn.Linear(3, 1)) -> nn.Module:
-    torch.manual_seed(11)
-    return make()
-
-
-@pytest.mark.parametrize("compression", [None, "fp16"])
-def test_complex_parameters_keep_both_parts(compression: str | None) -> None:
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-
-        def forward(self, scale: float) -> Tensor:
-            return (self.w * torch.tensor([1.0, 2.0j]) * scale).imag.sum() + (self.w * 1j * scale).real.sum()
-
-    model = unidist.wrap_model(Complex(), compression=compression)  # type: ignore[arg-type]
-    model(float(unidist.rank())).backward()
-    scale = sum(range(unidist.world_size())) / unidist.world_size()
-    alone = Complex()
-    alone(scale).backward()
-    torch.testing.assert_close(model.module.w.grad, alone.w.grad)
-
-
 def test_a_copy_of_a_wrapped_model_averages_too() -> None:
     model = unidist.wrap_model(seeded())
     loss_of(model, unidist.rank()).backward()
@@ -520,50 +264,6 @@ def test_a_saved_wrapped_model_loads_and_averages(tmp_path: Path) -> None:
     torch.save(unidist.wrap_model(seeded()), path)
     model = torch.load(path, weights_only=False)
     loss_of(model, unidist.rank()).backward()
-    assert_gradient(model, mean_gradient(seeded(), loss_of))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_everything_checkpointed(use_reentrant: bool) -> None:
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden: Tensor = checkpoint(self.a, x, use_reentrant=use_reentrant)
-            result: Tensor = checkpoint(self.b, hidden.tanh(), use_reentrant=use_reentrant)
-            return result
-
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        total: Tensor = model(inputs_of(rank).requires_grad_()).pow(2).sum()
-        return total
-
-    model = unidist.wrap_model(seeded(Blocks))
-    for _ in range(2):
-        model.zero_grad()
-        loss(model, unidist.rank()).backward()
-        assert_gradient(model, mean_gradient(seeded(Blocks), loss))
-
-
-def test_every_backward_of_one_forward_averages() -> None:
-    model = unidist.wrap_model(seeded())
-    expected = mean_gradient(seeded(), loss_of)
-    for _ in range(2):
-        model.zero_grad()
-        loss = loss_of(model, unidist.rank())
-        loss.backward(retain_graph=True)
-        assert_gradient(model, expected)
-        loss.backward()
-        assert_gradient(model, [2 * grad for grad in expected])
-
-
-def test_no_sync_counts_for_its_own_forward_passes() -> None:
-    model = unidist.wrap_model(seeded())
-    loss = loss_of(model, unidist.rank())
-    with model.no_sync():
-        loss_of(model, unidist.rank())
-    loss.backward()
     assert_gradient(model, mean_gradient(seeded(), loss_of))
 
 
@@ -617,110 +317,99 @@ def test_sync_bn_of_a_layer_with_two_names() -> None:
     assert model.a is model.b and type(model.a).__name__ == "SyncBatchNorm"
 
 
-def test_training_goes_on_after_a_backward_pass_that_failed() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, grad: Tensor) -> Tensor:
-            raise ArithmeticError("no gradient today")
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1)
-            self.fails = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.a(x)
-            result: Tensor = self.b(Fails.apply(hidden) if self.fails else hidden)
-            return result
-
-    # Each layer has a bucket of its own, so one is on its way when the pass fails.
-    model = unidist.wrap_model(seeded(Net), bucket_cap_mb=1e-5)
-    expected = mean_gradient(seeded(Net), loss_of)
-    loss_of(model, unidist.rank()).backward()
-    model.module.fails = True
-    with pytest.raises(ArithmeticError, match="no gradient today"):
-        loss_of(model, unidist.rank()).backward()
-    net = model.module
-    net.fails = False
-    net.zero_grad()
-    try:
-        loss = loss_of(model, unidist.rank())
-    except unidist.UnidistError as error:  # DDP cannot go on; that is said
-        assert "wrap the model again" in str(error)
-        model = unidist.wrap_model(net)
-        loss = loss_of(model, unidist.rank())
-    loss.backward()
-    assert_gradient(model, expected)
+def test_a_frozen_parameter_that_thaws_is_told() -> None:
+    """Nobody would average its gradient; wrapped again, it trains."""
+    inner = make_model().requires_grad_(False)
+    inner[4].requires_grad_(True)
+    model = unidist.wrap_model(inner)
+    train(model, my_batch, steps=1)
+    inner.requires_grad_(True)
+    if unidist.backend_name() != "single":
+        with pytest.raises(unidist.UnidistError, match=r"4 parameters, '0\.weight' the first, .* wrap it again"):
+            train(model, my_batch, steps=1)
+    model = unidist.wrap_model(unidist.unwrap(model))
+    train(model, my_batch, steps=2)
+    alone = make_model().requires_grad_(False)
+    alone[4].requires_grad_(True)
+    train(alone, whole_batch, steps=1)
+    train(alone.requires_grad_(True), whole_batch, steps=2)
+    assert_same(model.module, alone, rtol=1e-5, atol=1e-6)
 
 
-# ----------------------------------------------------------------------------------- around the model
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch.compile imports it
-def test_unwrap() -> None:
-    net = nn.Linear(3, 1)
-    assert unidist.unwrap(net) is net
-    model = unidist.wrap_model(net)
-    assert unidist.unwrap(model) is net
-    assert unidist.unwrap(torch.compile(model)) is net  # type: ignore[arg-type]
-    assert unidist.unwrap(torch.compile(net)) is net  # type: ignore[arg-type]
+class Words(nn.Module):
+    """Two tables with sparse gradients beside a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.table = nn.Embedding(7, 3, sparse=True)
+        self.bag = nn.EmbeddingBag(5, 3, mode="sum", sparse=True)
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.table(words).sum(1) + self.bag(words % 5))
 
 
-def test_weights_that_differ_are_named() -> None:
-    rank, size = unidist.rank(), unidist.world_size()
-    model = unidist.wrap_model(make_model())
-    train(model, my_batch)
-    unidist.assert_in_sync(model)
-    alone = make_model()
-    train(alone, my_batch)  # never wrapped: each rank has other weights
-    if size == 1:
-        unidist.assert_in_sync(alone)
-        return
-    others = ", ".join(map(str, range(1, size)))
-    with pytest.raises(unidist.MismatchError, match=f"'0.weight' of rank 0 differs on ranks? {others}: "):
-        unidist.assert_in_sync(alone)
-    one = unidist.unwrap(model)
-    with torch.no_grad():
-        if rank == size - 1:
-            one[2].bias[3] += 1e-6
-    with pytest.raises(unidist.MismatchError, match=f"'2.bias' of rank 0 differs on rank {size - 1}: "):
-        unidist.assert_in_sync(model)
-
-
-def tokens_of(rank: int, step: int) -> Batch:
-    """Another number of samples on each rank and step; none on rank 1 in step 0."""
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    n = (3 * rank + 2 * step + 1) % 7 if (rank, step) != (1, 0) else 0
-    return torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)
+def words_of(step: int, rank: int) -> Tensor:
+    """Other rows on each rank, some of them on several."""
+    return torch.randint(0, 7, (2 + rank, 2), generator=torch.Generator().manual_seed(31 * step + rank))
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_global_mean_is_the_loss_of_one_process_with_all_samples(window: int) -> None:
-    model = unidist.wrap_model(make_model())
-    mine = [tokens_of(unidist.rank(), step) for step in range(window)]
-    count = sum(len(labels) for _, labels in mine)
-    losses = []
-    for step, (inputs, labels) in enumerate(mine):
-        with model.no_sync() if step < window - 1 else contextlib.nullcontext():
-            loss = unidist.global_mean(F.cross_entropy(model(inputs), labels, reduction="sum"), count)
-            loss.backward()
-        losses.append(loss.detach())
-    alone = make_model()
-    everything = [tokens_of(rank, step) for rank in range(unidist.world_size()) for step in range(window)]
-    inputs, labels = (torch.cat(parts) for parts in zip(*everything))
-    expected = F.cross_entropy(alone(inputs), labels)
-    expected.backward()
-    assert_gradient(model, [p.grad for p in alone.parameters()])  # type: ignore[misc]
-    assert unidist.allreduce_metric(sum(losses)).item() == pytest.approx(expected.item(), rel=1e-5)  # type: ignore[union-attr]
+def test_sparse_gradients(window: int) -> None:
+    model, alone = unidist.wrap_model(Words()), Words()
+    groups = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for step in range(4):
+        for optimizer in groups:
+            optimizer.zero_grad()
+        for part in range(window):
+            last = part == window - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                model(words_of(step + part, unidist.rank())).pow(2).sum().backward()
+            for rank in range(unidist.world_size()):
+                (alone(words_of(step + part, rank)).pow(2).sum() / unidist.world_size()).backward()
+        assert model.module.table.weight.grad.is_sparse
+        for optimizer in groups:
+            optimizer.step()
+    assert_same(model.module, alone, rtol=1e-5, atol=1e-6)
+    assert_in_step(model)
 
 
-def test_global_mean_of_nothing_and_of_nonsense() -> None:
-    nothing = torch.zeros((), requires_grad=True)
-    loss = unidist.global_mean(nothing * 2, 0)
-    loss.backward()
-    assert loss.item() == 0 and nothing.grad is not None and nothing.grad.item() == 0
-    with pytest.raises(ValueError, match="below 0 or not finite"):
-        unidist.global_mean(nothing, -1 if unidist.rank() == 0 else 5)
+def test_sparse_gradients_that_some_ranks_do_not_have() -> None:
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.Embedding(4, 2, sparse=True) for _ in range(2))
+            self.dense = nn.Linear(2, 1)
+
+        def forward(self, words: Tensor, which: int) -> Tensor:
+            return self.dense(self.tables[which](words))
+
+    last = unidist.rank() == unidist.world_size() - 1
+    model = unidist.wrap_model(Choice(), find_unused_parameters=True)
+    if unidist.backend_name() in ("gloo", "nccl"):  # DDP does not know how
+        with pytest.raises(RuntimeError, match="Expected sparse gradient to be defined"):
+            model(torch.tensor([1]), 1 if last else 0).sum().backward()
+        return
+    nn.init.ones_(model.module.dense.weight)
+    model(torch.tensor([1]), 1 if last else 0).sum().backward()
+    grads = [table.weight.grad for table in model.module.tables]
+    assert grads[1].to_dense()[1, 0].item() == pytest.approx(1 / unidist.world_size())
+    if unidist.world_size() > 1:
+        assert grads[0].to_dense()[1, 0].item() == pytest.approx(1 - 1 / unidist.world_size())
+    elif unidist.backend_name() != "single":
+        assert grads[0] is None
+
+
+def test_sparse_gradients_in_a_join() -> None:
+    model = unidist.wrap_model(Words())
+    with unidist.join(model):
+        for step in range(unidist.rank() + 1):
+            model.zero_grad()
+            model(words_of(step, unidist.rank())).sum().backward()
+    if unidist.rank() == unidist.world_size() - 1:
+        assert model.module.table.weight.grad.is_sparse
+        alone = Words()
+        (alone(words_of(unidist.rank(), unidist.rank())).sum() / unidist.world_size()).backward()
+        mine, expected = (each.table.weight.grad.to_dense() for each in (model.module, alone))
+        torch.testing.assert_close(mine, expected)

@@ -103,7 +103,7 @@ class _Integers(Sequence[int]):
 def is_shuffle(sampler: object) -> bool:
     """Whether a sampler draws every index once in random order: what ``shuffle=True`` makes."""
     return (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)  # type: ignore[arg-type]
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )
 
 

@@ -1,0 +1,150 @@
+"""An engine some of whose ranks may have run out of work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, get_args
+
+import torch
+from torch import Tensor, nn
+
+from unidist.backends.base import Backend, Group, ModelOptions, Op, Start
+from unidist.errors import MismatchError, UnidistError
+
+_OPS: tuple[Op, ...] = get_args(Op)
+_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.uint8)
+_DONE, _ALL_REDUCE, _BROADCAST, _BARRIER = range(4)
+_CALLS = ("the end of the block", "all_reduce", "broadcast", "barrier")
+
+
+class Joined(Backend):
+    """Lets the ranks of an engine make different numbers of collective calls.
+
+    Before each call the ranks tell one another what it will be, in one small all_gather. A rank that has no more to do
+    takes part in the others' calls and adds nothing to them: zeros to a sum, the largest number to a minimum.
+    (The idea of ``torch.distributed.algorithms.Join``, for any engine and any call.)
+    """
+
+    def __init__(self, engine: Backend, group: Group | None) -> None:
+        super().__init__(engine.name, engine.topology, engine.device)
+        self.device_types = engine.device_types
+        self.reducible = engine.reducible
+        self.groups = engine.groups
+        self._engine = engine
+        self._group = group
+        #: Global ranks that took part in the last call with something of their own.
+        self.active: tuple[int, ...] = engine.ranks(group)
+
+    @classmethod
+    def start(cls, name: str, start: Start) -> NoReturn:
+        raise NotImplementedError("unidist.join makes it over a running engine")
+
+    @classmethod
+    def adopt(cls, start: Start) -> None:
+        return None
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+    def world_size(self) -> int:
+        return self._engine.world_size()
+
+    def run_out(self) -> None:
+        """Take part in the others' calls, until no rank has anything left to do. Collective."""
+        while True:
+            call = self._tell(_DONE)
+            if call is None:
+                return
+            kind, op, dtype, numel, src, on_cpu = call
+            device = torch.device("cpu") if on_cpu else self.device
+            if kind == _ALL_REDUCE:
+                nothing = torch.full((numel,), _neutral(_OPS[op], _DTYPES[dtype]), dtype=_DTYPES[dtype], device=device)
+                self._engine.all_reduce(nothing, _OPS[op], self._group)
+            elif kind == _BROADCAST:
+                self._engine.broadcast(torch.empty(numel, dtype=_DTYPES[dtype], device=device), src, self._group)
+            else:
+                self._engine.barrier(self._group)
+
+    def barrier(self, group: Group | None = None) -> None:
+        self._check("barrier", group)
+        self._tell(_BARRIER)
+        self._engine.barrier(group)
+
+    def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
+        self._check("all_reduce", group)
+        self._tell(_ALL_REDUCE, tensor, op=op)
+        self._engine.all_reduce(tensor, op, group)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
+        self._check("broadcast", group)
+        self._tell(_BROADCAST, tensor, src=src)
+        if src not in self.active:
+            raise UnidistError(f"broadcast from rank {src} inside unidist.join: that rank has run out of data.")
+        self._engine.broadcast(tensor, src, group)
+
+    def new_group(self, ranks: tuple[int, ...]) -> Group:
+        return self._refuse("new_group")
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
+        return self._refuse("all_gather, or an *_object call,")
+
+    def all_to_all(
+        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
+    ) -> Tensor:
+        return self._refuse("all_to_all")
+
+    def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
+        return self._refuse("reduce_scatter")
+
+    def wrap_model(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> nn.Module:
+        return self._refuse("wrap_model")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise UnidistError(
+            f"{call} does not work inside unidist.join, where a rank may have run out of data: use all_reduce, "
+            "allreduce_metric, global_mean, broadcast or barrier there, or move it out of the block."
+        )
+
+    def _check(self, call: str, group: Group | None) -> None:
+        if self.ranks(group) != self.ranks(self._group):
+            raise UnidistError(
+                f"{call} over the ranks {list(self.ranks(group))} inside unidist.join of {list(self.ranks(self._group))}: "
+                "the ranks of one block run out together, so calls inside take its group."
+            )
+
+    def _tell(self, kind: int, tensor: Tensor | None = None, op: Op = "sum", src: int = -1) -> tuple[int, ...] | None:
+        """Tell the others of this rank's next call; the call of those that have one. Collective."""
+        mine = (kind, _OPS.index(op), -1, 0, src, 0)
+        if tensor is not None:
+            mine = (kind, _OPS.index(op), _DTYPES.index(tensor.dtype), tensor.numel(), src, tensor.device.type == "cpu")
+        ranks = self.ranks(self._group)
+        table = self._engine.all_gather(torch.tensor(mine), [len(mine)] * len(ranks), self._group)
+        calls = {rank: tuple(row) for rank, row in zip(ranks, table.view(len(ranks), -1).tolist()) if row[0] != _DONE}
+        if not calls:
+            return None
+        self.active = tuple(calls)
+        first = calls[self.active[0]]
+        for rank, call in calls.items():
+            if call != first:
+                raise MismatchError(
+                    f"inside unidist.join, rank {self.active[0]} came to {_told(first)} while rank {rank} came to {_told(call)}: "
+                    "ranks that still have data must make the same calls."
+                )
+        return first
+
+
+def _neutral(op: Op, dtype: torch.dtype) -> float:
+    """What changes nothing when it is combined with any number."""
+    if op in ("sum", "mean"):
+        return 0
+    if op == "product":
+        return 1
+    limits: Any = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    limit: float = limits.max if op == "min" else limits.min
+    return limit
+
+
+def _told(call: tuple[int, ...]) -> str:
+    kind, op, dtype, numel, _, _ = call
+    what = f" ({_OPS[op]})" if kind == _ALL_REDUCE else ""
+    return f"{_CALLS[kind]}{what}" + (f" of {numel} {_DTYPES[dtype]}" if numel else "")

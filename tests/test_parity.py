@@ -1,0 +1,64 @@
+"""What a training script does, on every engine: the same final weights."""
+
+import pytest
+import torch
+
+from tests.parity import CASES
+from tests.worlds import run_world, shown
+
+TOLERANCE = 1e-5
+#: Each rank normalises its own part of the batch, so that only worlds of one size are alike.
+BETWEEN_ENGINES = {"BatchNorm, buffers of rank 0"}
+ENGINES = {"gloo": ("torchrun", "gloo"), "horovod-gloo": ("horovodrun --gloo", "horovod"), "horovod-mpi": ("mpirun", "horovod")}  # fmt: skip
+Weights = dict[str, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Weights]:
+    """The final weights of every case in every world."""
+    folder = tmp_path_factory.mktemp("parity")
+    found = {}
+    worlds = [("single", "python", "single", 1)]
+    worlds += [(engine, launcher, backend, size) for size in (2, 3) for engine, (launcher, backend) in ENGINES.items()]
+    for engine, launcher, backend, size in worlds:
+        path = folder / f"{engine}{size}.pt"
+        program = ["-m", "tests.parity", str(path)]
+        argv = ["-m", "mpi4py", *program] if launcher == "mpirun" else program
+        result = run_world(launcher, size, argv, backend=backend, timeout=300)
+        assert result.returncode == 0, result.output
+        found[engine, size] = torch.load(path)
+    return found
+
+
+def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return max((left[name].double() - right[name].double()).abs().max().item() for name in left)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_final_weights_are_the_same(name: str, trained: dict[tuple[str, int], Weights]) -> None:
+    figures = []
+    for (engine, size), weights in trained.items():
+        if engine == "single":
+            continue
+        reference = ("gloo", size) if name in BETWEEN_ENGINES else ("single", 1)
+        if (engine, size) != reference:
+            figures.append(((engine, size), distance(weights[name], trained[reference][name])))
+    told = "  ".join(f"{engine} {size}: {value:.0e}" for (engine, size), value in figures)
+    beside = "gloo" if name in BETWEEN_ENGINES else "one process"
+    title = "parity: distance of the final weights after 20 steps (limit 1e-5)"
+    shown.setdefault(title, []).append(f"{name:47} to {beside:11} {told}")
+    assert all(value <= TOLERANCE for _, value in figures), told
+
+
+def test_the_tolerance_tells_training_together_from_training_apart(
+    trained: dict[tuple[str, int], Weights], tmp_path: Path
+) -> None:
+    """A rank that never averages ends farther away, in every case."""
+    result = run_world("python", 1, ["-m", "tests.parity", str(tmp_path / "apart.pt"), "2"], backend="single")
+    assert result.returncode == 0, result.output
+    apart = torch.load(tmp_path / "apart.pt")
+    together = trained["single", 1]
+    assert apart.keys() == together.keys() == CASES.keys()
+    distances = {name: distance(apart[name], together[name]) for name in CASES}
+    assert all(value > 2 * TOLERANCE for value in distances.values()), distances
