@@ -1,5 +1,7 @@
 """What a training script does, on every engine: the same final weights."""
 
+from pathlib import Path
+
 import pytest
 import torch
 

@@ -38,6 +38,7 @@ from unidist.errors import (
 )
 from unidist.join import join
 from unidist.launch import spawn
+from unidist.meters import Accuracy, Mean, Sum, wrap_metric
 from unidist.metrics import allreduce_metric
 from unidist.model import assert_in_sync, broadcast_optimizer_state, global_mean, unwrap, wrap_model
 from unidist.seed import set_seed
@@ -45,12 +46,15 @@ from unidist.seed import set_seed
 __version__ = "0.1.0"
 
 __all__ = [
+    "Accuracy",
     "BackendError",
     "CollectiveError",
     "Group",
     "LaunchError",
+    "Mean",
     "MismatchError",
     "NotInitializedError",
+    "Sum",
     "UnidistError",
     "WorldSizeError",
     "all_gather",
@@ -83,5 +87,6 @@ __all__ = [
     "spawn",
     "unwrap",
     "world_size",
+    "wrap_metric",
     "wrap_model",
 ]

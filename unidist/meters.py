@@ -1,0 +1,165 @@
+"""Running figures of this rank that are combined over all ranks when they are asked for."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from unidist.collectives import all_gather_object
+from unidist.context import current
+from unidist.metrics import allreduce_metric
+
+M = TypeVar("M")
+
+
+class Meter:
+    """Some totals of this rank. ``update`` is local and waits for no device; ``compute`` is collective."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything seen so far."""
+        self._totals: dict[torch.device, list[Tensor | float]] = {}
+
+    def _add(self, *amounts: Tensor | float) -> None:
+        # One row of totals a device, so that no update waits for a GPU.
+        device = next((amount.device for amount in amounts if isinstance(amount, Tensor)), torch.device("cpu"))
+        before = self._totals.get(device, [0.0] * len(amounts))
+        self._totals[device] = [total + amount for total, amount in zip(before, amounts)]
+
+    def _combined(self, length: int) -> list[float]:
+        """The totals over all ranks, in one collective."""
+        mine = [0.0] * length
+        for row in self._totals.values():
+            mine = [total + float(amount) for total, amount in zip(mine, row)]
+        return allreduce_metric(mine, op="sum")
+
+
+class Mean(Meter):
+    """The weighted mean of all values of all ranks.
+
+    ::
+
+        loss_meter = unidist.Mean()
+        for inputs, targets in loader:
+            ...
+            loss_meter.update(loss, len(inputs))
+        loss = loss_meter.compute()
+    """
+
+    def update(self, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        """Count a value, or each element of a tensor, with a weight, such as the number of samples it is the mean of.
+
+        A value of weight 0 does not count, whatever it is.
+        """
+        if isinstance(value, Tensor) or isinstance(weight, Tensor):
+            device = value.device if isinstance(value, Tensor) else None
+            weights = torch.as_tensor(weight, dtype=torch.float64, device=device)
+            values = torch.as_tensor(value, device=weights.device).detach()
+            products = torch.where(weights == 0, 0.0, values * weights)
+            self._add(products.sum(), weights.expand_as(products).sum())
+        else:
+            self._add(value * weight if weight else 0.0, weight)
+
+    def compute(self) -> float:
+        """The mean over all ranks; nan where no rank has counted anything, or a value was nan. Collective."""
+        total, weight = self._combined(2)
+        return total / weight if weight else float("nan")
+
+
+class Sum(Meter):
+    """The sum of all values of all ranks."""
+
+    def update(self, value: float | Tensor) -> None:
+        """Add a value, or each element of a tensor."""
+        self._add(value.detach().double().sum() if isinstance(value, Tensor) else value)
+
+    def compute(self) -> float:
+        """The sum over all ranks; 0 where no rank has added anything. Collective."""
+        return self._combined(1)[0]
+
+
+class Accuracy(Meter):
+    """The share of predictions that are right, over all ranks.
+
+    Args:
+        top_k: a prediction counts as right if the target is among the ``top_k`` highest scores.
+        ignore_index: targets of this value do not count, as in ``torch.nn.functional.cross_entropy``.
+    """
+
+    def __init__(self, top_k: int = 1, ignore_index: int | None = None) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.ignore_index = ignore_index
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        """Count some predictions.
+
+        Args:
+            output: scores of shape ``(N, C, ...)``, or predicted classes of the shape of ``target``.
+            target: classes of shape ``(N, ...)``.
+
+        Raises:
+            ValueError: the shapes do not fit, or there are fewer classes than ``top_k``.
+        """
+        output, target = output.detach(), target.detach().to(output.device)
+        if output.shape == target.shape and self.top_k == 1:
+            right = output == target
+        elif (
+            output.dim() == target.dim() + 1
+            and output.shape[:1] + output.shape[2:] == target.shape
+            and output.shape[1] >= self.top_k
+        ):
+            right = (output.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(1)
+        else:
+            raise ValueError(
+                f"Accuracy(top_k={self.top_k}) takes (N, C, ...) scores with (N, ...) targets, or classes of one shape, not "
+                f"{tuple(output.shape)} with {tuple(target.shape)}."
+            )
+        counted = torch.ones_like(right) if self.ignore_index is None else target != self.ignore_index
+        self._add((right & counted).sum().double(), counted.sum().double())
+
+    def compute(self) -> float:
+        """From 0 to 1; nan where no rank has counted anything. Collective."""
+        right, counted = self._combined(2)
+        return right / counted if counted else float("nan")
+
+
+def wrap_metric(metric: M) -> M:
+    """Make a torchmetrics metric, or a collection of them, compute over all ranks, on any engine.
+
+    Not collective itself; afterwards ``metric.compute()`` is. A rank that has seen no sample takes part with none.
+
+    Returns:
+        The metric that was passed.
+
+    Raises:
+        TypeError: not a torchmetrics ``Metric`` or ``MetricCollection``.
+    """
+    if hasattr(metric, "items") and hasattr(metric, "compute"):
+        for _, part in metric.items(keep_base=True, copy_state=False):
+            wrap_metric(part)
+        return metric
+    if not hasattr(metric, "dist_sync_fn"):
+        raise TypeError(
+            f"wrap_metric takes a torchmetrics metric, not {type(metric).__name__}: unidist.Mean and the like need no wrapping."
+        )
+    own: Any = metric
+    own.dist_sync_fn = _gather
+    own.distributed_available_fn = _has_peers
+    for child in own.modules() if hasattr(own, "modules") else ():
+        if child is not own and hasattr(child, "dist_sync_fn"):
+            wrap_metric(child)
+    return metric
+
+
+def _gather(tensor: Tensor, group: object = None) -> list[Tensor]:
+    """What torchmetrics asks of a library: every rank's tensor, of any shapes."""
+    return [part.to(tensor.device) for part in all_gather_object(tensor.detach().cpu())]
+
+
+def _has_peers() -> bool:
+    return current().topology.world_size > 1
