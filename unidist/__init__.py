@@ -1,6 +1,7 @@
 """One training script, any launcher, any engine."""
 
 from unidist.backends.base import Group
+from unidist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from unidist.collectives import (
     all_gather,
     all_gather_object,
@@ -12,6 +13,7 @@ from unidist.collectives import (
     new_group,
     reduce_scatter,
 )
+from unidist.console import RankFilter, print, progress
 from unidist.context import (
     backend_name,
     device,
@@ -29,6 +31,7 @@ from unidist.context import (
 from unidist.data import shard_loader
 from unidist.errors import (
     BackendError,
+    CheckpointError,
     CollectiveError,
     LaunchError,
     MismatchError,
@@ -48,12 +51,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Accuracy",
     "BackendError",
+    "CheckpointError",
     "CollectiveError",
     "Group",
     "LaunchError",
     "Mean",
     "MismatchError",
     "NotInitializedError",
+    "RankFilter",
     "Sum",
     "UnidistError",
     "WorldSizeError",
@@ -74,13 +79,18 @@ __all__ = [
     "is_initialized",
     "is_main",
     "join",
+    "latest_checkpoint",
+    "load_checkpoint",
     "local_rank",
     "local_size",
     "new_group",
     "node_rank",
     "num_nodes",
+    "print",
+    "progress",
     "rank",
     "reduce_scatter",
+    "save_checkpoint",
     "set_seed",
     "shard_loader",
     "shutdown",

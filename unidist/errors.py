@@ -32,3 +32,7 @@ class MismatchError(UnidistError):
 
 class CollectiveError(UnidistError):
     """The engine failed inside a collective: a lost peer, a timeout, a broken link."""
+
+
+class CheckpointError(UnidistError):
+    """A checkpoint could not be written or loaded, on this rank or on another."""

@@ -1,0 +1,165 @@
+"""Checkpoints within one world; ``tests/test_checkpoint.py`` has those that change worlds."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import unidist
+from tests.contract.models import assert_same, make_model, my_batch, train
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    return unidist.broadcast_object(tmp_path)
+
+
+def on_first(action: Any) -> Any:
+    """What rank 0 finds, on every rank."""
+    return unidist.broadcast_object(action() if unidist.is_main() else None)
+
+
+def test_a_run_goes_on_from_its_checkpoint(folder: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, Any, torch.amp.GradScaler, Any]:
+        model = unidist.wrap_model(make_model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+        return (
+            model,
+            optimizer,
+            scheduler,
+            torch.amp.GradScaler("cpu"),
+            unidist.shard_loader(DataLoader(torch.arange(20.0), 2, shuffle=True)),
+        )
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(my_batch(0)[0] * torch.rand(())).square().sum()).backward()
+        scaler.step(optimizer), scaler.update(), scheduler.step()
+
+    torch.manual_seed(unidist.rank())
+    *parts, loader = make()
+    next(iter(loader))
+    for _ in range(3):
+        step(*parts)
+    names = dict(zip(("model", "optimizer", "scheduler", "scaler", "loader"), (*parts, loader)))
+    unidist.save_checkpoint(folder / "deep" / "run.pt", **names, epoch=3, note="π", best=torch.tensor([0.5]))
+    drawn = torch.rand(3), random.random(), numpy.random.rand()
+    step(*parts)
+
+    torch.manual_seed(77), random.seed(77), numpy.random.seed(77)
+    *others, loader_again = make()
+    names = dict(zip(names, (*others, loader_again)))
+    rest = unidist.load_checkpoint(folder / "deep" / "run.pt", **names)
+    assert rest == {"epoch": 3, "note": "π", "best": torch.tensor([0.5])}
+    assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1] and numpy.random.rand() == drawn[2]
+    assert loader_again.state_dict() == loader.state_dict()
+    step(*others)
+    # DDP lays out its buckets anew after the first step, and three numbers add up differently in another order.
+    assert_same(others[0], parts[0], rtol=1e-6, atol=1e-7)
+    assert others[2].get_last_lr() == parts[2].get_last_lr()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch.compile imports it
+def test_the_file_is_a_plain_one(folder: Path) -> None:
+    model = unidist.wrap_model(torch.compile(make_model(), backend="eager"))
+    unidist.save_checkpoint(folder / "model.pt", model=model)
+    saved = torch.load(folder / "model.pt", weights_only=True)
+    assert list(saved["model"]) == list(make_model().state_dict())
+    assert on_first(lambda: os.listdir(folder)) == ["model.pt"]
+
+
+def test_a_file_that_a_script_without_unidist_saved(folder: Path) -> None:
+    source = make_model()
+    if unidist.is_main():
+        torch.save(
+            {"net": {f"module.{key}": value + 1 for key, value in source.state_dict().items()}, "epoch": 4},
+            folder / "old.pt",
+        )
+    model = unidist.wrap_model(make_model())
+    assert unidist.load_checkpoint(folder / "old.pt", net=model) == {"epoch": 4}
+    for key, value in source.state_dict().items():
+        torch.testing.assert_close(model.module.state_dict()[key], value + 1)
+
+
+def test_keep_last_and_latest(folder: Path) -> None:
+    assert unidist.latest_checkpoint(folder / "nothing") is None
+    for name in ("best.pt", "other-1.pt", "step-2-of-9.pt"):
+        unidist.save_checkpoint(folder / name, x=1)
+    if unidist.is_main():
+        (folder / ".step-3.pt.unfinished").touch()  # a process was killed
+    for step in (8, 9, 10, 11):
+        unidist.save_checkpoint(folder / f"step-{step}.pt", keep_last=2, x=step)
+        assert unidist.latest_checkpoint(folder, "step-*.pt") == folder / f"step-{step}.pt"
+    left = on_first(lambda: sorted(os.listdir(folder)))
+    assert left == ["best.pt", "other-1.pt", "step-10.pt", "step-11.pt", "step-2-of-9.pt"]
+    unidist.save_checkpoint(folder / "step-5.pt", keep_last=4, x=5)  # went on from an older one
+    assert unidist.latest_checkpoint(folder) == folder / "step-11.pt"
+    assert len(on_first(lambda: list(folder.glob("step-?*.pt")))) == 4
+    for bad in ({"keep_last": 0}, {"keep_last": 2}):
+        with pytest.raises(ValueError, match="keep_last="):
+            unidist.save_checkpoint(folder / ("best.pt" if bad["keep_last"] else "step-1.pt"), **bad)
+
+
+class Failing:
+    def state_dict(self) -> dict[str, int]:
+        if unidist.rank() == unidist.world_size() - 1:
+            raise OSError("no space left")
+        return {}
+
+
+class Unfit:
+    def load_state_dict(self, state: object) -> None:
+        if unidist.rank() == unidist.world_size() - 1:
+            raise KeyError("momentum")
+
+
+def test_an_error_of_any_rank_is_raised_on_all(folder: Path) -> None:
+    last = unidist.world_size() - 1
+    path = folder / "run.pt"
+    unidist.save_checkpoint(path, x=1, y=[1])
+    with pytest.raises(unidist.CheckpointError, match=rf"run\.pt'\) failed on rank {last}: OSError: no space left"):
+        unidist.save_checkpoint(path, part=Failing())
+    with pytest.raises(unidist.CheckpointError, match=rf"rank {last}: KeyError: 'momentum'"):
+        unidist.load_checkpoint(path, x=Unfit())
+    with pytest.raises(unidist.CheckpointError, match=r"rank 0: (NotADirectory|FileExists)Error"):
+        unidist.save_checkpoint(path / "below.pt", x=1)
+    with pytest.raises(unidist.CheckpointError, match=r"rank 0: FileNotFoundError"):
+        unidist.load_checkpoint(folder / "none.pt")
+    with pytest.raises(unidist.CheckpointError, match=r"it has \['x', 'y'\], and not \['model'\]"):
+        unidist.load_checkpoint(path, model=make_model())
+    with pytest.raises(unidist.CheckpointError, match="x=int has no load_state_dict"):
+        unidist.load_checkpoint(path, x=3)
+    with pytest.raises(unidist.CheckpointError, match=r"TypeError: 'bad' holds a .*pathlib.* refuses"):
+        unidist.save_checkpoint(path, bad={"deep": [folder]})
+    if unidist.is_main():
+        (folder / "noise.pt").write_bytes(b"noise")
+    with pytest.raises(unidist.CheckpointError, match=r"it is not a file that torch\.load"):
+        unidist.load_checkpoint(folder / "noise.pt")
+    assert unidist.load_checkpoint(path) == {"x": 1, "y": [1]}  # as it was
+
+
+def test_a_model_that_differs_between_ranks_is_not_saved(folder: Path) -> None:
+    model = make_model()
+    train(model, my_batch, steps=1)  # never wrapped
+    if unidist.world_size() > 1:
+        with pytest.raises(unidist.MismatchError, match=r"'0\.weight' of rank 0 differs"):
+            unidist.save_checkpoint(folder / "model.pt", model=model)
+    # What nobody trains, such as an average that rank 0 keeps, is rank 0's.
+    unidist.save_checkpoint(folder / "model.pt", average=model.requires_grad_(False))
+
+
+def test_a_group_of_its_own(folder: Path) -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    group = [unidist.new_group(range(half, size, 2)) for half in range(min(2, size))][rank % 2]
+    path = folder / f"part{rank % 2}.pt"
+    unidist.save_checkpoint(path, group=group, who=rank)
+    assert unidist.load_checkpoint(path, group=group) == {"who": group.ranks[0]}
+    assert unidist.latest_checkpoint(folder, f"part{rank % 2}.pt", group) == path

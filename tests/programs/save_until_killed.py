@@ -1,0 +1,58 @@
+"""Saves checkpoints in forked processes, each killed at a random moment, and looks at what is left.
+
+python tests/programs/save_until_killed.py FOLDER TIMES
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import unidist
+
+SIZE = 500_000  # numbers: a save takes some milliseconds
+
+
+def save_for_ever(folder: Path, step: int) -> None:
+    while True:
+        step += 1
+        unidist.save_checkpoint(
+            folder / f"step-{step}.pt", keep_last=2, weights=torch.full((SIZE,), float(step)), step=step
+        )
+
+
+def main() -> None:
+    folder, times = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    unidist.init("single")
+    dice = random.Random(0)
+    step, amid, loaded = 0, 0, 0
+    for _ in range(times):
+        child = os.fork()
+        if child == 0:
+            save_for_ever(folder, step)
+        while not (folder / f"step-{step + 1}.pt").exists():  # the first of this child
+            time.sleep(0.001)
+        time.sleep(dice.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        amid += any(folder.glob(".*.unfinished"))
+        latest = unidist.latest_checkpoint(folder)
+        assert latest is not None
+        found = unidist.load_checkpoint(latest)
+        assert found["step"] > step and latest.name == f"step-{found['step']}.pt"
+        assert torch.equal(found["weights"], torch.full((SIZE,), float(found["step"])))
+        step = found["step"]
+        loaded += 1
+    left = len(list(folder.glob("step-*.pt")))
+    print(
+        f"killed {times} times, {amid} of them amid a file; {loaded} times a whole checkpoint was there; {step} saved, {left} kept"
+    )
+
+
+if __name__ == "__main__":
+    main()

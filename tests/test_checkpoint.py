@@ -1,0 +1,121 @@
+"""Runs that are killed, and go on elsewhere."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.worlds import LAUNCHERS, ROOT, environment, run_world, shown
+from unidist.cli import worlds
+from unidist.cli.worlds import Result
+
+TITLE = "checkpoints"
+SCRIPT = "examples/digits_resume.py"
+ENGINES = [("torchrun", "gloo"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
+
+
+def train(launcher: str, backend: str, size: int, folder: Path, *options: str) -> Result:
+    return run_world(launcher, size, [SCRIPT, "--checkpoints", str(folder), *options], backend=backend)
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    model: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
+    return model
+
+
+def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    return max((left[name] - right[name]).abs().max().item() for name in left)
+
+
+def losses(output: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/\d+ .*loss (\S+)", output)}
+
+
+def test_killed_at_a_random_moment_50_times(tmp_path: Path) -> None:
+    result = run_world("python", 1, ["tests/programs/save_until_killed.py", str(tmp_path), "50"])
+    assert result.returncode == 0, result.output
+    found = re.search(
+        r"killed 50 times, (\d+) of them amid a file; 50 times a whole checkpoint was there; .*", result.output
+    )
+    assert found and int(found[1]) > 5, result.output  # else the moments were not random enough
+    shown.setdefault(TITLE, []).append(f"SIGKILL while saving: {found[0]}")
+
+
+@pytest.mark.parametrize(("launcher", "backend"), ENGINES)
+def test_a_rank_killed_in_the_middle_changes_nothing(launcher: str, backend: str, tmp_path: Path) -> None:
+    """Accumulation, clipping, AMP, a schedule, dropout: the final weights are those of the unbroken run."""
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    whole = train(launcher, backend, 2, unbroken)
+    assert whole.returncode == 0, whole.output
+    first = run_killed(launcher, backend, broken)
+    assert first.returncode != 0 and "accuracy" not in first.output, first.output
+    second = train(launcher, backend, 2, broken)
+    assert second.returncode == 0, second.output
+    went_on = re.search(r"going on from \S+step-(\d+)\.pt in epoch (\d+)", second.output)
+    assert went_on and 0 < int(went_on[1]) < 144, second.output
+    final = distance(weights(unbroken / "step-144.pt"), weights(broken / "step-144.pt"))
+    shown.setdefault(TITLE, []).append(
+        f"{SCRIPT} on {backend} ({launcher}): rank 1 killed after step {went_on[1]} in epoch {went_on[2]}, "
+        f"distance of the final weights to the unbroken run {final:.0e}"
+    )
+    assert final <= 1e-6
+    assert whole.output.splitlines()[-1] == second.output.splitlines()[-1]
+
+
+def run_killed(launcher: str, backend: str, folder: Path) -> Result:
+    killed: list[int] = []
+
+    def on_line(line: str) -> None:
+        if "step 40/" in line and not killed:
+            killed.append(kill_rank_1(folder))
+
+    commands = LAUNCHERS[launcher](2, [SCRIPT, "--checkpoints", str(folder)])
+    result = worlds.run(
+        commands, environment(launcher, {"UNIDIST_BACKEND": backend}), timeout=120, cwd=ROOT, on_line=on_line
+    )
+    assert killed == [1], result.output
+    return result
+
+
+def kill_rank_1(folder: Path) -> int:
+    """SIGKILL the second rank of the run that writes there, wherever it is; how many processes that were."""
+    killed = 0
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            ranks = [process.environ().get(name) for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")]
+            if SCRIPT in process.cmdline() and str(folder) in process.cmdline() and "1" in ranks:
+                process.kill()
+                killed += 1
+    return killed
+
+
+def test_a_run_goes_on_on_other_engines_and_world_sizes(tmp_path: Path) -> None:
+    """Horovod at 2 ranks, gloo at 3, one process, Horovod over MPI at 3: the losses are those of one unbroken process."""
+    options = ("--no-amp", "--dropout", "0", "--every", "1")
+    unbroken = train("python", "single", 1, tmp_path / "unbroken", *options)
+    assert unbroken.returncode == 0, unbroken.output
+    expected = losses(unbroken.output)
+    legs = [
+        ("horovodrun --gloo", "horovod", 2, 31),
+        ("torchrun", "gloo", 3, 63),
+        ("python", "single", 1, 100),
+        ("mpirun", "horovod", 3, 144),
+    ]
+    found: dict[int, float] = {}
+    for launcher, backend, size, until in legs:
+        result = train(launcher, backend, size, tmp_path / "moved", *options, "--max-steps", str(until))
+        assert result.returncode == 0, result.output
+        leg = losses(result.output)
+        assert list(leg) == list(range(len(found) + 1, until + 1)), result.output
+        found.update(leg)
+    assert found.keys() == expected.keys() and len(found) == 144
+    worst = max(abs(found[step] - expected[step]) for step in expected)
+    final = distance(weights(tmp_path / "unbroken" / "step-144.pt"), weights(tmp_path / "moved" / "step-144.pt"))
+    shown.setdefault(TITLE, []).append(
+        "Horovod at 2 ranks -> gloo at 3 -> one process -> Horovod/MPI at 3, each in the middle of an epoch: 144 losses at most "
+        f"{worst:.0e} from one unbroken process, the final weights {final:.0e}"
+    )
+    assert worst <= 1e-5 and final <= 1e-5

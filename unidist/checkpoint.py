@@ -1,0 +1,280 @@
+"""Checkpoints that any engine and world size can go on from."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from unidist.backends.base import Group
+from unidist.collectives import all_gather_object, broadcast
+from unidist.context import current
+from unidist.errors import CheckpointError
+from unidist.model import assert_in_sync, unwrap
+from unidist.tree import map_leaves
+
+T = TypeVar("T")
+#: Where a checkpoint keeps the random states of the ranks.
+_RNG = "unidist_rng"
+#: Bytes that travel at once.
+_PIECE = 2**28
+_UNFINISHED = ".unfinished"
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str], *, keep_last: int | None = None, group: Group | None = None, **objects: Any
+) -> None:
+    """Write the state of some objects to one file, which any engine and world size can load. Collective.
+
+    Rank 0 writes, to a temporary file beside ``path`` that then takes its place at once: whenever the process is killed,
+    what stands under ``path`` is a whole checkpoint, the old one or the new one. The random states of all ranks
+    (Python's, NumPy's where loaded, torch's on the CPU and on the GPU in use) are written too.
+
+    The file is a dict that ``torch.load(path, weights_only=True)`` reads; a model's keys have no ``module.`` in front.
+
+    ::
+
+        unidist.save_checkpoint(f"runs/step-{step}.pt", keep_last=3, model=model, optimizer=optimizer, loader=train, step=step)
+
+    Args:
+        path: its folder is made if there is none.
+        keep_last: delete all but so many of the checkpoints whose names differ from this one in their numbers only.
+        group: the ranks that take part; the first of them writes. Default: all.
+        objects: whatever has a ``state_dict``, under names of your choice; other values (numbers, strings, tensors, lists,
+            dicts) as they are. Trained models must be equal on all ranks, as ``assert_in_sync`` checks.
+
+    Raises:
+        CheckpointError: on every rank, if a rank failed: a full disk, a value that ``weights_only`` would not load.
+        MismatchError: on every rank, if a model's trained parameters differ between ranks.
+        ValueError: ``keep_last`` below 1, or with a path that has no number in its name.
+    """
+    path = Path(path)
+    if keep_last is not None and (keep_last < 1 or not re.search(r"\d", path.name)):
+        raise ValueError(
+            f"keep_last={keep_last} must be 1 or more, and {path.name!r} have a number in it that tells its age."
+        )
+    if _RNG in objects:
+        raise ValueError(f"save_checkpoint({_RNG}=...): that name is taken by the random states.")
+    for thing in objects.values():
+        if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()):
+            assert_in_sync(thing, group)
+    call = f"save_checkpoint({os.fspath(path)!r})"
+    state = _attempt(call, group, lambda: _loadable({name: _state_of(thing) for name, thing in objects.items()}))
+    state[_RNG] = all_gather_object(_random_state(), group)
+
+    def write() -> None:
+        if _is_first(group):
+            _write(path, state)
+            if keep_last is not None:
+                _prune(path, keep_last)
+
+    _attempt(call, group, write)
+
+
+def load_checkpoint(path: str | os.PathLike[str], *, group: Group | None = None, **objects: Any) -> dict[str, Any]:
+    """Restore objects from a file that ``save_checkpoint`` wrote, on whatever engine and world size. Collective.
+
+    Rank 0 reads, and sends the file to the others, which need not see it. With as many ranks as wrote it, each takes up
+    its own random states; otherwise rank ``r`` takes up those of rank ``r`` modulo the number that wrote it.
+
+    A dict that a script without unidist saved loads too; a model's keys may begin with ``module.``.
+
+    Args:
+        path: the file, as rank 0 sees it.
+        group: the ranks that take part; the first of them reads. Default: all.
+        objects: what to restore, under the names they were saved with; models wrapped or not.
+
+    Returns:
+        What the file has under other names: the values that were saved as they are, on the CPU.
+
+    Raises:
+        CheckpointError: on every rank: no such file, one that is not a checkpoint, or a rank's object does not fit it.
+    """
+    call = f"load_checkpoint({os.fspath(path)!r})"
+    data = _sent(_attempt(call, group, lambda: Path(path).read_bytes() if _is_first(group) else b""), group)
+
+    def restore() -> dict[str, Any]:
+        state = _read(data)
+        missing = objects.keys() - state.keys()
+        if missing:
+            raise ValueError(f"it has {sorted(state.keys() - {_RNG})}, and not {sorted(missing)}")
+        for name, thing in objects.items():
+            _restore(thing, state.pop(name), name)
+        random_states = state.pop(_RNG, None)
+        if random_states:
+            place = current().ranks(group).index(current().topology.rank)
+            _set_random_state(random_states[place % len(random_states)])
+        return state
+
+    return _attempt(call, group, restore)
+
+
+def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt", group: Group | None = None) -> Path | None:
+    """The newest checkpoint in a folder as rank 0 sees it, or None; the same on every rank. Collective.
+
+    The newest is the one with the highest numbers in its name, read from left to right: ``step-900.pt`` comes before
+    ``step-1000.pt``.
+
+    Args:
+        folder: may be missing.
+        pattern: which files are checkpoints, as for ``pathlib.Path.glob``.
+        group: the ranks that take part; the first of them looks. Default: all.
+    """
+
+    def look() -> str | None:
+        found = (
+            [path for path in Path(folder).glob(pattern) if not path.name.startswith(".")] if _is_first(group) else []
+        )
+        return str(max(found, key=_age)) if found else None
+
+    mine = _attempt(f"latest_checkpoint({os.fspath(folder)!r})", group, look)
+    name = all_gather_object(mine, group)[0]
+    return Path(name) if name else None
+
+
+def _attempt(call: str, group: Group | None, action: Callable[[], T]) -> T:
+    """What ``action`` returns; its error on any rank is raised on all. Collective."""
+    mine: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        mine = error
+    told = all_gather_object(None if mine is None else f"{type(mine).__name__}: {mine}", group)
+    for rank, text in zip(current().ranks(group), told):
+        if text is not None:
+            raise CheckpointError(f"{call} failed on rank {rank}: {text}") from mine
+    return result
+
+
+def _is_first(group: Group | None) -> bool:
+    return current().topology.rank == current().ranks(group)[0]
+
+
+# ------------------------------------------------------------------------------------ states
+def _state_of(thing: Any) -> Any:
+    if isinstance(thing, nn.Module):
+        return unwrap(thing).state_dict()
+    return thing.state_dict() if hasattr(thing, "state_dict") else thing
+
+
+def _restore(thing: Any, state: Any, name: str) -> None:
+    if not hasattr(thing, "load_state_dict"):
+        raise TypeError(
+            f"{name}={type(thing).__name__} has no load_state_dict: take the value from what load_checkpoint returns"
+        )
+    if isinstance(thing, nn.Module):
+        thing = unwrap(thing)
+        if isinstance(state, Mapping) and not any(key.startswith("module.") for key in thing.state_dict()):
+            state = {key.removeprefix("module."): value for key, value in state.items()}
+    thing.load_state_dict(state)
+
+
+def _loadable(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state; raises for a value that would be written and never loaded."""
+    for name, part in state.items():
+        frame = io.BytesIO()
+        torch.save(map_leaves(lambda leaf: torch.empty(0) if isinstance(leaf, Tensor) else leaf, part), frame)
+        frame.seek(0)
+        try:
+            torch.load(frame, weights_only=True)
+        except pickle.UnpicklingError as error:
+            kind = re.search(r"GLOBAL (\S+)", str(error))
+            raise TypeError(
+                f"{name!r} holds {f'a {kind[1]}' if kind else 'something'} that torch.load(weights_only=True) refuses: pass "
+                "plain numbers, strings, tensors, lists and dicts"
+            ) from error
+    return state
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    try:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"it is not a file that torch.load(weights_only=True) reads: {error}") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__}, not a dict of states")
+    return state
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy:
+        name, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [name, keys.tolist(), *rest]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state(current().device if current().device.type == "cuda" else "cuda")
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy and "numpy" in state:
+        numpy.random.set_state(tuple(state["numpy"]))
+    if "cuda" in state and current().device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], current().device)
+
+
+# ------------------------------------------------------------------------------------ files
+def _write(path: Path, state: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every file system can
+            os.fsync(folder)  # the new name, too, survives a power cut
+    finally:
+        os.close(folder)
+
+
+def _prune(path: Path, keep: int) -> None:
+    family = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", path.name))))
+    relatives = sorted((other for other in path.parent.iterdir() if family.fullmatch(other.name)), key=_age)
+    # The one just written stays, also in a run that went on from an older one than the last.
+    relatives.remove(path)
+    for other in relatives[: max(0, len(relatives) - (keep - 1))]:
+        other.unlink()
+    for other in path.parent.glob(f".*{_UNFINISHED}"):  # of a process that was killed
+        if family.fullmatch(other.name[1 : -len(_UNFINISHED)]):
+            other.unlink()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_UNFINISHED}")
+
+
+def _age(path: Path) -> tuple[list[int], float]:
+    return [int(number) for number in re.findall(r"\d+", path.name)], path.stat().st_mtime
+
+
+def _sent(data: bytes, group: Group | None) -> bytes:
+    """The first rank's bytes on every rank, in pieces that every engine carries."""
+    sizes = all_gather_object(len(data), group)
+    first = current().ranks(group)[0]
+    if len(sizes) == 1:
+        return data
+    whole = bytearray(data or sizes[0])
+    flat = torch.frombuffer(whole, dtype=torch.uint8)
+    for piece in torch.split(flat, _PIECE):
+        piece.copy_(broadcast(piece, first, group))
+    return bytes(whole)

@@ -1,0 +1,93 @@
+"""One voice for all ranks: printing, logging, progress."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from unidist.backends.base import tensors_in
+from unidist.context import is_initialized, is_main, rank, world_size
+
+T = TypeVar("T")
+
+
+def print(*values: object, **options: Any) -> None:
+    """Python's ``print`` on rank 0, at once; nothing on the others. Not collective.
+
+    Before ``init()`` every process prints.
+    """
+    if not is_initialized() or is_main():
+        builtins.print(*values, **{"flush": True, **options})
+
+
+class RankFilter(logging.Filter):
+    """Lets records through on rank 0, and those of ``level`` and above on every rank; tells each record its ``rank``.
+
+    ::
+
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[rank %(rank)s] %(message)s"))
+        handler.addFilter(unidist.RankFilter())
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+    A filter of a handler sees the records of all loggers, one of a logger only its own. Before ``init()`` every process
+    counts as rank 0.
+
+    Args:
+        level: from which level on every rank may speak (default: WARNING).
+    """
+
+    def __init__(self, level: int = logging.WARNING) -> None:
+        super().__init__()
+        self.level = level
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        speaker = vars(record)["rank"] = rank() if is_initialized() else 0
+        return speaker == 0 or record.levelno >= self.level
+
+
+def progress(iterable: Iterable[T], **options: Any) -> Iterator[T]:
+    """Go through batches with a tqdm bar on rank 0, which tells the samples per second of all ranks. Not collective.
+
+    The samples of a batch are the first dimension of its first tensor; all ranks are taken to go as fast as rank 0.
+
+    Args:
+        iterable: a ``shard_loader``'s result, or anything else.
+        options: passed to ``tqdm``: ``desc``, ``total``, ``leave``, ``disable``, ...
+
+    Raises:
+        ImportError: tqdm is not installed: ``pip install "unidist-torch[progress]"``.
+    """
+    if is_initialized() and not is_main():
+        yield from iterable
+        return
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise ImportError('unidist.progress needs tqdm: pip install "unidist-torch[progress]".') from error
+    options.setdefault("total", _length(iterable))
+    ranks = world_size() if is_initialized() else 1
+    samples, start = 0, time.perf_counter()
+    with tqdm(**options) as bar:
+        for batch in iterable:
+            yield batch  # its time counts when its work is done
+            samples += _samples(batch) * ranks
+            bar.set_postfix_str(f"{samples / (time.perf_counter() - start):.4g} samples/s", refresh=False)
+            bar.update()
+
+
+def _length(iterable: Any) -> int | None:
+    try:
+        return len(iterable)
+    except TypeError:
+        return None
+
+
+def _samples(batch: Any) -> int:
+    first: Tensor | None = next(iter(tensors_in(batch)), None)
+    return first.shape[0] if first is not None and first.dim() else 1
