@@ -13,7 +13,9 @@ import unidist
 from tests.worlds import ROOT, environment
 from unidist.context import BACKENDS
 
-FEATURES = {"model", "data", "metrics", "collectives", "batch_norm", "launch"}
+FEATURES = {
+    "model", "join", "data", "metrics", "meters", "checkpoint", "console", "collectives", "batch_norm", "launch",
+}  # fmt: skip
 #: What each module of the package may import of it.
 BELOW = {
     "errors": set(),
@@ -35,7 +37,7 @@ LIBRARIES = {
 }
 #: These measure and look at the libraries themselves.
 LOOKING = {"bench/peers.py", "bench/startup.py", "bench/memory.py", "cli/bench.py", "cli/checkup.py"}
-FOLDERS = ("unidist", "unidist/cli", "unidist/bench", "backends")
+FOLDERS = ("unidist", "unidist/cli", "unidist/bench", "unidist/data", "backends")
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
 
 
