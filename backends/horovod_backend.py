@@ -8,10 +8,13 @@ it through the launcher's own meeting point.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import psutil
@@ -41,6 +44,10 @@ except ImportError as error:
 _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
 
+#: Between two looks at a call under way; a fraction of the time that the quickest takes.
+_POLL_S = 5e-5
+
+
 class HorovodBackend(Backend):
     """Horovod's global process set, on its Gloo or MPI controller."""
 
@@ -48,9 +55,13 @@ class HorovodBackend(Backend):
     #: The one that runs in this process.
     running: ClassVar[HorovodBackend | None] = None
 
-    def __init__(self, topology: Topology, device: torch.device, release: Callable[[], None] | None) -> None:
+    def __init__(
+        self, topology: Topology, device: torch.device, timeout: timedelta | None, release: Callable[[], None] | None
+    ) -> None:
         super().__init__("horovod", topology, device)
         HorovodBackend.running = self
+        #: Seconds.
+        self._timeout = None if timeout is None else timeout.total_seconds()
         self._release = release
         if hvd.nccl_built():
             self.device_types = frozenset({"cpu", "cuda"})
@@ -84,14 +95,14 @@ class HorovodBackend(Backend):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         mpi.end_all_on_error(launch)
-        return cls(topology, device, release)
+        return cls(topology, device, start.timeout, release)
 
     @classmethod
     def adopt(cls, start: Start) -> HorovodBackend | None:
         if not hvd.is_initialized():
             return None
         topology = _topology(start.launch)
-        return cls(topology, default_device(start.device, topology.local_rank), None)
+        return cls(topology, default_device(start.device, topology.local_rank), start.timeout, None)
 
     def shutdown(self) -> None:
         HorovodBackend.running = None
@@ -117,19 +128,33 @@ class HorovodBackend(Backend):
         with self.engine_errors("new_group"):
             return Group(ranks, hvd.add_process_set(list(ranks)))
 
+    def wait(self, handle: Any) -> Any:
+        """The result of an asynchronous call of Horovod's, whose own waiting takes a core from those at work.
+
+        Raises:
+            TimeoutError: another rank has not made the call in time; without a timeout the wait has no end.
+        """
+        end = math.inf if self._timeout is None else time.monotonic() + self._timeout
+        while not hvd.poll(handle):
+            if time.monotonic() > end:
+                raise TimeoutError(f"no answer from another rank in {self._timeout:g} s")
+            time.sleep(_POLL_S)
+        return hvd.synchronize(handle)
+
     def barrier(self, group: Group | None = None) -> None:
+        nothing = torch.zeros(1)
         with self.engine_errors("barrier"):
-            hvd.barrier(process_set=_set(group))
+            self.wait(hvd.allreduce_async_(nothing, name=_name("barrier", group), op=hvd.Sum, process_set=_set(group)))
 
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
         with self.engine_errors("all_reduce"):
-            hvd.synchronize(
+            self.wait(
                 hvd.allreduce_async_(tensor, name=_name("all_reduce", group), op=_OPS[op], process_set=_set(group))
             )
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
         with self.engine_errors("broadcast"):
-            hvd.synchronize(
+            self.wait(
                 hvd.broadcast_async_(tensor, root_rank=src, name=_name("broadcast", group), process_set=_set(group))
             )
 
@@ -138,7 +163,7 @@ class HorovodBackend(Backend):
         if sum(sizes) == 0:
             return tensor.clone()
         with self.engine_errors("all_gather"):
-            result: Tensor = hvd.synchronize(
+            result: Tensor = self.wait(
                 hvd.allgather_async(tensor, name=_name("all_gather", group), process_set=_set(group))
             )
         return result
@@ -150,7 +175,7 @@ class HorovodBackend(Backend):
         splits = torch.tensor(send, dtype=torch.int32)
         with self.engine_errors("all_to_all"):
             handle = hvd.alltoall_async(tensor, splits, name=_name("all_to_all", group), process_set=_set(group))
-            result: Tensor = hvd.synchronize(handle)[0]
+            result: Tensor = self.wait(handle)[0]
         return result
 
     @torch.inference_mode(False)  # Horovod's own thread writes into a tensor that is made here
@@ -162,9 +187,7 @@ class HorovodBackend(Backend):
             return whole.view(len(ranks), -1)[ranks.index(self.topology.rank)].clone()
         with self.engine_errors("reduce_scatter"):
             name = _name("reduce_scatter", group)
-            result: Tensor = hvd.synchronize(
-                hvd.reducescatter_async(tensor, name=name, op=_OPS[op], process_set=_set(group))
-            )
+            result: Tensor = self.wait(hvd.reducescatter_async(tensor, name=name, op=_OPS[op], process_set=_set(group)))
         return result
 
     def wrap_model(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> nn.Module:
@@ -234,7 +257,7 @@ class _HorovodReducer:
     def _finish(self, call: str, handle: Any, wire: Tensor, flat: Tensor) -> Callable[[], None]:
         def wait() -> None:
             with self.backend.engine_errors(call):
-                hvd.synchronize(handle)
+                self.backend.wait(handle)
             if wire is not flat:
                 flat.copy_(wire)
 

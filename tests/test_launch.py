@@ -213,6 +213,22 @@ def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -
 
 
 @pytest.mark.parametrize(
+    ("launcher", "backend"), [("torchrun", "gloo"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
+)
+def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> None:
+    argv = ["tests/programs/fail_on_rank.py", "1", "sleep"]
+    result = run_world(launcher, 2, argv, backend=backend, env={"UNIDIST_TIMEOUT": "4"}, timeout=60)
+    assert result.returncode != 0 and result.seconds < 30
+    # DDP's own error is gloo's.
+    told = (
+        "Timed out waiting"
+        if backend == "gloo"
+        else "rank 0 of 2 (horovod): backward failed: no answer from another rank"
+    )
+    assert told in result.output, result.output
+
+
+@pytest.mark.parametrize(
     ("env", "told"),
     [
         ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK='abc'"),

@@ -68,8 +68,8 @@ def init(
         init_method: where the processes meet, as for ``torch.distributed.init_process_group``: ``env://``,
             ``tcp://host:port`` or ``file:///path``. Default: what the launcher offers.
         rank, world_size: this process's place, both or neither. Default: from the launcher.
-        timeout: seconds (or a timedelta) after which start-up fails for want of a peer, and collectives too on the
-            torch engines. Default: ``UNIDIST_TIMEOUT``, else 300 s for start-up and torch's default for collectives.
+        timeout: seconds (or a timedelta) after which start-up and collectives fail for want of a peer. Default:
+            ``UNIDIST_TIMEOUT``, else 300 s for start-up, and for collectives torch's default, or none on Horovod.
         device: what ``device()`` returns. Default: this process's own GPU for ``nccl``, ``horovod`` and
             ``single`` where CUDA is available, else the CPU.
         seed: passed to ``set_seed``.

@@ -1,6 +1,7 @@
-"""Train until one rank fails in the middle: ``fail_on_rank.py RANK raise|exit``."""
+"""Train until one rank fails in the middle: ``fail_on_rank.py RANK raise|exit|sleep``."""
 
 import sys
+import time
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ for step in range(100_000):
     if step == 5 and unidist.rank() == rank:
         if how == "exit":
             sys.exit(3)
+        if how == "sleep":
+            time.sleep(600)
         raise RuntimeError(f"rank {rank} fails on purpose")
     model(torch.ones(2, 4)).sum().backward()
 print("trained to the end")
