@@ -59,6 +59,8 @@ class ModelOptions:
     bucket_cap_mb: float = 25.0
     compression: torch.dtype | None = None
     static_graph: bool = False
+    #: The global ranks that train the model together.
+    ranks: tuple[int, ...] = ()
 
 
 class Backend(ABC):
@@ -68,6 +70,8 @@ class Backend(ABC):
     device_types: frozenset[str] = frozenset({"cpu"})
     #: Dtypes that ``all_reduce`` combines; the features widen the others.
     reducible: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
+    #: Whether a block of ``unidist.join`` is running, in which ranks may have run out of data.
+    uneven: ClassVar[bool] = False
     #: Whether the engine refuses to start without a launcher.
     needs_launcher: ClassVar[bool] = False
 
@@ -135,6 +139,14 @@ class Backend(ABC):
         Rank 0's parameters and buffers are the initial ones. Collective.
         """
 
+    def quiesce(self) -> None:
+        """Let the engine's threads come to rest, before this process forks. Not collective.
+
+        A thread that drops the last reference to a tensor takes a lock of the interpreter's; CPython 3.11 hands
+        it to a forked child locked for ever (seen with Horovod: 16 of 4,000 children hung).
+        """
+        return
+
     # ------------------------------------------------------------------ the same for every engine
     def ranks(self, group: Group | None) -> tuple[int, ...]:
         """The global ranks of a group, ascending."""
@@ -178,6 +190,14 @@ def unused_parameters(names: Sequence[str]) -> UnidistError:
 def frozen_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters that take no part in training, for ``check_frozen`` to look at before each forward pass."""
     return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+
+
+def check_not_joined(wrapper: torch.nn.Module) -> None:
+    """Raise where a wrapper that ``unidist.join`` does not know would average with ranks that may have run out."""
+    if Backend.uneven and wrapper.require_backward_grad_sync:
+        raise UnidistError(
+            "a wrapped model is trained inside unidist.join, which was not given it: unidist.join(model, ...)."
+        )
 
 
 def check_frozen(frozen: Sequence[tuple[str, torch.Tensor]]) -> None:

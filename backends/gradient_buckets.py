@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unidist.backends.base import ModelOptions, check_frozen, frozen_parameters, tensors_in, unused_parameters
+from unidist.backends.base import (
+    ModelOptions,
+    check_frozen,
+    check_not_joined,
+    frozen_parameters,
+    tensors_in,
+    unused_parameters,
+)
 from unidist.errors import UnidistError
 
 #: Bytes of a gradient from which on a second copy of it is worth avoiding.
@@ -52,9 +59,13 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.options = options
+        self.frozen = frozen_parameters(module)
         self.require_backward_grad_sync = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            check_not_joined(self)
+            check_frozen(self.frozen)
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -143,7 +154,6 @@ class BucketedDataParallel(DataParallel):
         #: Parameters whose gradients are sparse: they travel one by one at the end of the backward pass.
         self._sparse: list[Tensor] = []
         self._sparse_pending: set[Tensor] = set()
-        self._frozen: list[tuple[str, Tensor]] = []
         self._buffers_followed = _nothing
         #: How many buckets are on their way.
         self._next = 0
@@ -159,7 +169,6 @@ class BucketedDataParallel(DataParallel):
         """Lay out the buckets, and watch the gradients for as long as this object lives."""
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self._names = {p: name for name, p in trained}
-        self._frozen = frozen_parameters(self.module)
         sparse = _with_sparse_gradients(self.module)
         self._sparse = [p for p in self._names if p in sparse]
         self._sparse_pending = set(self._sparse)
@@ -196,7 +205,6 @@ class BucketedDataParallel(DataParallel):
             "_names",
             "_sparse",
             "_sparse_pending",
-            "_frozen",
             "_buffers_followed",
             "_unfinished",
         )
@@ -211,15 +219,21 @@ class BucketedDataParallel(DataParallel):
             return self.module(*args, **kwargs)
         if not self._names:
             self._prepare()  # a copy's first training step
-        check_frozen(self._frozen)
+        check_not_joined(self)
+        check_frozen(self.frozen)
         sync = self._expected = self.require_backward_grad_sync
         output = self.module(*args, **kwargs)
         # Their hooks run at the start of the backward pass that was called, while a parameter's may run in a
         # pass within it (reentrant checkpointing), whose end is not the end.
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._begin(sync))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self._begin_unless_partial(sync))  # type: ignore[no-untyped-call]
         return output
+
+    def _begin_unless_partial(self, sync: bool) -> None:
+        # autograd.grad(), and backward(inputs=...), may stop short of the parameters; if not, their hooks begin.
+        if torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+            self._begin(sync)
 
     def _begin(self, sync: bool) -> None:
         """A backward pass comes to this model."""

@@ -23,6 +23,7 @@ from unidist.backends.base import (
     Op,
     Start,
     check_frozen,
+    check_not_joined,
     default_device,
     frozen_parameters,
     tensors_in,
@@ -96,11 +97,14 @@ class TorchBackend(Backend):
         return cls(name, topology, _device(name, start, topology), owned=False)
 
     def shutdown(self) -> None:
-        time.sleep(_DRAIN_S)
+        self.quiesce()
         if self._owned and dist.is_initialized():
             # A rank that leaves after an error leaves a group that is broken already.
             with suppress(Exception):
                 dist.destroy_process_group()
+
+    def quiesce(self) -> None:
+        time.sleep(_DRAIN_S)
 
     def world_size(self) -> int:
         return dist.get_world_size()
@@ -198,7 +202,9 @@ class Wrapped(DistributedDataParallel):
         self.reducer._rebuild_buckets()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        check_frozen(self.frozen)
+        if torch.is_grad_enabled():
+            check_not_joined(self)
+            check_frozen(self.frozen)
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -240,6 +246,9 @@ def _compressed(dtype: torch.dtype, size: int) -> Callable[..., Any]:
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, not their names
         buffer = bucket.buffer()
+        if buffer.is_sparse:  # half precision has no sparse arithmetic
+            future = dist.all_reduce(buffer.div_(size), group=state, async_op=True).get_future()
+            return future.then(lambda done: done.value()[0])
         real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
         wire = real.to(dtype).div_(size)
         future = dist.all_reduce(wire, group=state, async_op=True).get_future()

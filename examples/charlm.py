@@ -69,11 +69,13 @@ def main() -> None:
     model = unidist.wrap_model(CharModel(len(letters)).to(unidist.device()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for epoch in range(args.epochs):
-        for step, (inputs, targets) in enumerate(train, 1):
-            steps_now = step % args.accumulate == 0 or step == len(train)
+        for micro, (inputs, targets) in enumerate(train):
+            place = micro % args.accumulate
+            window = min(args.accumulate, len(train) - (micro - place))  # the epoch's last one may be short
+            steps_now = place == window - 1
             with contextlib.nullcontext() if steps_now else model.no_sync():
                 output = model(inputs.to(unidist.device())).transpose(1, 2)
-                loss = F.cross_entropy(output, targets.to(unidist.device())) / args.accumulate
+                loss = F.cross_entropy(output, targets.to(unidist.device())) / window
                 loss.backward()
             if steps_now:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)

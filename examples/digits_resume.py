@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node 2 examples/digits_resume.py
 
-Kill it and start it again, under this launcher or another and with as many ranks as you like: it goes on in the middle
-of the epoch. It begins anew when the folder --checkpoints is gone.
+Kill it and start it again with the same options, under this launcher or another, with any number of ranks that divides
+the batch: it goes on in the middle of the epoch. It begins anew when the folder --checkpoints is gone. Losses are those of
+an unbroken run but for dropout's random numbers, on another number of ranks, and bfloat16's rounding (--dropout 0 --no-amp).
 """
 
 import argparse
 import contextlib
+import math
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +46,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train on handwritten digits, with checkpoints to go on from.")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=60, help="samples a step, over all ranks and micro-batches")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches a step (default 2)")
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=2,
+        choices=range(1, 1000),
+        metavar="N",
+        help="micro-batches a step (default 2)",
+    )
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True, help="train in bfloat16")
     parser.add_argument("--checkpoints", default="checkpoints", help="folder (default checkpoints)")
@@ -53,15 +62,19 @@ def main() -> None:
     args = parser.parse_args()
 
     unidist.init(seed=0)
+    micro_batch, rest = divmod(args.batch_size, unidist.world_size() * args.accumulate)
+    if rest or not micro_batch:
+        parser.error(
+            f"--batch-size {args.batch_size} must be a multiple of ranks x --accumulate = {unidist.world_size()} x {args.accumulate}"
+        )
     device = unidist.device()
     train_set, test_set = load_data()
-    micro_batch = args.batch_size // (unidist.world_size() * args.accumulate)
     train = unidist.shard_loader(DataLoader(train_set, micro_batch, shuffle=True, drop_last=True))
     test = unidist.shard_loader(DataLoader(test_set, 64), pad=False)
 
     model = unidist.wrap_model(make_model(args.dropout).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    steps = args.epochs * (len(train_set) // args.batch_size)
+    steps = args.epochs * math.ceil(len(train) / args.accumulate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=steps)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp)
     run = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler, "train": train}
@@ -74,12 +87,14 @@ def main() -> None:
 
     while train.epoch < args.epochs and step != args.max_steps:
         epoch, loss_meter = train.epoch, unidist.Mean()
-        for micro, (images, labels) in enumerate(train, 1):
-            last = micro % args.accumulate == 0 or micro == len(train)
+        for micro, (images, labels) in enumerate(train):
+            place = micro % args.accumulate
+            window = min(args.accumulate, len(train) - (micro - place))  # the epoch's last one may be short
+            last = place == window - 1
             with contextlib.nullcontext() if last else model.no_sync():
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                     loss = F.cross_entropy(model(images.to(device)), labels.to(device))
-                scaler.scale(loss / args.accumulate).backward()
+                scaler.scale(loss / window).backward()
             loss_meter.update(loss, len(labels))
             if not last:
                 continue

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -23,30 +22,10 @@ from torch.utils.data import (
 )
 
 import unidist
+from tests.datasets import Numbers, Stream
 from unidist.data import ShardLoader, ShardSampler, ShardStream
 from unidist.data.shares import Shares
 from unidist.data.stream import WorkerInit
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Stream(IterableDataset[int]):
-    """Leaves the workers to whoever reads it."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.n))
 
 
 class SplitStream(Stream):
@@ -59,9 +38,8 @@ class SplitStream(Stream):
 
 def split_by_worker_init(worker: int) -> None:
     """The other way that torch's documentation shows: the dataset's copy is changed."""
-    info = get_worker_info()
-    dataset: Any = info.dataset  # type: ignore[union-attr]
-    dataset.numbers = list(range(worker, dataset.n, info.num_workers))  # type: ignore[union-attr]
+    dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+    dataset.numbers = list(range(worker, dataset.n, 2))
 
 
 class ChangedStream(Stream):
@@ -203,19 +181,64 @@ def test_resume_with_workers(kind: str, options: dict[str, Any]) -> None:
     loaders = world(sources(50)[kind], 2, 3, pad=True, **options)
     whole = [[batch.tolist() for batch in loader] for loader in loaders]
     for loader, batches in zip(loaders, whole):
-        loader.load_state_dict({"epoch": 0, "position": 12, "seed": 0})
+        loader.load_state_dict({**loader.state_dict(), "epoch": 0, "position": 12})
         assert [batch.tolist() for batch in loader] == batches[2:]
-        assert loader.state_dict() == {"epoch": 1, "position": 0, "seed": 0}
+        assert (loader.epoch, loader.state_dict()["position"]) == (1, 0)
         assert len(list(loader)) == len(batches)
 
 
 def test_a_stream_that_splits_itself_has_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # torch waits for workers that failed
     (loader,) = world(SplitStream(20), 1, num_workers=2)
-    loader.load_state_dict({"epoch": 0, "position": 4, "seed": 0})
-    with pytest.raises(unidist.UnidistError, match="SplitStream splits itself among its 2 workers"):
+    state = {**loader.state_dict(), "position": 4}
+    (one,), (none,) = (world(SplitStream(20), 1, num_workers=n) for n in (1, 0))
+    for fewer in (loader, one):
+        fewer.load_state_dict(state)
+        with pytest.raises(unidist.UnidistError, match="SplitStream splits itself among 2 workers"):
+            list(fewer)
+    with pytest.raises(ValueError, match="a stream that 2 workers read"):
+        none.load_state_dict(state)
+    one.load_state_dict({**state, "workers": 1})
+    assert flat(list(one)) == list(range(4, 20))
+    gc.collect()
+
+
+def test_a_stream_that_asks_too_late_for_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+
+    class Late(Stream):
+        def __iter__(self) -> Iterator[int]:
+            yield -1
+            yield from SplitStream(self.n)
+
+    (loader,) = world(Late(20), 1, num_workers=2)
+    with pytest.raises(unidist.UnidistError, match="Late asked get_worker_info after its first sample"):
         list(loader)
     gc.collect()
+
+
+def test_a_look_at_a_batch_does_not_count() -> None:
+    for options in ({}, {"num_workers": 1, "persistent_workers": True}):
+        for source in (RandomSampler(range(12)), Stream(12)):
+            (loader,) = world(source, 1, 2, **options)
+            first = next(iter(loader)).tolist()
+            assert flat(list(loader))[:2] == first and loader.epoch == 1
+            loader.load_state_dict({**loader.state_dict(), "epoch": 0, "position": 4})
+            next(iter(loader))
+            assert len(list(loader)) == 4
+            for index, _ in enumerate(loader):
+                if index == 1:
+                    break
+            assert loader.epoch == 1 and len(list(loader)) == 6 and loader.epoch == 3
+
+
+def test_set_epoch_leaves_persistent_workers() -> None:
+    (loader,) = world(SequentialSampler(range(4)), 1, num_workers=1, persistent_workers=True)
+    list(loader)
+    workers = loader._iterator
+    loader.set_epoch(1)
+    list(loader)
+    assert workers is not None and loader._iterator is workers
 
 
 def test_batch_samplers_resume_in_batches() -> None:
@@ -235,17 +258,27 @@ def test_set_epoch_keeps_the_position_that_was_loaded_for_it() -> None:
     (loader,) = world(RandomSampler(range(10)), 1, 2)
     whole = [flat(list(loader)), flat(list(loader))]
     for epoch, expected in ((1, whole[1][4:]), (0, whole[0])):
-        loader.load_state_dict({"epoch": 1, "position": 4, "seed": 0})
+        loader.load_state_dict({**loader.state_dict(), "epoch": 1, "position": 4})
         loader.set_epoch(epoch)
         assert flat(list(loader)) == expected
 
 
 def test_states_that_do_not_fit_are_refused() -> None:
     (loader,) = world(RandomSampler(range(10)), 1)
+    state = loader.state_dict()
     with pytest.raises(ValueError, match=r"seed=3.*seed=0"):
-        loader.load_state_dict({"epoch": 0, "position": 0, "seed": 3})
-    with pytest.raises(ValueError, match=r"position 11 .* 10 samples"):
-        loader.load_state_dict({"epoch": 0, "position": 11, "seed": 0})
+        loader.load_state_dict({**state, "seed": 3})
+    others = [
+        SequentialSampler(range(10)),
+        RandomSampler(range(11)),
+        BatchSampler(RandomSampler(range(10)), 2, False),
+        Stream(10),
+    ]
+    for other in others:
+        (unlike,) = world(other, 1)
+        unlike.load_state_dict(state)  # at the beginning of an epoch, whatever its order
+        with pytest.raises(ValueError, match=r"in the middle of 10 items of RandomSampler, and this loader has"):
+            unlike.load_state_dict({**state, "position": 2})
 
 
 def test_a_sampler_draws_from_its_generator_or_the_global_ones() -> None:

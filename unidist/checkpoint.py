@@ -7,21 +7,22 @@ import os
 import pickle
 import random
 import re
+import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from unidist.backends.base import Group
 from unidist.collectives import all_gather_object, broadcast
 from unidist.context import current
 from unidist.errors import CheckpointError
 from unidist.model import assert_in_sync, unwrap
-from unidist.tree import map_leaves
 
 T = TypeVar("T")
 #: Where a checkpoint keeps the random states of the ranks.
@@ -48,7 +49,8 @@ def save_checkpoint(
 
     Args:
         path: its folder is made if there is none.
-        keep_last: delete all but so many of the checkpoints whose names differ from this one in their numbers only.
+        keep_last: delete all but the newest of the files whose names differ from this one's in the last number only, and keep
+            so many.
         group: the ranks that take part; the first of them writes. Default: all.
         objects: whatever has a ``state_dict``, under names of your choice; other values (numbers, strings, tensors, lists,
             dicts) as they are. Trained models must be equal on all ranks, as ``assert_in_sync`` checks.
@@ -69,7 +71,7 @@ def save_checkpoint(
         if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()):
             assert_in_sync(thing, group)
     call = f"save_checkpoint({os.fspath(path)!r})"
-    state = _attempt(call, group, lambda: _loadable({name: _state_of(thing) for name, thing in objects.items()}))
+    state = _attempt(call, group, lambda: {name: _state_of(thing) for name, thing in objects.items()})
     state[_RNG] = all_gather_object(_random_state(), group)
 
     def write() -> None:
@@ -81,7 +83,9 @@ def save_checkpoint(
     _attempt(call, group, write)
 
 
-def load_checkpoint(path: str | os.PathLike[str], *, group: Group | None = None, **objects: Any) -> dict[str, Any]:
+def load_checkpoint(
+    path: str | os.PathLike[str], *, random_states: bool = True, group: Group | None = None, **objects: Any
+) -> dict[str, Any]:
     """Restore objects from a file that ``save_checkpoint`` wrote, on whatever engine and world size. Collective.
 
     Rank 0 reads, and sends the file to the others, which need not see it. With as many ranks as wrote it, each takes up
@@ -91,6 +95,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, group: Group | None = None,
 
     Args:
         path: the file, as rank 0 sees it.
+        random_states: whether to take up the random states of the file; not when a new run begins with old weights.
         group: the ranks that take part; the first of them reads. Default: all.
         objects: what to restore, under the names they were saved with; models wrapped or not.
 
@@ -104,16 +109,16 @@ def load_checkpoint(path: str | os.PathLike[str], *, group: Group | None = None,
     data = _sent(_attempt(call, group, lambda: Path(path).read_bytes() if _is_first(group) else b""), group)
 
     def restore() -> dict[str, Any]:
-        state = _read(data)
+        state = _read(io.BytesIO(data))
         missing = objects.keys() - state.keys()
         if missing:
             raise ValueError(f"it has {sorted(state.keys() - {_RNG})}, and not {sorted(missing)}")
         for name, thing in objects.items():
             _restore(thing, state.pop(name), name)
-        random_states = state.pop(_RNG, None)
-        if random_states:
+        saved = state.pop(_RNG, None)
+        if saved and random_states:
             place = current().ranks(group).index(current().topology.rank)
-            _set_random_state(random_states[place % len(random_states)])
+            _set_random_state(saved[place % len(saved)])
         return state
 
     return _attempt(call, group, restore)
@@ -122,8 +127,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, group: Group | None = None,
 def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt", group: Group | None = None) -> Path | None:
     """The newest checkpoint in a folder as rank 0 sees it, or None; the same on every rank. Collective.
 
-    The newest is the one with the highest numbers in its name, read from left to right: ``step-900.pt`` comes before
-    ``step-1000.pt``.
+    The newest is the file that was written last, also in a run that went back to an older one. Where several runs
+    share a folder, give each its pattern.
 
     Args:
         folder: may be missing.
@@ -132,10 +137,8 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt", gro
     """
 
     def look() -> str | None:
-        found = (
-            [path for path in Path(folder).glob(pattern) if not path.name.startswith(".")] if _is_first(group) else []
-        )
-        return str(max(found, key=_age)) if found else None
+        found = [path for path in Path(folder).glob(pattern) if _is_whole(path)] if _is_first(group) else []
+        return str(max(found, key=_written)) if found else None
 
     mine = _attempt(f"latest_checkpoint({os.fspath(folder)!r})", group, look)
     name = all_gather_object(mine, group)[0]
@@ -174,33 +177,20 @@ def _restore(thing: Any, state: Any, name: str) -> None:
         )
     if isinstance(thing, nn.Module):
         thing = unwrap(thing)
-        if isinstance(state, Mapping) and not any(key.startswith("module.") for key in thing.state_dict()):
-            state = {key.removeprefix("module."): value for key, value in state.items()}
+        if not any(key.startswith("module.") for key in thing.state_dict()):
+            consume_prefix_in_state_dict_if_present(state, "module.")
     thing.load_state_dict(state)
 
 
-def _loadable(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state; raises for a value that would be written and never loaded."""
-    for name, part in state.items():
-        frame = io.BytesIO()
-        torch.save(map_leaves(lambda leaf: torch.empty(0) if isinstance(leaf, Tensor) else leaf, part), frame)
-        frame.seek(0)
-        try:
-            torch.load(frame, weights_only=True)
-        except pickle.UnpicklingError as error:
-            kind = re.search(r"GLOBAL (\S+)", str(error))
-            raise TypeError(
-                f"{name!r} holds {f'a {kind[1]}' if kind else 'something'} that torch.load(weights_only=True) refuses: pass "
-                "plain numbers, strings, tensors, lists and dicts"
-            ) from error
-    return state
-
-
-def _read(data: bytes) -> dict[str, Any]:
+def _read(file: Any, **options: Any) -> dict[str, Any]:
     try:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True, **options)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"it is not a file that torch.load(weights_only=True) reads: {error}") from error
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"torch.load(weights_only=True) refuses it{f', for it holds a {kind[1]}' if kind else ''}; a checkpoint holds numbers, "
+            "strings, tensors, lists and plain dicts"
+        ) from error
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__}, not a dict of states")
     return state
@@ -230,12 +220,14 @@ def _set_random_state(state: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ files
 def _write(path: Path, state: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
+    # A job that was requeued may write while the old one still does.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{_UNFINISHED}")
     try:
         with temporary.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
+        _read(temporary, mmap=True)  # what cannot be loaded must not take the place of what can
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -248,33 +240,33 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 def _prune(path: Path, keep: int) -> None:
-    family = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", path.name))))
-    relatives = sorted((other for other in path.parent.iterdir() if family.fullmatch(other.name)), key=_age)
-    # The one just written stays, also in a run that went on from an older one than the last.
-    relatives.remove(path)
-    for other in relatives[: max(0, len(relatives) - (keep - 1))]:
+    """Delete older relatives of ``path``, and what killed processes of this host have left of them."""
+    before, _, after = re.split(r"(\d+)(?=\D*$)", path.name)
+    family = re.compile(rf"{re.escape(before)}\d+{re.escape(after)}")
+    relatives = [other for other in path.parent.iterdir() if family.fullmatch(other.name) and _is_whole(other)]
+    for other in sorted(relatives, key=_written)[:-keep]:
         other.unlink()
-    for other in path.parent.glob(f".*{_UNFINISHED}"):  # of a process that was killed
-        if family.fullmatch(other.name[1 : -len(_UNFINISHED)]):
-            other.unlink()
+    for other in path.parent.glob(f".*{_UNFINISHED}"):
+        name, host, process = other.name[1 : -len(_UNFINISHED)].rsplit(".", 2)
+        if family.fullmatch(name) and host == socket.gethostname() and not Path(f"/proc/{process}").exists():
+            other.unlink(missing_ok=True)
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_UNFINISHED}")
+def _is_whole(path: Path) -> bool:
+    return path.is_file() and not path.name.startswith(".")
 
 
-def _age(path: Path) -> tuple[list[int], float]:
-    return [int(number) for number in re.findall(r"\d+", path.name)], path.stat().st_mtime
+def _written(path: Path) -> int:
+    return path.stat().st_mtime_ns
 
 
-def _sent(data: bytes, group: Group | None) -> bytes:
+def _sent(data: bytes, group: Group | None) -> bytes | bytearray:
     """The first rank's bytes on every rank, in pieces that every engine carries."""
     sizes = all_gather_object(len(data), group)
     first = current().ranks(group)[0]
     if len(sizes) == 1:
         return data
     whole = bytearray(data or sizes[0])
-    flat = torch.frombuffer(whole, dtype=torch.uint8)
-    for piece in torch.split(flat, _PIECE):
+    for piece in torch.split(torch.frombuffer(whole, dtype=torch.uint8), _PIECE):
         piece.copy_(broadcast(piece, first, group))
-    return bytes(whole)
+    return whole

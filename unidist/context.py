@@ -72,7 +72,8 @@ def init(
             ``UNIDIST_TIMEOUT``, else 300 s for start-up, and for collectives torch's default, or none on Horovod.
         device: what ``device()`` returns. Default: this process's own GPU for ``nccl``, ``horovod`` and
             ``single`` where CUDA is available, else the CPU.
-        seed: passed to ``set_seed``.
+        seed: passed to ``set_seed``: every rank draws the same numbers, dropout masks among them; for other ones on each
+            rank call ``set_seed(seed + rank())`` when the model is made.
 
     Raises:
         LaunchError: the launcher's variables make no sense.

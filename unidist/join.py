@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.base import Group, tensors_in, unused_parameters
+from unidist.backends.base import Backend, Group, ModelOptions, tensors_in, unused_parameters
 from unidist.backends.gradient_buckets import cut, fill, flat_bytes
 from unidist.backends.joined import Joined
 from unidist.collectives import all_reduce, broadcast, broadcast_object
@@ -24,11 +24,21 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
     While others go on, a rank that has left the loop adds nothing to their gradients, which remain the mean over all
     ranks of the group, as in DDP's and Horovod's own joins; use ``global_mean`` for the mean over all samples. In
     ``allreduce_metric`` it has weight 0, in ``all_reduce`` it adds nothing, ``barrier`` does not wait for it. Calls
-    that gather raise an error inside the block. At the end every rank gets the state of the lowest rank among those that
-    went on longest.
+    that gather, ``save_checkpoint`` and ``assert_in_sync`` among them, raise an error inside the block. At the end
+    every rank gets the state of the lowest rank among those that went on longest.
 
-    Inside, gradients travel when the backward pass is over, after one small message a step: use ``shard_loader``, whose
-    shares are equally long, where you can.
+    ::
+
+        with unidist.join(model, optimizer):
+            for inputs, targets in my_batches:  # another number on each rank
+                optimizer.zero_grad()
+                loss_sum = F.cross_entropy(model(inputs), targets, reduction="sum")
+                unidist.global_mean(loss_sum, len(targets)).backward()
+                optimizer.step()
+
+    Inside, gradients travel uncompressed when the backward pass is over, after a small message for each collective call:
+    use ``shard_loader``, whose shares are equally long, where you can. Finish an accumulation window before you
+    leave the loop: what a rank has gathered in an unfinished one is lost.
 
     Args:
         objects: the wrapped models that train inside, and what else is to be equal on every rank afterwards: optimizers,
@@ -36,24 +46,36 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
         group: the ranks that train together.
 
     Raises:
-        TypeError: an object without a state_dict, or a wrapped model inside ``torch.compile``.
+        ValueError: a model wrapped with ``static_graph=True`` or for another group.
+        TypeError: an object without a state_dict, a model that is trained and not wrapped, a model that another library wrapped, or one wrapped inside ``torch.compile``.
         MismatchError: on every rank, when ranks that have data make different calls.
     """
     for thing in objects:
         if is_wrapped(getattr(thing, "_orig_mod", None)):
             raise TypeError("unidist.join cannot look into a compiled wrapper: use wrap_model(torch.compile(model)).")
+        if is_wrapped(thing) and not isinstance(getattr(thing, "options", None), ModelOptions):
+            raise TypeError("unidist.join takes what unidist.wrap_model returned, not another DistributedDataParallel.")
+        if isinstance(thing, nn.Module) and not is_wrapped(thing) and any(p.requires_grad for p in thing.parameters()):
+            raise TypeError(
+                f"unidist.join({type(thing).__name__}): pass what unidist.wrap_model returned; a copy that nobody trains needs requires_grad_(False)."
+            )
         if not hasattr(thing, "load_state_dict"):
             raise TypeError(
                 f"unidist.join takes models, optimizers and the like, not {type(thing).__name__}: it has no state_dict."
             )
     engine = current()
     everyone = engine.ranks(group)
-    if len(everyone) == 1:
-        yield
-        return
+    for thing in objects:
+        if is_wrapped(thing) and thing.options.static_graph:
+            raise ValueError("unidist.join: a model wrapped with static_graph=True cannot change its steps.")
+        if is_wrapped(thing) and thing.options.ranks != everyone:
+            raise ValueError(
+                f"unidist.join over the ranks {list(everyone)}: the model was wrapped for {list(thing.options.ranks)}; pass its group."
+            )
     joined = Joined(engine, group)
     with ExitStack() as stack:
         stack.enter_context(replaced(joined))
+        stack.enter_context(_uneven())
         for thing in objects:
             if is_wrapped(thing):
                 stack.enter_context(_averaged_at_the_end(thing, joined, group))
@@ -65,13 +87,24 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def _uneven() -> Iterator[None]:
+    Backend.uneven = True
+    try:
+        yield
+    finally:
+        Backend.uneven = False
+
+
+@contextmanager
 def _averaged_at_the_end(wrapper: Any, joined: Joined, group: Group | None) -> Iterator[None]:
     """Average a wrapped model's gradients by plain collective calls, when its backward pass is over."""
     wrapper.settle()
     average = _Average(wrapper, joined, group)
+    trained = [p for p in wrapper.module.parameters() if p.requires_grad]
     hooks = [
         wrapper.register_forward_pre_hook(average.before),
         wrapper.register_forward_hook(average.after, always_call=True),
+        *(p.register_post_accumulate_grad_hook(average.accumulated) for p in trained),
     ]
     try:
         yield
@@ -86,6 +119,8 @@ class _Average:
         self.joined = joined
         self.group = group
         self.asked = True
+        #: Whether the last forward pass asked for averages, until its backward pass begins.
+        self.expected = False
         self.task = -1
 
     def before(self, *_: Any) -> None:
@@ -94,12 +129,23 @@ class _Average:
 
     def after(self, _: nn.Module, __: Any, output: Any) -> None:
         self.wrapper.require_backward_grad_sync = self.asked
-        if self.asked and torch.is_grad_enabled():
+        self.expected = self.asked and torch.is_grad_enabled()
+        if self.expected:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self.begin)  # type: ignore[no-untyped-call]
+                    tensor.register_hook(self.backward)  # type: ignore[no-untyped-call]
 
-    def begin(self, _: Tensor) -> None:
+    def backward(self, _: Tensor) -> None:
+        # autograd.grad() may stop short of the parameters; if not, their hooks begin.
+        if torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+            self.begin()
+
+    def accumulated(self, _: Tensor) -> None:
+        if self.expected:  # an output that hides its tensors
+            self.begin()
+
+    def begin(self) -> None:
+        self.expected = False
         task = torch._C._current_graph_task_id()
         if task != self.task:
             self.task = task
@@ -120,7 +166,7 @@ class _Average:
             self._average(piece)
         buffers = list(self.wrapper.module.buffers())
         if options.broadcast_buffers and buffers:
-            for device in {buffer.device for buffer in buffers}:
+            for device in dict.fromkeys(buffer.device for buffer in buffers):
                 same = [buffer for buffer in buffers if buffer.device == device]
                 fill(same, broadcast(flat_bytes(same), self.joined.active[0], self.group))
 

@@ -58,7 +58,7 @@ class Mean(Meter):
         if isinstance(value, Tensor) or isinstance(weight, Tensor):
             device = value.device if isinstance(value, Tensor) else None
             weights = torch.as_tensor(weight, dtype=torch.float64, device=device)
-            values = torch.as_tensor(value, device=weights.device).detach()
+            values = torch.as_tensor(value, device=weights.device).detach().double()
             products = torch.where(weights == 0, 0.0, values * weights)
             self._add(products.sum(), weights.expand_as(products).sum())
         else:
@@ -71,7 +71,7 @@ class Mean(Meter):
 
 
 class Sum(Meter):
-    """The sum of all values of all ranks."""
+    """The sum of all values of all ranks, in float64; for exact integers use ``allreduce_metric(n, op="sum")``."""
 
     def update(self, value: float | Tensor) -> None:
         """Add a value, or each element of a tensor."""
@@ -92,6 +92,8 @@ class Accuracy(Meter):
 
     def __init__(self, top_k: int = 1, ignore_index: int | None = None) -> None:
         super().__init__()
+        if top_k < 1:
+            raise ValueError(f"Accuracy(top_k={top_k}) must be 1 or more.")
         self.top_k = top_k
         self.ignore_index = ignore_index
 
@@ -99,25 +101,23 @@ class Accuracy(Meter):
         """Count some predictions.
 
         Args:
-            output: scores of shape ``(N, C, ...)``, or predicted classes of the shape of ``target``.
-            target: classes of shape ``(N, ...)``.
+            output: scores of shape ``(N, C, ...)`` with 2 classes or more, or predicted classes of the shape of ``target``.
+            target: classes of shape ``(N, ...)``, integers or bool. For one score a sample, pass ``scores > threshold``.
 
         Raises:
             ValueError: the shapes do not fit, or there are fewer classes than ``top_k``.
         """
         output, target = output.detach(), target.detach().to(output.device)
-        if output.shape == target.shape and self.top_k == 1:
+        classes = not (output.dtype.is_floating_point or target.dtype.is_floating_point)
+        fits = output.dim() == target.dim() + 1 and output.shape[:1] + output.shape[2:] == target.shape
+        if output.shape == target.shape and classes and self.top_k == 1:
             right = output == target
-        elif (
-            output.dim() == target.dim() + 1
-            and output.shape[:1] + output.shape[2:] == target.shape
-            and output.shape[1] >= self.top_k
-        ):
+        elif fits and output.shape[1] >= max(2, self.top_k) and not target.dtype.is_floating_point:
             right = (output.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(1)
         else:
             raise ValueError(
-                f"Accuracy(top_k={self.top_k}) takes (N, C, ...) scores with (N, ...) targets, or classes of one shape, not "
-                f"{tuple(output.shape)} with {tuple(target.shape)}."
+                f"Accuracy(top_k={self.top_k}) takes (N, C, ...) scores of 2 classes or more with (N, ...) classes, or classes of "
+                f"one shape, not {output.dtype} {tuple(output.shape)} with {target.dtype} {tuple(target.shape)}."
             )
         counted = torch.ones_like(right) if self.ignore_index is None else target != self.ignore_index
         self._add((right & counted).sum().double(), counted.sum().double())
@@ -132,6 +132,7 @@ def wrap_metric(metric: M) -> M:
     """Make a torchmetrics metric, or a collection of them, compute over all ranks, on any engine.
 
     Not collective itself; afterwards ``metric.compute()`` is. A rank that has seen no sample takes part with none.
+    What ``metric(...)`` returns for a batch stays this rank's own, as in torchmetrics.
 
     Returns:
         The metric that was passed.

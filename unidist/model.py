@@ -80,6 +80,7 @@ def wrap_model(
         bucket_cap_mb=bucket_cap_mb,
         compression=_COMPRESSION[compression] if compression else None,
         static_graph=static_graph,
+        ranks=current().ranks(group),
     )
     return current().wrap_model(model, options, group)
 
@@ -137,7 +138,7 @@ def global_mean(loss_sum: Tensor, count: float | Tensor, group: Group | None = N
 
     Args:
         loss_sum: 0-d, the sum of this rank's losses (``reduction="sum"``).
-        count: how many there are, 0 or more; in an accumulation window, how many the window has on this rank, in each of its steps.
+        count: how many there are, 0 or more; in each micro-step of an accumulation window, the number of the whole window's on this rank.
         group: the ranks that train together.
 
     Returns:

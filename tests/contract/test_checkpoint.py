@@ -2,6 +2,7 @@
 
 import os
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def test_the_file_is_a_plain_one(folder: Path) -> None:
     assert on_first(lambda: os.listdir(folder)) == ["model.pt"]
 
 
+def test_old_weights_for_a_new_run(folder: Path) -> None:
+    unidist.save_checkpoint(folder / "old.pt", model=unidist.wrap_model(make_model()))
+    model = make_model()
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    unidist.load_checkpoint(folder / "old.pt", random_states=False, model=model)
+    assert torch.equal(torch.rand(1), expected)
+
+
 def test_a_file_that_a_script_without_unidist_saved(folder: Path) -> None:
     source = make_model()
     if unidist.is_main():
@@ -91,21 +102,38 @@ def test_a_file_that_a_script_without_unidist_saved(folder: Path) -> None:
 
 def test_keep_last_and_latest(folder: Path) -> None:
     assert unidist.latest_checkpoint(folder / "nothing") is None
-    for name in ("best.pt", "other-1.pt", "step-2-of-9.pt"):
+    for name in ("best.pt", "other-1.pt", "2-step-9.pt"):
         unidist.save_checkpoint(folder / name, x=1)
+    unfinished = {
+        f".step-3.pt.{socket.gethostname()}.4194305.unfinished",  # of a process that was killed
+        f".step-3.pt.{socket.gethostname()}.1.unfinished",  # of one that still writes
+        ".step-3.pt.another-host.4194305.unfinished",
+    }
     if unidist.is_main():
-        (folder / ".step-3.pt.unfinished").touch()  # a process was killed
+        for name in unfinished:
+            (folder / name).touch()
+        (folder / "step-1.pt").mkdir(), (folder / "step-0.pt").symlink_to("nowhere")
     for step in (8, 9, 10, 11):
         unidist.save_checkpoint(folder / f"step-{step}.pt", keep_last=2, x=step)
         assert unidist.latest_checkpoint(folder, "step-*.pt") == folder / f"step-{step}.pt"
-    left = on_first(lambda: sorted(os.listdir(folder)))
-    assert left == ["best.pt", "other-1.pt", "step-10.pt", "step-11.pt", "step-2-of-9.pt"]
-    unidist.save_checkpoint(folder / "step-5.pt", keep_last=4, x=5)  # went on from an older one
-    assert unidist.latest_checkpoint(folder) == folder / "step-11.pt"
-    assert len(on_first(lambda: list(folder.glob("step-?*.pt")))) == 4
+    left = on_first(lambda: {path.name for path in folder.iterdir() if path.is_file()})
+    assert left - unfinished == {"best.pt", "other-1.pt", "2-step-9.pt", "step-10.pt", "step-11.pt"}
+    assert len(left & unfinished) == 2
+    for step in (5, 6):  # went back to an older one
+        unidist.save_checkpoint(folder / f"step-{step}.pt", keep_last=3, x=step)
+    assert unidist.latest_checkpoint(folder) == folder / "step-6.pt"
+    assert on_first(lambda: {path.name for path in folder.glob("step-*.pt") if path.is_file()}) == {
+        "step-11.pt",
+        "step-5.pt",
+        "step-6.pt",
+    }
     for bad in ({"keep_last": 0}, {"keep_last": 2}):
         with pytest.raises(ValueError, match="keep_last="):
             unidist.save_checkpoint(folder / ("best.pt" if bad["keep_last"] else "step-1.pt"), **bad)
+
+
+class Config(dict[str, int]):
+    """A kind of dict that weights_only does not know."""
 
 
 class Failing:
@@ -137,11 +165,12 @@ def test_an_error_of_any_rank_is_raised_on_all(folder: Path) -> None:
         unidist.load_checkpoint(path, model=make_model())
     with pytest.raises(unidist.CheckpointError, match="x=int has no load_state_dict"):
         unidist.load_checkpoint(path, x=3)
-    with pytest.raises(unidist.CheckpointError, match=r"TypeError: 'bad' holds a .*pathlib.* refuses"):
-        unidist.save_checkpoint(path, bad={"deep": [folder]})
+    for bad in (folder, Config(x=1)):
+        with pytest.raises(unidist.CheckpointError, match=r"refuses it, for it holds a \S*(pathlib|Config)"):
+            unidist.save_checkpoint(path, bad={"deep": [bad]})
     if unidist.is_main():
         (folder / "noise.pt").write_bytes(b"noise")
-    with pytest.raises(unidist.CheckpointError, match=r"it is not a file that torch\.load"):
+    with pytest.raises(unidist.CheckpointError, match=r"torch\.load\(weights_only=True\) refuses it;"):
         unidist.load_checkpoint(folder / "noise.pt")
     assert unidist.load_checkpoint(path) == {"x": 1, "y": [1]}  # as it was
 

@@ -1,8 +1,8 @@
 """Ranks that run out of data at different steps."""
 
+import contextlib
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -182,6 +182,9 @@ def test_a_group_of_its_own() -> None:
     rank, size = unidist.rank(), unidist.world_size()
     group = [unidist.new_group(range(half, size, 2)) for half in range(min(2, size))][rank % 2]
     model = unidist.wrap_model(nn.Linear(1, 1, bias=False), group=group)
+    if size > 1:
+        with pytest.raises(ValueError, match=r"was wrapped for \[.*\]; pass its group"), unidist.join(model):
+            pass
     with unidist.join(model, group=group):
         for step in range(1 + rank):
             left = [other for other in group.ranks if step <= other]
@@ -198,21 +201,69 @@ def test_what_is_refused() -> None:
     model = unidist.wrap_model(make_model())
     with pytest.raises(TypeError, match="not int"), unidist.join(3):
         pass
+    with pytest.raises(TypeError, match=r"pass what unidist.wrap_model returned; a copy"), unidist.join(model.module):
+        pass
+    with (
+        pytest.raises(ValueError, match="static_graph"),
+        unidist.join(unidist.wrap_model(make_model(), static_graph=True)),
+    ):
+        pass
+    unknown = pytest.raises(unidist.UnidistError, match=r"which was not given it: unidist.join\(model, \.\.\.\)")
+    with unidist.join(), unknown:
+        model(batch_of(0, 0))
     with pytest.raises(TypeError, match=r"wrap_model\(torch.compile\(model\)\)"), unidist.join(torch.compile(model)):
         pass
-    if unidist.world_size() == 1:
-        return
     refused = pytest.raises(unidist.UnidistError, match=r"all_gather, or an .*move it out of the block")
     with unidist.join(model), refused:
         unidist.all_gather_object(1)
+    if unidist.world_size() == 1:
+        return
     told = r"rank 0 came to all_reduce \(sum\) of 1 torch.float32 while rank 1 came to"
     with pytest.raises(unidist.MismatchError, match=told), unidist.join(model):
         unidist.all_reduce(torch.ones(1 if unidist.rank() == 0 else 2))
     assert unidist.all_reduce(torch.ones(1)).item() == unidist.world_size()
 
 
-def test_every_rank_ends_together(tmp_path: Path) -> None:
+class Output:
+    """Hides its tensors from whoever looks for them."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Hiding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_model()
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(self.body(x))
+
+
+def test_a_model_whose_output_hides_its_tensors() -> None:
+    model = unidist.wrap_model(Hiding())
+    with unidist.join(model):
+        for _ in range(2):
+            model.zero_grad()
+            model(batch_of(unidist.rank(), 0)).logits.sum().backward()
+    grads = unidist.all_gather_object([p.grad for p in model.parameters()])
+    torch.testing.assert_close(grads, [grads[0]] * len(grads), rtol=0, atol=0)
+
+
+def test_gradients_of_the_input_alone_are_local() -> None:
+    """Saliency maps and gradient penalties: no parameter is reached, nothing is averaged, inside a join and outside."""
+    model = unidist.wrap_model(make_model())
+    x = batch_of(0, 0).requires_grad_()
+    for block in (contextlib.nullcontext(), unidist.join(model)):
+        with block:
+            for _ in range(2):
+                (grad,) = torch.autograd.grad(model(x).sum(), x)
+                assert grad.abs().sum() > 0
+            model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_nothing_to_do() -> None:
     with unidist.join():
-        if unidist.rank() == 0:
-            (tmp_path / "ran out").touch()
+        pass
     assert unidist.all_gather_object(1) == [1] * unidist.world_size()

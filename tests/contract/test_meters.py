@@ -23,6 +23,16 @@ def test_mean_is_that_of_all_values() -> None:
     assert math.isnan(meter.compute())
 
 
+def test_half_precision_and_integers_add_up_in_float64() -> None:
+    for values in (torch.full((200,), 1000.0, dtype=torch.half), torch.full((3,), 2**25 + 1, dtype=torch.int32)):
+        mean, total = unidist.Mean(), unidist.Sum()
+        mean.update(values), total.update(values)
+        assert (
+            mean.compute() == values[0].item()
+            and total.compute() == values[0].item() * len(values) * unidist.world_size()
+        )
+
+
 def test_sum_and_empty_ranks() -> None:
     meter, mean = unidist.Sum(), unidist.Mean()
     assert meter.compute() == 0.0
@@ -62,8 +72,18 @@ def test_accuracy() -> None:
     pixels = unidist.Accuracy()
     pixels.update(torch.eye(3).view(1, 3, 3, 1), torch.tensor([[[0], [1], [0]]]))
     assert pixels.compute() == pytest.approx(2 / 3)
-    with pytest.raises(ValueError, match=r"\(3, 3\) with \(2,\)"):
-        top1.update(scores, targets[:2])
+    floats, one_hot = torch.rand(3), torch.eye(3)
+    for output, target in (
+        (scores, targets[:2]),
+        (floats, targets),
+        (floats[:, None], targets),
+        (floats > 0.5, floats),
+        (scores, one_hot),
+    ):
+        with pytest.raises(ValueError, match=r"2 classes or more .* not torch\..* with "):
+            top1.update(output, target)
+    with pytest.raises(ValueError, match="top_k=0"):
+        unidist.Accuracy(top_k=0)
 
 
 def test_one_collective_however_many_updates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,9 +324,10 @@ def test_a_frozen_parameter_that_thaws_is_told() -> None:
     model = unidist.wrap_model(inner)
     train(model, my_batch, steps=1)
     inner.requires_grad_(True)
-    if unidist.backend_name() != "single":
-        with pytest.raises(unidist.UnidistError, match=r"4 parameters, '0\.weight' the first, .* wrap it again"):
-            train(model, my_batch, steps=1)
+    with torch.no_grad():
+        model(my_batch(0)[0])
+    with pytest.raises(unidist.UnidistError, match=r"4 parameters, '0\.weight' the first, .* wrap it again"):
+        train(model, my_batch, steps=1)
     model = unidist.wrap_model(unidist.unwrap(model))
     train(model, my_batch, steps=2)
     alone = make_model().requires_grad_(False)
@@ -373,6 +374,16 @@ def test_sparse_gradients(window: int) -> None:
             optimizer.step()
     assert_same(model.module, alone, rtol=1e-5, atol=1e-6)
     assert_in_step(model)
+
+
+def test_sparse_gradients_beside_compressed_ones() -> None:
+    model, alone = unidist.wrap_model(Words(), compression="fp16"), Words()
+    model(words_of(0, unidist.rank())).pow(2).sum().backward()
+    for rank in range(unidist.world_size()):
+        (alone(words_of(0, rank)).pow(2).sum() / unidist.world_size()).backward()
+    for p, q in zip(model.parameters(), alone.parameters()):
+        assert p.grad is not None and q.grad is not None
+        torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense(), rtol=1e-2, atol=1e-2)
 
 
 def test_sparse_gradients_that_some_ranks_do_not_have() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from unidist.context import current
+from unidist.context import current, is_initialized
 from unidist.data.sampler import ShardSampler, is_shuffle
 from unidist.data.shares import Cursor, Shares, mixed
 from unidist.data.stream import ShardStream, WorkerInit
@@ -18,8 +18,9 @@ from unidist.data.stream import ShardStream, WorkerInit
 class ShardLoader(DataLoader[Any]):
     """What ``shard_loader`` returns: a DataLoader with this rank's share and a position that can be saved.
 
-    Each iteration is the next epoch. ``len()`` is the number of batches that the running iteration yields, else the next
-    one: fewer than a whole epoch's when it resumes in the middle.
+    Each iteration is the next epoch; one that is left after its first batch was a look and does not count. ``len()`` is the
+    number of batches that the running iteration yields, else the next one: fewer than a whole epoch's when
+    it resumes in the middle.
     """
 
     def __init__(self, source: ShardSampler | ShardStream, seed: int, **options: Any) -> None:
@@ -32,43 +33,63 @@ class ShardLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the running iteration, else of the next one; from 0."""
+        """The epoch of the iteration that was begun last, and once that has come to its end, of the next one; from 0.
+
+        After a ``break`` it is still the epoch that was left, as in ``state_dict()``; the next iteration is the one after it.
+        """
         return self._now().epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration this epoch, from its beginning, or from the position that was loaded for it."""
-        self._source.cursor.set_epoch(epoch)
-        self._begin_anew()
+        moved = self._source.cursor.set_epoch(epoch)
+        self._begun = None
+        if moved:
+            self._restart_workers()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | str]:
         """Where the run stands: the epoch, and how much of it all ranks together have consumed. Not collective.
 
-        The same on every rank that has taken as many batches. The batch that was yielded last counts as consumed.
+        The same on every rank that has taken as many batches. The batch that was yielded last counts as consumed. A state
+        saved at an epoch's last batch resumes with an iteration of no batches; one saved after the loop, with the next epoch.
         """
         now = self._now()
-        return {"epoch": now.epoch, "position": now.position, "seed": self._seed}
+        return {
+            "epoch": now.epoch,
+            "position": now.position,
+            "seed": self._seed,
+            "order": self._source.order(),
+            "workers": self.num_workers,
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration what is left of the saved epoch, on a world of any size. Not collective.
 
         Every sample that was not consumed comes once, and padding as in a whole epoch. The batch size may be another.
 
         Raises:
-            ValueError: the state is of a loader with another seed, or beyond the end of this dataset.
+            ValueError: the state is of a loader with another seed, or it is in the middle of an epoch and this loader has another
+                length or kind of order.
         """
         if state["seed"] != self._seed:
             raise ValueError(
                 f"this state is of shard_loader(seed={state['seed']}), and this loader has seed={self._seed}: other orders, in "
                 "which the position would repeat some samples and miss others. Pass the same seed."
             )
-        total = self._total()
-        if total is not None and not 0 <= state["position"] <= total:
+        if state["position"] and state["order"] != self._source.order():
             raise ValueError(
-                f"position {state['position']} of the state is not within the {total} samples of this loader."
+                f"this state is in the middle of {state['order']}, and this loader has {self._source.order()}: pass the same data, "
+                "sampler and shuffle, or resume from a state saved at the end of an epoch."
             )
+        if isinstance(self._source, ShardStream):
+            if state["position"] and state["workers"] > 1 and not self.num_workers:
+                raise ValueError(
+                    f"this state is in the middle of a stream that {state['workers']} workers read: resume with num_workers=1 or more."
+                )
+            self._source.workers_before = state["workers"]
         cursor = self._source.cursor
         cursor.epoch, cursor.position = state["epoch"], state["position"]
-        self._begin_anew()
+        self._begun = None
+        self._restart_workers()
 
     def __len__(self) -> int:
         total = self._source.total()
@@ -80,11 +101,16 @@ class ShardLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         cursor = self._source.cursor
+        if self._begun is not None and self._yielded <= 1:  # it was a look
+            cursor.epoch, cursor.position = self._begun.epoch, self._begun.position
+            self._restart_workers()
         begun = self._begun = Cursor(cursor.epoch, cursor.position)
         self._yielded = 0
         assert self.generator is not None
         # It seeds the workers: other numbers on each rank and in each epoch, the same in every run.
         self.generator.manual_seed(mixed(self._seed, self._source.shares.rank, begun.epoch, begun.position))
+        if self.num_workers and self._iterator is None and is_initialized():
+            current().quiesce()
         iterator = super().__iter__()
         if isinstance(self._source, ShardStream) and self.num_workers:
             cursor.begin()  # the workers' copies do it for themselves
@@ -103,18 +129,12 @@ class ShardLoader(DataLoader[Any]):
             return self._source.cursor
         step = (self.batch_size or 1) * self._source.shares.world_size
         position = self._begun.position + self._yielded * step
-        total = self._total()
-        return Cursor(self._begun.epoch, position if total is None else min(position, total))
+        if isinstance(self._source, ShardSampler):  # a stream's length may be a guess
+            position = min(position, self._source.total())
+        return Cursor(self._begun.epoch, position)
 
-    def _total(self) -> int | None:
-        try:
-            return self._source.total()
-        except TypeError:  # a stream without a length
-            return None
-
-    def _begin_anew(self) -> None:
-        self._begun = None
-        self._iterator = None  # persistent workers know nothing of a new position
+    def _restart_workers(self) -> None:
+        self._iterator = None  # persistent ones know nothing of another position
 
 
 def shard_loader(
@@ -128,12 +148,13 @@ def shard_loader(
     """A DataLoader like ``loader`` that yields this rank's share of the samples.
 
     The batch size stays: it is each rank's. Order and workers' seeds follow from ``seed`` alone and leave the
-    global random state untouched. Each iteration is a new epoch; ``set_epoch`` is there for whoever counts epochs
-    otherwise. ``state_dict()`` and ``load_state_dict()`` resume in the middle of an epoch, on a world of any size.
-    Not collective, but every rank must pass the same arguments.
+    global random state untouched. Each iteration is a new epoch, which ``loader.epoch`` tells; ``loader.set_epoch`` is there
+    for whoever counts epochs otherwise. ``loader.state_dict()`` and ``loader.load_state_dict()`` resume in the middle of an
+    epoch, on a world of any size. Not collective, but every rank must pass the same arguments.
 
     * A sampler (weighted, random with replacement, of a subset, your own) is drawn by every rank with the same random
-      numbers, and the ranks take its items in turn.
+      numbers, and the ranks take its items in turn. It must draw from its ``generator`` attribute or from the global
+      generators of torch, Python or NumPy; one of its own would not follow the epoch when a run resumes.
     * A batch sampler is drawn likewise, and the ranks take whole batches in turn.
     * An iterable dataset must yield the same stream on every rank; the ranks take its samples in turn, their workers
       batches. One that asks ``get_worker_info`` splits itself among the workers, and only the ranks' turns are added.
@@ -149,9 +170,16 @@ def shard_loader(
             sample, and are empty on some ranks if the world is larger than the dataset. Default: ``not drop_last``.
 
     Raises:
-        TypeError: a ``DistributedSampler``, a sampler without a length, or ``shuffle`` for a sampler of your own.
+        TypeError: a ``DistributedSampler``, a sampler without a length, ``shuffle`` for a sampler of your own, a loader that
+            is a share already, or one of a class that iterates in its own way.
         ValueError: ``pad=True`` with ``drop_last=True``, or padding an empty dataset.
     """
+    if isinstance(loader, ShardLoader):
+        raise TypeError("shard_loader: this loader is a rank's share already.")
+    if not _is_stateful(loader) and type(loader).__iter__ is not DataLoader.__iter__:
+        raise TypeError(
+            f"shard_loader cannot keep what {type(loader).__name__}.__iter__ does: pass a DataLoader, and wrap its share."
+        )
     drop_last = loader.drop_last if drop_last is None else drop_last
     pad = (not drop_last) if pad is None else pad
     if pad and drop_last:

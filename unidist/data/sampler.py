@@ -57,6 +57,10 @@ class ShardSampler(Sampler[Any]):
             yield order[(first + turn * self.shares.world_size) % len(order)]
         self._begun = None
 
+    def order(self) -> str:
+        """What tells this order from others of the same seed."""
+        return f"{self.total()} items of {type(self.source).__name__}"
+
     def state_dict(self) -> dict[str, int]:
         """Epoch, and items taken of it over all ranks; the same on every rank that took as many."""
         if self._begun is None:

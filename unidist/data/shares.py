@@ -40,10 +40,12 @@ class Cursor:
     epoch: int = 0
     position: int = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; no-op if that is the next one already, lest a resumed position be lost."""
-        if epoch != self.epoch:
+    def set_epoch(self, epoch: int) -> bool:
+        """Go to the beginning of an epoch, unless it is the next one already, lest a resumed position be lost; whether it moved."""
+        moved = epoch != self.epoch
+        if moved:
             self.epoch, self.position = epoch, 0
+        return moved
 
     def begin(self) -> Cursor:
         """The epoch and position to begin at; the next iteration will be the epoch after it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -29,6 +30,8 @@ class ShardStream(IterableDataset[Any]):
         self.shares = shares
         self.batch_size = batch_size
         self.cursor = Cursor()
+        #: How many workers each rank had in the run that wrote the position.
+        self.workers_before = 0
         #: Whether somebody in this worker has asked which worker it is.
         self.asked = False
 
@@ -40,6 +43,10 @@ class ShardStream(IterableDataset[Any]):
     def total(self) -> int:
         """The number of samples of a whole epoch, over all ranks, where the dataset has a length."""
         return len(self.dataset)  # type: ignore[arg-type]
+
+    def order(self) -> str:
+        """What tells this order from others of the same seed."""
+        return f"a stream of {type(self.dataset).__name__}"
 
     def __iter__(self) -> Iterator[Any]:
         begun = self.cursor.begin()
@@ -57,11 +64,12 @@ class ShardStream(IterableDataset[Any]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         self.asked = asked  # by others
-        if asked and workers > 1:
-            if skip:
+        if asked:
+            if skip and max(workers, self.workers_before) > 1:
                 raise UnidistError(
-                    f"{type(self.dataset).__name__} splits itself among its {workers} workers, so a position in the whole "
-                    "stream means nothing to it: resume at the end of an epoch, or use num_workers=1."
+                    f"{type(self.dataset).__name__} splits itself among {max(workers, self.workers_before)} workers, so a position "
+                    "in the whole stream means nothing to it: resume from a state saved at the end of an epoch. With one worker from "
+                    "the start, it could resume anywhere."
                 )
             worker, workers = 0, 1
         shares = self.shares
@@ -69,7 +77,12 @@ class ShardStream(IterableDataset[Any]):
         head: list[Any] = []  # the epoch's first samples, to pad with
         held: Any = None
         place = -1  # among what is left of the epoch
-        for index, sample in enumerate(_chain(first, stream)):
+        for index, sample in enumerate(chain(first, stream)):
+            if self.asked and not asked and workers > 1:
+                raise UnidistError(
+                    f"{type(self.dataset).__name__} asked get_worker_info after its first sample, too late for its workers to share "
+                    "the stream: ask before."
+                )
             if shares.pad and index < size:
                 head.append(sample)
             if index < skip:
@@ -98,12 +111,12 @@ class WorkerInit:
         stream = info.dataset
 
         class Watched(type(info)):  # type: ignore[misc]
-            """torch's ``WorkerInfo``, which notes whether it is asked for the worker's number or their count."""
+            """torch's ``WorkerInfo``, which notes whether it is asked for what a dataset needs to split itself."""
 
             __slots__ = ()
 
             def __getattribute__(self, name: str) -> Any:
-                if name in ("id", "num_workers"):
+                if name in ("id", "num_workers", "dataset"):
                     stream.asked = True
                 return super().__getattribute__(name)
 
@@ -112,8 +125,3 @@ class WorkerInit:
         object.__setattr__(info, "__class__", Watched)
         if self.then is not None:
             self.then(worker)
-
-
-def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    yield from first
-    yield from rest
