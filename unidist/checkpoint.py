@@ -242,13 +242,16 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 def _prune(path: Path, keep: int) -> None:
     """Delete older relatives of ``path``, and what killed processes of this host have left of them."""
     before, _, after = re.split(r"(\d+)(?=\D*$)", path.name)
-    family = re.compile(rf"{re.escape(before)}\d+{re.escape(after)}")
-    relatives = [other for other in path.parent.iterdir() if family.fullmatch(other.name) and _is_whole(other)]
+    family = rf"{re.escape(before)}\d+{re.escape(after)}"
+    here = list(path.parent.iterdir())
+    relatives = [other for other in here if re.fullmatch(family, other.name) and _is_whole(other)]
     for other in sorted(relatives, key=_written)[:-keep]:
         other.unlink()
-    for other in path.parent.glob(f".*{_UNFINISHED}"):
-        name, host, process = other.name[1 : -len(_UNFINISHED)].rsplit(".", 2)
-        if family.fullmatch(name) and host == socket.gethostname() and not Path(f"/proc/{process}").exists():
+    for other in here:
+        left = re.fullmatch(
+            rf"\.{family}\.{re.escape(socket.gethostname())}\.(\d+){re.escape(_UNFINISHED)}", other.name
+        )
+        if left and not Path("/proc", left[1]).exists():
             other.unlink(missing_ok=True)
 
 
@@ -264,7 +267,7 @@ def _sent(data: bytes, group: Group | None) -> bytes | bytearray:
     """The first rank's bytes on every rank, in pieces that every engine carries."""
     sizes = all_gather_object(len(data), group)
     first = current().ranks(group)[0]
-    if len(sizes) == 1:
+    if len(sizes) == 1 or not sizes[0]:
         return data
     whole = bytearray(data or sizes[0])
     for piece in torch.split(torch.frombuffer(whole, dtype=torch.uint8), _PIECE):

@@ -108,6 +108,7 @@ def test_keep_last_and_latest(folder: Path) -> None:
         f".step-3.pt.{socket.gethostname()}.4194305.unfinished",  # of a process that was killed
         f".step-3.pt.{socket.gethostname()}.1.unfinished",  # of one that still writes
         ".step-3.pt.another-host.4194305.unfinished",
+        ".unfinished",
     }
     if unidist.is_main():
         for name in unfinished:
@@ -118,7 +119,7 @@ def test_keep_last_and_latest(folder: Path) -> None:
         assert unidist.latest_checkpoint(folder, "step-*.pt") == folder / f"step-{step}.pt"
     left = on_first(lambda: {path.name for path in folder.iterdir() if path.is_file()})
     assert left - unfinished == {"best.pt", "other-1.pt", "2-step-9.pt", "step-10.pt", "step-11.pt"}
-    assert len(left & unfinished) == 2
+    assert len(left & unfinished) == 3
     for step in (5, 6):  # went back to an older one
         unidist.save_checkpoint(folder / f"step-{step}.pt", keep_last=3, x=step)
     assert unidist.latest_checkpoint(folder) == folder / "step-6.pt"
@@ -169,9 +170,10 @@ def test_an_error_of_any_rank_is_raised_on_all(folder: Path) -> None:
         with pytest.raises(unidist.CheckpointError, match=r"refuses it, for it holds a \S*(pathlib|Config)"):
             unidist.save_checkpoint(path, bad={"deep": [bad]})
     if unidist.is_main():
-        (folder / "noise.pt").write_bytes(b"noise")
-    with pytest.raises(unidist.CheckpointError, match=r"torch\.load\(weights_only=True\) refuses it;"):
-        unidist.load_checkpoint(folder / "noise.pt")
+        (folder / "noise.pt").write_bytes(b"noise"), (folder / "empty.pt").touch()
+    for name in ("noise.pt", "empty.pt"):
+        with pytest.raises(unidist.CheckpointError, match=r"torch\.load\(weights_only=True\) refuses it;"):
+            unidist.load_checkpoint(folder / name)
     assert unidist.load_checkpoint(path) == {"x": 1, "y": [1]}  # as it was
 
 
