@@ -86,7 +86,7 @@ class Joined(Backend):
         return self._refuse("new_group")
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
-        return self._refuse("all_gather, or an *_object call,")
+        return self._refuse("all_gather, or an *_object or checkpoint call,")
 
     def all_to_all(
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None

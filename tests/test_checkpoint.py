@@ -1,6 +1,7 @@
 """Runs that are killed, and go on elsewhere."""
 
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +43,22 @@ def test_killed_at_a_random_moment_50_times(tmp_path: Path) -> None:
     )
     assert found and int(found[1]) > 5, result.output  # else the moments were not random enough
     shown.setdefault(TITLE, []).append(f"SIGKILL while saving: {found[0]}")
+
+
+def test_two_jobs_that_save_to_one_path(tmp_path: Path) -> None:
+    """As when a job is requeued while the old one still writes."""
+    path = tmp_path / "run-1.pt"
+    code = (
+        "import torch, unidist; unidist.init('single')\n"
+        "for step in range(40):\n"
+        f"    unidist.save_checkpoint({str(path)!r}, keep_last=1, weights=torch.full((200_000,), float(step)))\n"
+        f"    weights = unidist.load_checkpoint({str(path)!r})['weights']\n"
+        "    assert (weights == weights[0]).all()\n"
+    )
+    command = [sys.executable, "-c", code]
+    result = worlds.run([command, command], environment("python", {}), timeout=100, cwd=ROOT)
+    assert result.returncode == 0, result.output
+    assert [file.name for file in tmp_path.iterdir()] == ["run-1.pt"]
 
 
 @pytest.mark.parametrize(("launcher", "backend"), ENGINES)

@@ -246,7 +246,7 @@ def _prune(path: Path, keep: int) -> None:
     here = list(path.parent.iterdir())
     relatives = [other for other in here if re.fullmatch(family, other.name) and _is_whole(other)]
     for other in sorted(relatives, key=_written)[:-keep]:
-        other.unlink()
+        other.unlink(missing_ok=True)
     for other in here:
         left = re.fullmatch(
             rf"\.{family}\.{re.escape(socket.gethostname())}\.(\d+){re.escape(_UNFINISHED)}", other.name
