@@ -12,6 +12,7 @@ own call and nothing else. What holds for all of them:
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +25,9 @@ import torch
 
 from unidist.errors import BackendError, CollectiveError, UnidistError
 from unidist.topology import Launch, Topology
+
+#: Ample time for a thread to let go of the last call's tensors.
+_REST_S = 0.1
 
 Op = Literal["sum", "mean", "min", "max", "product"]
 
@@ -139,18 +143,19 @@ class Backend(ABC):
         Rank 0's parameters and buffers are the initial ones. Collective.
         """
 
-    def quiesce(self) -> None:
-        """Let the engine's threads come to rest, before this process forks. Not collective.
-
-        A thread that drops the last reference to a tensor takes a lock of the interpreter's; CPython 3.11 hands
-        it to a forked child locked for ever (seen with Horovod: 16 of 4,000 children hung).
-        """
-        return
-
     # ------------------------------------------------------------------ the same for every engine
     def ranks(self, group: Group | None) -> tuple[int, ...]:
         """The global ranks of a group, ascending."""
         return group.ranks if group else tuple(range(self.topology.world_size))
+
+    def quiesce(self) -> None:
+        """Let the engine's threads come to rest, before this process forks or ends. Not collective.
+
+        A thread that drops the last reference to a tensor needs the interpreter. One that is still at it when the
+        interpreter ends aborts the process (gloo of torch 2.13: 3 exits of 12); one that holds a lock of CPython 3.11's
+        when the process forks leaves it locked for ever in the child (Horovod: 16 of 4,000 children hung).
+        """
+        time.sleep(_REST_S)
 
     def engine_errors(self, call: str) -> AbstractContextManager[None]:
         """Turn an engine's exception inside the block into a ``CollectiveError`` that names rank and call."""

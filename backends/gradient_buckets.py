@@ -251,10 +251,8 @@ class BucketedDataParallel(DataParallel):
             self._buffers_followed = self._start_to_follow(self.module.buffers())
 
     def _accumulated(self, bucket: Bucket, index: int) -> None:
-        if self._running is None:
-            if self._expected is None:
-                return  # a backward pass of the bare module, or of another wrapper of it
-            self._begin(self._expected)
+        if not self._has_begun():
+            return
         if not self._running:
             if bucket.eager:
                 bucket.take([index], 1.0)
@@ -272,11 +270,14 @@ class BucketedDataParallel(DataParallel):
                 self._launch_next()
 
     def _accumulated_sparse(self, param: Tensor) -> None:
-        if self._running is None:
-            if self._expected is None:
-                return
+        if self._has_begun():
+            self._sparse_pending.discard(param)
+
+    def _has_begun(self) -> bool:
+        """Whether a gradient is of this wrapper's backward pass, which the first one begins; not of the bare module's, or of another wrapper's."""
+        if self._running is None and self._expected is not None:
             self._begin(self._expected)
-        self._sparse_pending.discard(param)
+        return self._running is not None
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
@@ -349,18 +350,24 @@ class BucketedDataParallel(DataParallel):
 
     def _start_to_follow(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
         """Start to overwrite tensors with the first rank's, in one broadcast of bytes for each device."""
-        places: dict[torch.device, list[Tensor]] = {}
-        for tensor in tensors:
-            places.setdefault(tensor.device, []).append(tensor)
-        flats = [flat_bytes(same) for same in places.values()]
+        places = by_device(tensors)
+        flats = [flat_bytes(same) for same in places]
         waits = [self._reducer.start_broadcast(flat, f"{self._name()}.follow{i}") for i, flat in enumerate(flats)]
 
         def finish() -> None:
-            for wait, same, flat in zip(waits, places.values(), flats):
+            for wait, same, flat in zip(waits, places, flats):
                 wait()
                 fill(same, flat)
 
         return finish
+
+
+def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one device together, in order of first appearance."""
+    places: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        places.setdefault(tensor.device, []).append(tensor)
+    return list(places.values())
 
 
 def flat_bytes(tensors: Sequence[Tensor]) -> Tensor:

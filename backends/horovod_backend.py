@@ -46,8 +46,6 @@ _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "pr
 
 #: Between two looks at a call under way; a fraction of the time that the quickest takes.
 _POLL_S = 5e-5
-#: Time for Horovod's thread to let go of the last call's tensors.
-_REST_S = 0.1
 
 
 class HorovodBackend(Backend):
@@ -115,9 +113,6 @@ class HorovodBackend(Backend):
                         hvd.remove_process_set(group.handle)
         if self._release is not None:
             self._release()
-
-    def quiesce(self) -> None:
-        time.sleep(_REST_S)
 
     def world_size(self) -> int:
         return int(hvd.size())

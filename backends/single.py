@@ -27,6 +27,9 @@ class SingleBackend(Backend):
     def shutdown(self) -> None:
         pass
 
+    def quiesce(self) -> None:
+        pass
+
     def world_size(self) -> int:
         return 1
 

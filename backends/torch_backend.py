@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -41,9 +40,6 @@ _OPS = {
 # torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-#: Time for gloo's threads to let go of the last tensors, for which they need the interpreter: one that is
-#: still at it when the interpreter ends aborts the process (seen with torch 2.13, 3 exits of 12).
-_DRAIN_S = 0.1
 
 
 class TorchBackend(Backend):
@@ -102,9 +98,6 @@ class TorchBackend(Backend):
             # A rank that leaves after an error leaves a group that is broken already.
             with suppress(Exception):
                 dist.destroy_process_group()
-
-    def quiesce(self) -> None:
-        time.sleep(_DRAIN_S)
 
     def world_size(self) -> int:
         return dist.get_world_size()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from unidist.backends.base import Group
-from unidist.collectives import all_gather_object, broadcast
+from unidist.collectives import all_gather_object, broadcast, broadcast_object
 from unidist.context import current
 from unidist.errors import CheckpointError
 from unidist.model import assert_in_sync, unwrap
@@ -141,7 +141,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt", gro
         return str(max(found, key=_written)) if found else None
 
     mine = _attempt(f"latest_checkpoint({os.fspath(folder)!r})", group, look)
-    name = all_gather_object(mine, group)[0]
+    name = broadcast_object(mine, current().ranks(group)[0], group)
     return Path(name) if name else None
 
 
@@ -265,11 +265,11 @@ def _written(path: Path) -> int:
 
 def _sent(data: bytes, group: Group | None) -> bytes | bytearray:
     """The first rank's bytes on every rank, in pieces that every engine carries."""
-    sizes = all_gather_object(len(data), group)
-    first = current().ranks(group)[0]
-    if len(sizes) == 1 or not sizes[0]:
+    first, *others = current().ranks(group)
+    size = broadcast_object(len(data), first, group)
+    if not others or not size:
         return data
-    whole = bytearray(data or sizes[0])
+    whole = bytearray(data or size)
     for piece in torch.split(torch.frombuffer(whole, dtype=torch.uint8), _PIECE):
         piece.copy_(broadcast(piece, first, group))
     return whole

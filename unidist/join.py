@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unidist.backends.base import Backend, Group, ModelOptions, tensors_in, unused_parameters
-from unidist.backends.gradient_buckets import cut, fill, flat_bytes
+from unidist.backends.gradient_buckets import by_device, cut, fill, flat_bytes
 from unidist.backends.joined import Joined
 from unidist.collectives import all_reduce, broadcast, broadcast_object
 from unidist.context import current, replaced
@@ -164,10 +164,8 @@ class _Average:
             raise unused_parameters(unused)
         for piece in cut([p for (_, p), somewhere in zip(trained, wanted) if somewhere], options.bucket_cap_mb):
             self._average(piece)
-        buffers = list(self.wrapper.module.buffers())
-        if options.broadcast_buffers and buffers:
-            for device in dict.fromkeys(buffer.device for buffer in buffers):
-                same = [buffer for buffer in buffers if buffer.device == device]
+        if options.broadcast_buffers:
+            for same in by_device(self.wrapper.module.buffers()):
                 fill(same, broadcast(flat_bytes(same), self.joined.active[0], self.group))
 
     def _average(self, params: list[Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,8 +87,7 @@ class ShardLoader(DataLoader[Any]):
                     f"this state is in the middle of a stream that {state['workers']} workers read: resume with num_workers=1 or more."
                 )
             self._source.workers_before = state["workers"]
-        cursor = self._source.cursor
-        cursor.epoch, cursor.position = state["epoch"], state["position"]
+        self._source.cursor = Cursor(state["epoch"], state["position"])
         self._begun = None
         self._restart_workers()
 
@@ -102,9 +102,9 @@ class ShardLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         cursor = self._source.cursor
         if self._begun is not None and self._yielded <= 1:  # it was a look
-            cursor.epoch, cursor.position = self._begun.epoch, self._begun.position
+            cursor = self._source.cursor = self._begun
             self._restart_workers()
-        begun = self._begun = Cursor(cursor.epoch, cursor.position)
+        begun = self._begun = replace(cursor)
         self._yielded = 0
         assert self.generator is not None
         # It seeds the workers: other numbers on each rank and in each epoch, the same in every run.

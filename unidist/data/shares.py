@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Cursor:
 
     def begin(self) -> Cursor:
         """The epoch and position to begin at; the next iteration will be the epoch after it."""
-        now = Cursor(self.epoch, self.position)
+        now = replace(self)
         self.epoch, self.position = self.epoch + 1, 0
         return now
 
