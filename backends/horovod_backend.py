@@ -30,7 +30,8 @@ from unidist.topology import Launch, Topology, detect, locate
 with suppress(UnidistError):
     # Horovod makes the symbols of its MPI visible to all that is loaded later, so mpi4py comes first.
     # Where it is missing and needed, the rendezvous says so.
-    mpi.world(detect(os.environ))
+    if (_launch := detect(os.environ)).launcher.meeting == "mpi":
+        mpi.world(_launch)
 
 try:
     import horovod.torch as hvd

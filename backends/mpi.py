@@ -6,12 +6,13 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Mapping
 from functools import cache
 from types import TracebackType
 from typing import Any
 
 from unidist.errors import BackendError, UnidistError, WorldSizeError
-from unidist.topology import Launch
+from unidist.topology import EXPLICIT, NONE, Launch
 
 #: Time for the launcher to read the error: MPICH's drops what is still in the pipe when a rank aborts.
 _READ_S = 1.0
@@ -21,9 +22,14 @@ def world(launch: Launch) -> Any:
     """mpi4py's COMM_WORLD. Collective at the first call, which starts MPI.
 
     Raises:
-        BackendError: mpi4py is missing, or cannot load this launcher's MPI library.
+        BackendError: mpi4py is missing, or cannot load this launcher's MPI library, or this is not an MPI launcher.
         WorldSizeError: the library belongs to another launcher: its world is not the launcher's.
     """
+    if not _starts_mpi(launch, os.environ):
+        raise BackendError(
+            f"{launch.launcher.name} started this process, and MPI needs its own launcher: 'mpirun -np 2 python script.py' (Open MPI), "
+            "'mpiexec -n 2 python script.py' (MPICH), 'horovodrun -np 2 --mpi python script.py' or 'srun -n 2 --mpi=pmix python script.py'."
+        )
     comm, error = _world(launch)
     if error is not None:
         raise error
@@ -39,17 +45,25 @@ def _world(launch: Launch) -> tuple[Any, UnidistError | None]:
         return None, error
 
 
+def abort() -> None:
+    """End all ranks of the job, this one included."""
+    from mpi4py import MPI
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(_READ_S)
+    MPI.COMM_WORLD.Abort(1)
+
+
 def _start(launch: Launch) -> Any:
     name = launch.launcher.name
-    if launch.launcher.meeting != "mpi":
-        raise BackendError(f"{name} is not an MPI launcher.")
     try:
         MPI = _import_mpi(launch)
     except (ImportError, RuntimeError) as error:
         raise BackendError(
-            f"{name} gives its processes no address to meet at, and mpi4py, which could spread one, cannot be used: {error}. "
-            f"Install mpi4py for this launcher's MPI (pip install mpi4py; Debian's MPICH: see docs/launchers.md), or set "
-            "MASTER_ADDR and MASTER_PORT to rank 0's host and a free port of it."
+            f"mpi4py cannot be used under {name}: {error}. Install it for this launcher's MPI (pip install mpi4py; Debian's MPICH: "
+            "see docs/launchers.md). Backends other than 'mpi' can do without: set MASTER_ADDR and MASTER_PORT to rank 0's host and "
+            "a free port of it."
         ) from error
     size = MPI.COMM_WORLD.Get_size()
     if size != launch.world_size:
@@ -76,19 +90,26 @@ def end_all_on_error(launch: Launch) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
         # Inside another hook (a session before this one put it there) the error may not be shown yet.
         if sys.excepthook is hook and launch.world_size > 1 and not MPI.Is_finalized():
-            time.sleep(_READ_S)
-            MPI.COMM_WORLD.Abort(1)
+            abort()
 
     sys.excepthook = hook
 
 
+def _starts_mpi(launch: Launch, env: Mapping[str, str]) -> bool:
+    row = launch.launcher
+    return row.meeting == "mpi" or row in (NONE, EXPLICIT) or (row.meeting == "slurm" and bool(_slurm_mpi(env)))
+
+
+def _slurm_mpi(env: Mapping[str, str]) -> str:
+    """The MPI that srun is ready for, by the variables of its --mpi plugins."""
+    return "openmpi" if env.get("PMIX_RANK") else "mpich" if env.get("PMI_RANK") else ""
+
+
 def _import_mpi(launch: Launch) -> Any:
     """Import mpi4py.MPI for the launcher's MPI: its wheel carries more than one ABI and takes the first library it finds."""
-    wanted = launch.launcher.mpi
+    wanted = launch.launcher.mpi or (_slurm_mpi(os.environ) if launch.launcher.meeting == "slurm" else "")
     if wanted == "mpich" and "mpi4py.MPI" not in sys.modules and hasattr(ctypes.CDLL(None), "ompi_mpi_comm_world"):
         # Its symbols would answer MPICH's calls, and the process would crash.
         raise ImportError("Open MPI is loaded in this process already (Horovod, if built for it, does that)")

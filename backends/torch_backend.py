@@ -1,4 +1,4 @@
-"""gloo and nccl, through torch.distributed and DistributedDataParallel."""
+"""gloo, nccl and mpi, through torch.distributed and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class TorchBackend(Backend):
     def __init__(self, name: str, topology: Topology, device: torch.device, owned: bool) -> None:
         super().__init__(name, topology, device)
         self._owned = owned
-        if name == "nccl":
-            # CPU tensors travel over gloo, beside it.
+        if name != "gloo":
+            # NCCL has gloo beside it for CPU tensors.
             self.device_types = frozenset({"cpu", "cuda"})
         #: A user's own NCCL group takes no CPU tensors; they get a group beside it.
         self._split = name == "nccl" and "gloo" not in dist.get_backend_config()
@@ -58,18 +58,15 @@ class TorchBackend(Backend):
     @classmethod
     def start(cls, name: str, start: Start) -> TorchBackend:
         _check_available(name)
+        library = _mpi(start) if name == "mpi" else "cpu:gloo,cuda:nccl" if name == "nccl" else name
         store, topology = rendezvous.join(start)
         device = _device(name, start, topology)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if name == "nccl" else name,
-                store=store,
-                rank=topology.rank,
-                world_size=topology.world_size,
-                timeout=start.timeout,
-            )
+            # A PyTorch that was built with MPI takes all else from it.
+            place = {} if library == "mpi" else {"store": store, "rank": topology.rank, "world_size": topology.world_size}
+            dist.init_process_group(library, timeout=start.timeout, **place)
         except Exception as error:
             raise BackendError(
                 f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}. Is every rank running, "
@@ -82,7 +79,8 @@ class TorchBackend(Backend):
     def adopt(cls, start: Start) -> TorchBackend | None:
         if not dist.is_available() or not dist.is_initialized():
             return None
-        name = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
+        libraries = dist.get_backend_config()
+        name = next((name for name in ("nccl", "mpi") if name in libraries), "gloo")
         launch = start.launch
         # All ranks take part, also those whose launcher and group agree.
         hosts: list[Any] = [None] * dist.get_world_size()
@@ -256,8 +254,19 @@ def _compressed(dtype: torch.dtype, size: int) -> Callable[..., Any]:
 
 
 def _device(name: str, start: Start, topology: Topology) -> torch.device:
-    wanted = torch.device("cpu") if name == "gloo" and start.device is None else start.device
+    wanted = torch.device("cpu") if name != "nccl" and start.device is None else start.device
     return default_device(wanted, topology.local_rank)
+
+
+def _mpi(start: Start) -> str:
+    """torch's name of the engine: its own where it was built with MPI, else ours over mpi4py."""
+    if dist.is_mpi_available():
+        return "mpi"
+    mpi.world(start.launch)  # picks the launcher's library
+    from unidist.backends import mpi_group
+
+    mpi_group.register()
+    return mpi_group.NAME
 
 
 def _check_available(name: str) -> None:

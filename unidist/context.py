@@ -36,6 +36,7 @@ BACKENDS = {
     "single": Engine("unidist.backends.single", "SingleBackend", ""),
     "gloo": Engine("unidist.backends.torch_backend", "TorchBackend", "torch.distributed"),
     "nccl": Engine("unidist.backends.torch_backend", "TorchBackend", "torch.distributed"),
+    "mpi": Engine("unidist.backends.torch_backend", "TorchBackend", "torch.distributed"),
     "horovod": Engine("unidist.backends.horovod_backend", "HorovodBackend", "horovod.torch"),
 }
 

@@ -45,7 +45,7 @@ PROGRAMS = {
     "srun": ("srun",),
 }
 #: The engines that a world can be started on, and the variables by which a launcher, or a user for one, tells of another world.
-ENGINES = ("gloo", "nccl", "horovod")
+ENGINES = ("gloo", "nccl", "mpi", "horovod")
 OUTER = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|TORCHELASTIC|MASTER|OMPI_COMM|PMI|PMIX|JSM_NAMESPACE)_.*|MPI_LOCAL.*|"
     r"HOROVOD_(RANK|SIZE|LOCAL_.*|CROSS_.*|GLOO_RENDEZVOUS_.*|CONTROLLER|CPU_OPERATIONS|HOSTNAME)|UNIDIST_(BACKEND|LAUNCHER)|"
