@@ -428,11 +428,12 @@ class MpiProcessGroup(dist.ProcessGroup):
             values = [own.values().new_empty(int(n), *own.values().shape[1:]) for n in counts]
             for mine, places in ((own.indices().contiguous(), indices), (own.values().contiguous(), values)):
                 MPI.Request.Waitall(calls.exchange(self._comm, [mine] * self.size(), places))
-            whole = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), own.shape).coalesce()
+            whole = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), own.shape, check_invariants=False).coalesce()
             result.append(whole.div_(self.size()) if op == "avg" else whole)
             return []
 
-        work = Work(self, "all_reduce", [tensor], lambda: tensor.detach().copy_(result[0]))  # type: ignore[arg-type,return-value]
+        # Not its detached self: that has indices and values of its own.
+        work = Work(self, "all_reduce", [tensor], lambda: tensor.copy_(result[0]))
         return self._collectives.submit(work, start, small=False, at_once=False)
 
     def _averaged(self, flat: Tensor, op: Reduction) -> list[Finish]:

@@ -50,7 +50,7 @@ class Owner(Protocol):
 class Work(dist.Work):
     """One operation, from its submission to its end."""
 
-    def __init__(self, owner: Owner, name: str, outputs: list[Tensor], finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, owner: Owner, name: str, outputs: list[Tensor], finish: Callable[[], object] | None = None) -> None:
         super().__init__()
         self.owner = owner
         self.name = name
@@ -251,7 +251,7 @@ class Collectives:
 class Message(Work):
     """One message, sent or received."""
 
-    def __init__(self, box: Messages, owner: Owner, name: str, tensor: Tensor, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, box: Messages, owner: Owner, name: str, tensor: Tensor, finish: Callable[[], object] | None = None) -> None:
         super().__init__(owner, name, [tensor], finish)
         self.box = box
         self.nbytes = tensor.nbytes

@@ -8,7 +8,9 @@ import torch
 
 from tests.worlds import IN_WORLD, run_world, shown
 
-ENGINES = [("torchrun", "gloo"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
+ENGINES = [
+    ("torchrun", "gloo"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi"), ("mpiexec (MPICH)", "mpi")
+]  # fmt: skip
 WORLDS = [("python", "single", 1), *((launcher, backend, size) for size in (1, 2, 3) for launcher, backend in ENGINES)]
 WORLDS += [("torchrun", "nccl", size) for size in (1, 2)]
 
@@ -20,7 +22,7 @@ def test_contract(launcher: str, backend: str, size: int, tmp_path: Path) -> Non
         pytest.skip(f"nccl at {size} ranks needs {size} GPUs, {gpus} are visible")
     suite = ["-m", "pytest", "tests/contract", "-q", "--color=no", "-p", "no:cacheprovider"]
     # An MPI rank that fails must take the others with it.
-    argv = ["-m", "mpi4py", *suite] if launcher == "mpirun" else suite
+    argv = ["-m", "mpi4py", *suite] if launcher in ("mpirun", "mpiexec (MPICH)") else suite
     result = run_world(launcher, size, argv, backend=backend, env={IN_WORLD: str(tmp_path)}, timeout=300)
     assert result.returncode == 0, result.output
     verdicts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
