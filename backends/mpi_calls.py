@@ -9,6 +9,7 @@ call, so the size decides, and nothing else. No call moves more than 1 GiB: MPI'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -174,26 +175,28 @@ def exchange(
     # Each rank begins with its neighbours, so that they do not all turn to the same one.
     for step in range(1, comm.size):
         incoming = receives[(rank - step) % comm.size]
-        if incoming is not None:
-            requests += receive(comm, incoming, (rank - step) % comm.size, 0)
+        if incoming is not None and incoming.nbytes:
+            requests.append(receive(comm, incoming, (rank - step) % comm.size, 0))
     for step in range(1, comm.size):
         outgoing = sends[(rank + step) % comm.size]
-        if outgoing is not None:
-            requests += send(comm, outgoing, (rank + step) % comm.size, 0)
+        if outgoing is not None and outgoing.nbytes:
+            requests.append(send(comm, outgoing, (rank + step) % comm.size, 0))
     own, place = sends[rank], receives[rank]
     if own is not None and place is not None:
         place.copy_(own)
     return requests
 
 
-def send(comm: MPI.Comm, tensor: Tensor, dst: int, tag: int) -> Requests:
-    """One message, in as many parts as it needs."""
-    return [comm.Isend(_spec(part), dst, tag) for part in _parts(tensor)]
+def send(comm: MPI.Comm, tensor: Tensor, dst: int, tag: int) -> MPI.Request:
+    """One message."""
+    with _message(tensor) as spec:
+        return comm.Isend(spec, dst, tag)
 
 
-def receive(comm: MPI.Comm, tensor: Tensor, src: int, tag: int) -> Requests:
+def receive(comm: MPI.Comm, tensor: Tensor, src: int, tag: int) -> MPI.Request:
     """The message of ``send`` for a tensor of the same size."""
-    return [comm.Irecv(_spec(part), src, tag) for part in _parts(tensor)]
+    with _message(tensor) as spec:
+        return comm.Irecv(spec, src, tag)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -202,12 +205,24 @@ def _spec(tensor: Tensor, kind: MPI.Datatype = MPI.BYTE, blocks: int = 1) -> lis
     return [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), count // blocks, kind]
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor in pieces that one call can take; none if it is empty."""
-    if 0 < tensor.nbytes <= _LARGEST:
-        yield tensor
-    elif tensor.nbytes:
-        yield from tensor.split(_LARGEST // tensor.element_size())
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """The tensor in pieces that one call can take."""
+    return [tensor] if tensor.nbytes <= _LARGEST else tensor.split(_LARGEST // tensor.element_size())
+
+
+@contextmanager
+def _message(tensor: Tensor) -> Iterator[list[Any]]:
+    """A large message must not come in pieces (another could come between them), but may be one item of a large datatype."""
+    if tensor.nbytes <= _LARGEST:
+        yield _spec(tensor)
+        return
+    blocks, rest = divmod(tensor.nbytes, 2**20)
+    block = MPI.BYTE.Create_contiguous(2**20)
+    whole = MPI.Datatype.Create_struct([blocks, rest], [0, blocks * 2**20], [block, MPI.BYTE]).Commit()
+    yield [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), 1, whole]
+    # MPI keeps them until the message has gone.
+    whole.Free()
+    block.Free()
 
 
 def _only(peer: int, comm: MPI.Comm, tensor: Tensor) -> list[Tensor | None]:

@@ -66,7 +66,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             return self._all_reduce_sparse(tensor, op, opts)
         flat, back = _flat(tensor)
         return self._submit(
-            "all_reduce", tensors, [flat], lambda: calls.all_reduce(self._comm, flat, op), opts, [*self._averaged(flat, op), *back]
+            "all_reduce", tensors, tensors, [flat], lambda: calls.all_reduce(self._comm, flat, op), opts, [*self._averaged(flat, op), *back]
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -79,7 +79,7 @@ class MpiProcessGroup(dist.ProcessGroup):
                 tensor.detach().copy_(part.view_as(tensor))
 
         finish = [*self._averaged(whole, op), spread]
-        return self._submit("all_reduce", tensors, [whole], lambda: calls.all_reduce(self._comm, whole, op), opts, finish)
+        return self._submit("all_reduce", tensors, tensors, [whole], lambda: calls.all_reduce(self._comm, whole, op), opts, finish)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """reduce, in place on the root."""
@@ -87,14 +87,14 @@ class MpiProcessGroup(dist.ProcessGroup):
         op, root = _reduction(opts, tensor), opts.rootRank
         flat, back = _flat(tensor)
         finish = [*self._averaged(flat, op), *back] if root == self.rank() else []
-        return self._submit("reduce", tensors, [flat], lambda: calls.reduce(self._comm, flat, root, op), opts, finish)
+        return self._submit("reduce", tensors, tensors, [flat], lambda: calls.reduce(self._comm, flat, root, op), opts, finish)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """broadcast, in place."""
         (tensor,) = tensors
         root = 0 if opts is None else opts.rootRank
         flat, back = _flat(tensor)
-        return self._submit("broadcast", tensors, [flat], lambda: calls.broadcast(self._comm, flat, root), opts, back)
+        return self._submit("broadcast", tensors, tensors, [flat], lambda: calls.broadcast(self._comm, flat, root), opts, back)
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """all_gather into a list; sizes may differ from rank to rank."""
@@ -105,11 +105,11 @@ class MpiProcessGroup(dist.ProcessGroup):
             rows = flat.new_empty(self.size(), flat.numel())
             finish = [lambda: _copy(outputs, rows)]
             return self._submit(
-                "all_gather", outputs, [flat, rows], lambda: calls.all_gather(self._comm, rows, flat), opts, finish
+                "all_gather", [tensor], outputs, [flat, rows], lambda: calls.all_gather(self._comm, rows, flat), opts, finish
             )
         places, back = _flats(outputs)
         return self._submit(
-            "all_gather", outputs, [flat, *places], lambda: calls.exchange(self._comm, [flat] * self.size(), places), opts, back
+            "all_gather", [tensor], outputs, [flat, *places], lambda: calls.exchange(self._comm, [flat] * self.size(), places), opts, back
         )
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
@@ -129,7 +129,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         def start() -> Requests:
             return [r for place, flat in zip(places, flats) for r in calls.all_gather(self._comm, place, flat)]
 
-        return self._submit("all_gather", outputs, places, start, opts, back)
+        return self._submit("all_gather", tensors, outputs, places, start, opts, back)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -150,7 +150,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         outputs = [tensor for outputs in output_lists for tensor in outputs]
         tensors = [*flats, *(place for row in rows for place in row)]
-        return self._submit("all_gather", outputs, tensors, start, opts, [step for back in backs for step in back])
+        return self._submit("all_gather", input_list, outputs, tensors, start, opts, [step for back in backs for step in back])
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> dist.Work:
         """gather on the root."""
@@ -163,7 +163,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._one_each(outputs)
             places, back = _flats(outputs)
         return self._submit(
-            "gather", sum(output_tensors, []), [flat, *(places or [])],
+            "gather", [tensor], sum(output_tensors, []), [flat, *(places or [])],
             lambda: calls.gather(self._comm, places, flat, root), opts, back,
         )  # fmt: skip
 
@@ -177,7 +177,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._one_each(tensors)
             flats = [_flat(tensor)[0] for tensor in tensors]
         return self._submit(
-            "scatter", output_tensors, [place, *(flats or [])],
+            "scatter", sum(input_tensors, []), output_tensors, [place, *(flats or [])],
             lambda: calls.scatter(self._comm, place, flats, root), opts, back,
         )  # fmt: skip
 
@@ -216,7 +216,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         receives = place.split(self._split(output, output_split_sizes))
         sends = flat.split(self._split(tensor, input_split_sizes))
         return self._submit(
-            "all_to_all", [output], [place, flat], lambda: calls.exchange(self._comm, sends, receives), opts, back
+            "all_to_all", [tensor], [output], [place, flat], lambda: calls.exchange(self._comm, sends, receives), opts, back
         )
 
     alltoall_base = all_to_all_single
@@ -228,12 +228,12 @@ class MpiProcessGroup(dist.ProcessGroup):
         places, back = _flats(output_tensors)
         flats = [_flat(tensor)[0] for tensor in input_tensors]
         return self._submit(
-            "all_to_all", output_tensors, [*places, *flats], lambda: calls.exchange(self._comm, flats, places), opts, back
+            "all_to_all", input_tensors, output_tensors, [*places, *flats], lambda: calls.exchange(self._comm, flats, places), opts, back
         )
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Done once every rank has come."""
-        return self._submit("barrier", [], [torch.empty(0)], lambda: [self._comm.Ibarrier()], opts, [])
+        return self._submit("barrier", [], [], [torch.empty(0)], lambda: [self._comm.Ibarrier()], opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names who has not come. It goes through the store, beside MPI.
@@ -250,20 +250,20 @@ class MpiProcessGroup(dist.ProcessGroup):
         key = f"monitored/{self._barriers}"
         if self.rank() != 0:
             self._store.set(f"{key}/{self.rank()}", "")
-            self._await(f"{key}/0", seconds, f"rank 0 did not end it within {seconds:g} s")
+            self._await(f"{key}/0", seconds, "rank 0 did not end it")
             return
         missing = []
         end = MPI.Wtime() + seconds
         for rank in range(1, self.size()):
             try:
-                self._await(f"{key}/{rank}", end - MPI.Wtime(), f"rank {rank} has not come within {seconds:g} s")
+                self._await(f"{key}/{rank}", end - MPI.Wtime(), f"rank {rank} has not come")
             except dist.DistBackendError:
                 if not wait_all_ranks:
                     raise
                 missing.append(rank)
         if missing:
             raise dist.DistBackendError(
-                f"{self.place}: monitored_barrier: ranks {', '.join(map(str, missing))} have not come within {seconds:g} s."
+                f"{self.place}: Rank 0 timed out in monitoredBarrier after {seconds:g} s: ranks {', '.join(map(str, missing))} have not come."
             )
         self._store.set(f"{key}/0", "")
 
@@ -276,18 +276,24 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
         """Receive a tensor of the same size from a rank of the group."""
-        (tensor,) = tensors
-        place, back = _flat(tensor)
-        return self._post("recv", tensor, place, lambda: calls.receive(self._mail, place, src, tag), back)
+        return self._receive("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         """Receive a tensor from whoever sends first."""
-        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+        return self._receive("recvAnySource", tensors, MPI.ANY_SOURCE, tag)
 
     # -------------------------------------------------------------------------------- the group itself
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         """The name that torch knows it by."""
         return NAME
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """torch keeps it in a backend, and this group has none."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """By which torch finds the group again."""
+        return self._name
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -347,7 +353,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Break the group: ``work`` did not end within its timeout."""
         self._attendance.tell(_where(work))
         self._break(
-            f"did not end within {work.timeout:g} s: {self._attendance.account(_where(work))}. Did a rank fail, or make another call?",
+            f"ran into its timeout of {work.timeout:g} s: {self._attendance.account(_where(work))}. Did a rank fail, or make another call?",
             work,
         )
 
@@ -369,22 +375,29 @@ class MpiProcessGroup(dist.ProcessGroup):
     def _submit(
         self,
         name: str,
+        inputs: Sequence[Tensor],
         outputs: list[Tensor],
-        tensors: Sequence[Tensor],
+        moved: Sequence[Tensor],
         start: Callable[[], Requests],
         opts: Any,
         finish: Sequence[Finish],
     ) -> dist.Work:
+        """Queue a collective: ``start`` begins it on the tensors that are ``moved``, ``finish`` completes ``outputs``."""
         work = Work(self, name, outputs, _in_turn(finish))
         if opts is not None and opts.timeout > timedelta(0):
             work.timeout = opts.timeout.total_seconds()
         if torch.autograd._profiler_enabled():
-            work.record = torch.autograd._record_function_with_args_enter(f"{NAME}:{name}", *outputs)
+            work.record = torch.autograd._record_function_with_args_enter(f"{NAME}:{name}", *inputs)
         at_once = self._together is None and opts is not None and not getattr(opts, "asyncOp", True)
-        self._collectives.submit(work, start, small=calls.small(*tensors), at_once=at_once)
+        self._collectives.submit(work, start, small=calls.small(*moved), at_once=at_once)
         if self._together is not None:
             self._together.append(work)
         return work
+
+    def _receive(self, name: str, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
+        (tensor,) = tensors
+        place, back = _flat(tensor)
+        return self._post(name, tensor, place, lambda: calls.receive(self._mail, place, src, tag), back)
 
     def _post(
         self, name: str, tensor: Tensor, flat: Tensor, start: Callable[[], MPI.Request], finish: Sequence[Finish]
@@ -412,7 +425,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             ]
 
         averaged = [step for place in places for step in self._averaged(place, op)]
-        return self._submit("reduce_scatter", outputs, flats, start, opts, [*averaged, *back])
+        return self._submit("reduce_scatter", tensors, outputs, flats, start, opts, [*averaged, *back])
 
     def _all_reduce_sparse(self, tensor: Tensor, op: Reduction, opts: Any) -> dist.Work:
         """Every rank's entries, added up."""
@@ -457,7 +470,9 @@ class MpiProcessGroup(dist.ProcessGroup):
         try:
             self._store.wait([key], timedelta(seconds=max(0.001, seconds)))
         except RuntimeError as error:
-            raise dist.DistBackendError(f"{self.place}: monitored_barrier: {otherwise}.") from error
+            raise dist.DistBackendError(
+                f"{self.place}: Rank {self.rank()} timed out in monitoredBarrier after {seconds:g} s: {otherwise}."
+            ) from error
 
     def _break(self, reason: str, work: Work | None = None) -> None:
         """End all that is under way, and soon the job: the threads may be in calls that never return."""

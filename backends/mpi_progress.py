@@ -353,7 +353,7 @@ class Messages:
     def _look(self, message: Message) -> None:
         """What comes soon need not wait for the thread."""
         end = time.perf_counter() + _LOOK_S
-        while not self._inside and not message.is_completed() and time.perf_counter() < end:
+        while message.record is None and not self._inside and not message.is_completed() and time.perf_counter() < end:
             with self._changed:
                 found = [] if self._inside or message not in self.pending else self._tested([message])
             for arrived, status in found:

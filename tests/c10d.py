@@ -1,0 +1,113 @@
+"""PyTorch's own test class for process groups, in one world: ``python -m tests.c10d LIBRARY LABEL FOLDER``.
+
+The class starts a world for each test; this one gives every test a process group of its own in the same processes. LIBRARY is what the groups
+are made of, LABEL the name by which the class chooses the tests that apply. Each rank appends its outcomes to a file in FOLDER, so
+that a world that dies can be gone on with.
+"""
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import traceback
+import unittest
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from unidist.backends import mpi, rendezvous
+from unidist.backends.base import Start
+from unidist.topology import detect
+
+#: Seconds that one test may take on all ranks together.
+LIMIT = 120
+TIMEOUT = timedelta(seconds=60)
+
+
+def load(label: str, size: int, folder: Path) -> Any:
+    os.environ.update(BACKEND=label, WORLD_SIZE=str(size), TEMP_DIR=str(folder), MASTER_ADDR="127.0.0.1")
+    for name in ("barrier", "test_dir", "init_dir"):
+        (folder / name).mkdir(exist_ok=True)
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_distributed import DistTestCases
+
+    for feature in ("ddp", "subgroup"):
+        DistTestCases.backend_feature[feature].add("mpi")
+    return importlib.import_module("torch.testing._internal.distributed.distributed_test")
+
+
+def run(case: Any, name: str) -> str:
+    """passed, skipped: why, or failed: how."""
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    reasons = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
+    test = getattr(case, name)
+    if getattr(test, "__unittest_skip__", False):
+        return f"skipped: {test.__unittest_skip_why__}"
+    try:
+        test()
+    except unittest.SkipTest as reason:
+        return f"skipped: {reason}"
+    except SystemExit as reason:
+        return f"skipped: {reasons.get(reason.code, reason.code)}"
+    except Exception:
+        return f"failed: {traceback.format_exc()}"
+    return "passed"
+
+
+def main(library: str, label: str, folder: Path, wanted: set[str]) -> None:
+    launch = detect(os.environ)
+    rank, size = launch.rank, launch.world_size
+    mpi.world(launch)
+    if library == "mpi4py":
+        from unidist.backends import mpi_group
+
+        mpi_group.register()
+    store, _ = rendezvous.join(Start(launch))
+    suite = load(label, size, folder)
+    for names in (suite.PROFILING_SUPPORTED_BACKENDS, suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
+        names.append("mpi4py")
+
+    class Cases(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
+        pass
+
+    from torch.testing._internal import common_utils
+
+    outcomes = folder / f"{rank}.jsonl"
+    done = {json.loads(line)["name"] for line in outcomes.read_text().splitlines()} if outcomes.exists() else set()
+    for index, name in enumerate(unittest.TestLoader().getTestCaseNames(Cases)):
+        if name in done or (wanted and name not in wanted):
+            continue
+        if rank == 0:
+            print(f"C10D {name}", flush=True)
+        alarm = threading.Timer(LIMIT, lambda: os._exit(3))
+        alarm.start()
+        timeout = timedelta(seconds=suite.CUSTOM_PG_TIMEOUT.get(name, TIMEOUT.total_seconds()))
+        dist.init_process_group(library, store=dist.PrefixStore(f"{os.getppid()}/{name}", store), rank=rank, world_size=size, timeout=timeout)
+        suite.Barrier.barrier_id = 1000 * index
+        case = Cases(name)
+        case.rank = rank
+        case.file_name = tempfile.mktemp(dir=folder)
+        common_utils.set_rng_seed(1234)
+        outcome = run(case, name)
+        # The others may have fared otherwise.
+        told = rendezvous.exchange(dist.PrefixStore(f"outcome/{name}", store), "told", launch, outcome)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        alarm.cancel()
+        with outcomes.open("a") as file:
+            file.write(json.dumps({"name": name, "outcomes": told}) + "\n")
+        if "timeout" in name and not told[0].startswith("skipped"):
+            # It has broken its group on purpose, and nothing in this process is what it was.
+            os._exit(4)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), set(sys.argv[4:]))
+    sys.stdout.flush()
+    sys.stderr.flush()
