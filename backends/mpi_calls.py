@@ -3,7 +3,8 @@
 Each function starts its operation and returns the requests that are still to be waited for. What is ``small`` starts
 by a nonblocking call, so that its caller may look once whether it is done already; the rest runs in blocking calls, which take
 half the time on large tensors (Open MPI 4.1: 25 against 55 ms for 64 MB). Ranks must choose the same kind of
-call, so the size decides, and nothing else. No call moves more than 1 GiB: MPI's counts end at 2**31.
+call, so the size decides, and nothing else. Larger tensors go in pieces: MPI's counts end at 2**31, and sums are made twice as
+fast in pieces that fit into the caches (48 MiB in 8.4 instead of 19 ms on 2 ranks, in 24 instead of 57 ms on 3).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Reduction = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"
 
 #: Up to here a nonblocking call is as fast as a blocking one.
 _SMALL = 16 * 1024
-_LARGEST = 2**30
+#: Pieces of what is combined, and of what is moved.
+_COMBINED = 8 * 2**20
+_MOVED = 2**30
 
 _INTEGERS = {
     torch.uint8: MPI.UINT8_T,
@@ -74,7 +77,7 @@ def all_reduce(comm: MPI.Comm, tensor: Tensor, op: Reduction) -> Requests:
     kind, mpi_op = _known(tensor.dtype, op)
     if small(tensor):
         return [comm.Iallreduce(MPI.IN_PLACE, _spec(tensor, kind), mpi_op)]
-    for part in _parts(tensor):
+    for part in _parts(tensor, _COMBINED):
         comm.Allreduce(MPI.IN_PLACE, _spec(part, kind), mpi_op)
     return []
 
@@ -96,7 +99,7 @@ def reduce(comm: MPI.Comm, tensor: Tensor, dst: int, op: Reduction) -> Requests:
 
     if small(tensor):
         return [comm.Ireduce(*buffers(tensor), mpi_op, dst)]
-    for part in _parts(tensor):
+    for part in _parts(tensor, _COMBINED):
         comm.Reduce(*buffers(part), mpi_op, dst)
     return []
 
@@ -111,7 +114,7 @@ def reduce_scatter(comm: MPI.Comm, output: Tensor, blocks: Sequence[Tensor], op:
     kind, mpi_op = _known(output.dtype, op)
     counts = [block.numel() for block in blocks]
     total = sum(counts)
-    if total * output.element_size() <= _LARGEST:
+    if total * output.element_size() <= _MOVED:
         buffer = MPI.buffer.fromaddress(blocks[0].data_ptr(), total * output.element_size())
         arguments = ([buffer, total, kind], _spec(output, kind), counts, mpi_op)
         if small(*blocks):
@@ -120,7 +123,7 @@ def reduce_scatter(comm: MPI.Comm, output: Tensor, blocks: Sequence[Tensor], op:
         return []
     for dst, block in enumerate(blocks):
         mine = comm.rank == dst
-        for part, result in zip(_parts(block), _parts(output) if mine else _parts(block)):
+        for part, result in zip(_parts(block, _COMBINED), _parts(output if mine else block, _COMBINED)):
             comm.Reduce(_spec(part, kind), _spec(result, kind) if mine else None, mpi_op, dst)
     return []
 
@@ -140,7 +143,7 @@ def broadcast(comm: MPI.Comm, tensor: Tensor, src: int) -> Requests:
     """Overwrite with the tensor of ``src``."""
     if small(tensor):
         return [comm.Ibcast(_spec(tensor), src)]
-    for part in _parts(tensor):
+    for part in _parts(tensor, _MOVED):
         comm.Bcast(_spec(part), src)
     return []
 
@@ -149,7 +152,7 @@ def all_gather(comm: MPI.Comm, output: Tensor, tensor: Tensor) -> Requests:
     """Every rank's tensor, of one size, after one another."""
     if small(output):
         return [comm.Iallgather(_spec(tensor), _spec(output, blocks=comm.size))]
-    if output.nbytes <= _LARGEST:
+    if output.nbytes <= _MOVED:
         comm.Allgather(_spec(tensor), _spec(output, blocks=comm.size))
         return []
     return exchange(comm, [tensor] * comm.size, list(output.view(comm.size, -1)))
@@ -205,15 +208,14 @@ def _spec(tensor: Tensor, kind: MPI.Datatype = MPI.BYTE, blocks: int = 1) -> lis
     return [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), count // blocks, kind]
 
 
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """The tensor in pieces that one call can take."""
-    return [tensor] if tensor.nbytes <= _LARGEST else tensor.split(_LARGEST // tensor.element_size())
+def _parts(tensor: Tensor, nbytes: int) -> Sequence[Tensor]:
+    return [tensor] if tensor.nbytes <= nbytes else torch.split(tensor, nbytes // tensor.element_size())
 
 
 @contextmanager
 def _message(tensor: Tensor) -> Iterator[list[Any]]:
     """A large message must not come in pieces (another could come between them), but may be one item of a large datatype."""
-    if tensor.nbytes <= _LARGEST:
+    if tensor.nbytes <= _MOVED:
         yield _spec(tensor)
         return
     blocks, rest = divmod(tensor.nbytes, 2**20)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +34,11 @@ _OPS = {hash(getattr(dist.ReduceOp, name.upper())): name for name in _NAMES}
 Finish = Callable[[], object]
 
 
-class MpiProcessGroup(dist.ProcessGroup):
+# Its overloads take single tensors too; these members have the one form that torch.distributed calls.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """Some ranks, and a pair of communicators of their own. torch.distributed calls its members."""
 
     def __init__(self, comm: MPI.Comm, store: dist.Store, timeout: timedelta, ranks: Sequence[int]) -> None:
@@ -66,20 +71,28 @@ class MpiProcessGroup(dist.ProcessGroup):
             return self._all_reduce_sparse(tensor, op, opts)
         flat, back = _flat(tensor)
         return self._submit(
-            "all_reduce", tensors, tensors, [flat], lambda: calls.all_reduce(self._comm, flat, op), opts, [*self._averaged(flat, op), *back]
+            "all_reduce",
+            tensors,
+            tensors,
+            [flat],
+            lambda: calls.all_reduce(self._comm, flat, op),
+            opts,
+            [*self._averaged(flat, op), *back],
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """all_reduce of several tensors of one dtype and device."""
         op = _reduction(opts, tensors[0])
-        whole, back = _flat(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
+        whole, _ = _flat(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
 
         def spread() -> None:
-            for tensor, part in zip(tensors, whole.split([tensor.numel() for tensor in tensors])):
+            for tensor, part in zip(tensors, torch.split(whole, [tensor.numel() for tensor in tensors])):
                 tensor.detach().copy_(part.view_as(tensor))
 
         finish = [*self._averaged(whole, op), spread]
-        return self._submit("all_reduce", tensors, tensors, [whole], lambda: calls.all_reduce(self._comm, whole, op), opts, finish)
+        return self._submit(
+            "all_reduce", tensors, tensors, [whole], lambda: calls.all_reduce(self._comm, whole, op), opts, finish
+        )
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """reduce, in place on the root."""
@@ -87,14 +100,18 @@ class MpiProcessGroup(dist.ProcessGroup):
         op, root = _reduction(opts, tensor), opts.rootRank
         flat, back = _flat(tensor)
         finish = [*self._averaged(flat, op), *back] if root == self.rank() else []
-        return self._submit("reduce", tensors, tensors, [flat], lambda: calls.reduce(self._comm, flat, root, op), opts, finish)
+        return self._submit(
+            "reduce", tensors, tensors, [flat], lambda: calls.reduce(self._comm, flat, root, op), opts, finish
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """broadcast, in place."""
         (tensor,) = tensors
         root = 0 if opts is None else opts.rootRank
         flat, back = _flat(tensor)
-        return self._submit("broadcast", tensors, tensors, [flat], lambda: calls.broadcast(self._comm, flat, root), opts, back)
+        return self._submit(
+            "broadcast", tensors, tensors, [flat], lambda: calls.broadcast(self._comm, flat, root), opts, back
+        )
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """all_gather into a list; sizes may differ from rank to rank."""
@@ -105,11 +122,23 @@ class MpiProcessGroup(dist.ProcessGroup):
             rows = flat.new_empty(self.size(), flat.numel())
             finish = [lambda: _copy(outputs, rows)]
             return self._submit(
-                "all_gather", [tensor], outputs, [flat, rows], lambda: calls.all_gather(self._comm, rows, flat), opts, finish
+                "all_gather",
+                [tensor],
+                outputs,
+                [flat, rows],
+                lambda: calls.all_gather(self._comm, rows, flat),
+                opts,
+                finish,
             )
         places, back = _flats(outputs)
         return self._submit(
-            "all_gather", [tensor], outputs, [flat, *places], lambda: calls.exchange(self._comm, [flat] * self.size(), places), opts, back
+            "all_gather",
+            [tensor],
+            outputs,
+            [flat, *places],
+            lambda: calls.exchange(self._comm, [flat] * self.size(), places),
+            opts,
+            back,
         )
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
@@ -148,9 +177,10 @@ class MpiProcessGroup(dist.ProcessGroup):
                 for request in calls.exchange(self._comm, [flat] * self.size(), [row[j] for row in rows])
             ]
 
-        outputs = [tensor for outputs in output_lists for tensor in outputs]
-        tensors = [*flats, *(place for row in rows for place in row)]
-        return self._submit("all_gather", input_list, outputs, tensors, start, opts, [step for back in backs for step in back])
+        outputs, tensors = _joined(output_lists), [*flats, *_joined(rows)]
+        return self._submit(
+            "all_gather", input_list, outputs, tensors, start, opts, [step for back in backs for step in back]
+        )
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> dist.Work:
         """gather on the root."""
@@ -163,7 +193,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._one_each(outputs)
             places, back = _flats(outputs)
         return self._submit(
-            "gather", [tensor], sum(output_tensors, []), [flat, *(places or [])],
+            "gather", [tensor], _joined(output_tensors), [flat, *(places or [])],
             lambda: calls.gather(self._comm, places, flat, root), opts, back,
         )  # fmt: skip
 
@@ -177,7 +207,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._one_each(tensors)
             flats = [_flat(tensor)[0] for tensor in tensors]
         return self._submit(
-            "scatter", sum(input_tensors, []), output_tensors, [place, *(flats or [])],
+            "scatter", _joined(input_tensors), output_tensors, [place, *(flats or [])],
             lambda: calls.scatter(self._comm, place, flats, root), opts, back,
         )  # fmt: skip
 
@@ -202,21 +232,34 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Several reduce_scatters of one tensor each."""
         for output, tensor in zip(outputs, tensors):
             if tensor.numel() != output.numel() * self.size() or output.dtype != tensor.dtype:
-                _refuse(f"reduce_scatter of {_named(tensor)} over {self.size()} ranks does not fit into {_named(output)}")
+                _refuse(
+                    f"reduce_scatter of {_named(tensor)} over {self.size()} ranks does not fit into {_named(output)}"
+                )
         return self._reduce_scatter(outputs, tensors, [[output.numel()] * self.size() for output in outputs], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
     ) -> dist.Work:
         """all_to_all of one tensor's parts along dim 0; no sizes: equal parts."""
         place, back = _flat(output)
         flat = _apart(_flat(tensor)[0], place)
-        receives = place.split(self._split(output, output_split_sizes))
-        sends = flat.split(self._split(tensor, input_split_sizes))
+        receives = torch.split(place, self._split(output, output_split_sizes))
+        sends = torch.split(flat, self._split(tensor, input_split_sizes))
         return self._submit(
-            "all_to_all", [tensor], [output], [place, flat], lambda: calls.exchange(self._comm, sends, receives), opts, back
+            "all_to_all",
+            [tensor],
+            [output],
+            [place, flat],
+            lambda: calls.exchange(self._comm, sends, receives),
+            opts,
+            back,
         )
 
     alltoall_base = all_to_all_single
@@ -228,7 +271,13 @@ class MpiProcessGroup(dist.ProcessGroup):
         places, back = _flats(output_tensors)
         flats = [_flat(tensor)[0] for tensor in input_tensors]
         return self._submit(
-            "all_to_all", input_tensors, output_tensors, [*places, *flats], lambda: calls.exchange(self._comm, flats, places), opts, back
+            "all_to_all",
+            input_tensors,
+            output_tensors,
+            [*places, *flats],
+            lambda: calls.exchange(self._comm, flats, places),
+            opts,
+            back,
         )
 
     def barrier(self, opts: Any = None) -> dist.Work:
@@ -283,15 +332,15 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._receive("recvAnySource", tensors, MPI.ANY_SOURCE, tag)
 
     # -------------------------------------------------------------------------------- the group itself
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+    def getBackendName(self) -> str:  # torch's name
         """The name that torch knows it by."""
         return NAME
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         """torch keeps it in a backend, and this group has none."""
         self._name = name
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         """By which torch finds the group again."""
         return self._name
 
@@ -421,7 +470,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             return [
                 request
                 for place, flat, counts in zip(places, flats, sizes)
-                for request in calls.reduce_scatter(self._comm, place, flat.split(counts), op)
+                for request in calls.reduce_scatter(self._comm, place, torch.split(flat, counts), op)
             ]
 
         averaged = [step for place in places for step in self._averaged(place, op)]
@@ -441,7 +490,9 @@ class MpiProcessGroup(dist.ProcessGroup):
             values = [own.values().new_empty(int(n), *own.values().shape[1:]) for n in counts]
             for mine, places in ((own.indices().contiguous(), indices), (own.values().contiguous(), values)):
                 MPI.Request.Waitall(calls.exchange(self._comm, [mine] * self.size(), places))
-            whole = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), own.shape, check_invariants=False).coalesce()
+            whole = torch.sparse_coo_tensor(
+                torch.cat(indices, 1), torch.cat(values), own.shape, check_invariants=False
+            ).coalesce()
             result.append(whole.div_(self.size()) if op == "avg" else whole)
             return []
 
@@ -526,7 +577,9 @@ def _create(options: Any, _: object) -> MpiProcessGroup:
     options.store.set(f"mpi/{rank}", str(MPI.COMM_WORLD.rank))
     members = [int(text) for text in options.store.multi_get([f"mpi/{i}" for i in range(size)])]
     if len(set(members)) < size:
-        raise BackendError(f"{size} ranks have met, but MPI_COMM_WORLD has {MPI.COMM_WORLD.size}: start them with one mpirun.")
+        raise BackendError(
+            f"{size} ranks have met, but MPI_COMM_WORLD has {MPI.COMM_WORLD.size}: start them with one mpirun."
+        )
     world = MPI.COMM_WORLD.Get_group()
     group = world.Incl(members)
     comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(str(options.group_id).encode()) % 2**15)
@@ -557,6 +610,10 @@ def _flat(tensor: Tensor) -> tuple[Tensor, list[Finish]]:
 def _flats(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Finish]]:
     pairs = [_flat(tensor) for tensor in tensors]
     return [flat for flat, _ in pairs], [step for _, back in pairs for step in back]
+
+
+def _joined(lists: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    return list(chain.from_iterable(lists))
 
 
 def _apart(flat: Tensor, place: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ thread could be woken in that time.
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -26,6 +28,9 @@ from unidist.backends.mpi_calls import Requests
 
 #: How long a caller looks for the end of what it has started.
 _LOOK_S = 30e-6
+#: The threads give way to the backward pass. Where it keeps all cores busy, one that takes turns with it waits in vain for a rank whose
+#: thread has not its turn: a step on 12 big layers, 2 ranks on 2 cores, takes 66 ms instead of 60.
+_NICE = 10
 #: How often messages are moved on while nobody waits for them.
 _STROLL_S = 1e-3
 
@@ -50,7 +55,9 @@ class Owner(Protocol):
 class Work(dist.Work):
     """One operation, from its submission to its end."""
 
-    def __init__(self, owner: Owner, name: str, outputs: list[Tensor], finish: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, owner: Owner, name: str, outputs: list[Tensor], finish: Callable[[], object] | None = None
+    ) -> None:
         super().__init__()
         self.owner = owner
         self.name = name
@@ -84,7 +91,9 @@ class Work(dist.Work):
         if not self._done:
             if timeout > timedelta(0):
                 if not self._join(timeout.total_seconds()):
-                    raise dist.DistBackendError(f"{self} was not done {timeout.total_seconds():g} s after wait() was called.")
+                    raise dist.DistBackendError(
+                        f"{self} was not done {timeout.total_seconds():g} s after wait() was called."
+                    )
             elif not self._join(self.since + self.timeout - time.monotonic()):
                 self.owner.overdue(self)
         if self._error is not None:
@@ -173,6 +182,11 @@ def _open(future: torch.futures.Future[Any]) -> list[Tensor]:
     return outputs  # type: ignore[no-any-return]
 
 
+def _give_way() -> None:
+    if sys.platform == "linux":  # where it concerns this thread alone
+        os.nice(_NICE)
+
+
 class Collectives:
     """The collectives of one group, one after another."""
 
@@ -228,6 +242,7 @@ class Collectives:
         return True
 
     def _execute(self) -> None:
+        _give_way()
         while self._thread is threading.current_thread():
             item = self._queue.get()
             if item is None:
@@ -251,7 +266,9 @@ class Collectives:
 class Message(Work):
     """One message, sent or received."""
 
-    def __init__(self, box: Messages, owner: Owner, name: str, tensor: Tensor, finish: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, box: Messages, owner: Owner, name: str, tensor: Tensor, finish: Callable[[], object] | None = None
+    ) -> None:
         super().__init__(owner, name, [tensor], finish)
         self.box = box
         self.nbytes = tensor.nbytes
@@ -360,6 +377,7 @@ class Messages:
                 arrived.arrived(status)
 
     def _run(self) -> None:
+        _give_way()
         bell = self._bell.Irecv([bytearray(1), 0, MPI.BYTE], 0, 0)
         while not self._closed:
             with self._changed:
@@ -391,7 +409,9 @@ class Messages:
         done = MPI.Request.Testsome([message.request for message in messages], statuses) or []
         return self._taken(list(messages), done, statuses)
 
-    def _taken(self, messages: list[Message], done: list[int], statuses: list[MPI.Status]) -> list[tuple[Message, MPI.Status]]:
+    def _taken(
+        self, messages: list[Message], done: list[int], statuses: list[MPI.Status]
+    ) -> list[tuple[Message, MPI.Status]]:
         found = [(messages[index], status) for index, status in zip(done, statuses) if index < len(messages)]
         for message, _ in found:
             self.pending.remove(message)

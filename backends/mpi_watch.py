@@ -111,7 +111,9 @@ class Attendance:
         for i in self._others():
             elsewhere.setdefault(self._whereabouts(i), []).append(self._ranks[i])
         told = [
-            f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} not come" if not place else f"{_ranks(ranks)} in {place}"
+            f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} not come"
+            if not place
+            else f"{_ranks(ranks)} in {place}"
             for place, ranks in elsewhere.items()
             if place != where
         ]

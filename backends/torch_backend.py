@@ -65,7 +65,9 @@ class TorchBackend(Backend):
             torch.cuda.set_device(device)
         try:
             # A PyTorch that was built with MPI takes all else from it.
-            place = {} if library == "mpi" else {"store": store, "rank": topology.rank, "world_size": topology.world_size}
+            place: Any = (
+                {} if library == "mpi" else {"store": store, "rank": topology.rank, "world_size": topology.world_size}
+            )
             dist.init_process_group(library, timeout=start.timeout, **place)
         except Exception as error:
             raise BackendError(

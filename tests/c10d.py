@@ -88,7 +88,13 @@ def main(library: str, label: str, folder: Path, wanted: set[str]) -> None:
         alarm = threading.Timer(LIMIT, lambda: os._exit(3))
         alarm.start()
         timeout = timedelta(seconds=suite.CUSTOM_PG_TIMEOUT.get(name, TIMEOUT.total_seconds()))
-        dist.init_process_group(library, store=dist.PrefixStore(f"{os.getppid()}/{name}", store), rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            library,
+            store=dist.PrefixStore(f"{os.getppid()}/{name}", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+        )
         suite.Barrier.barrier_id = 1000 * index
         case = Cases(name)
         case.rank = rank

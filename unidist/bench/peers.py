@@ -28,22 +28,42 @@ def over_horovod() -> bool:
     return unidist.backend_name() == "horovod"
 
 
+def known_to_all() -> bool:
+    """Whether the layers over torch.distributed know this world's engine."""
+    return unidist.backend_name() in ("gloo", "nccl")
+
+
+@cache
+def gloo_group() -> Any:
+    """gloo, beside the engine of this world."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo")
+
+
 # ------------------------------------------------------------------------------------- training
 def trainers() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer], Prepared]]:
     """How each prepares a model and an optimizer."""
     found: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Prepared]] = {}
     found["hvd" if over_horovod() else "DDP"] = _horovod if over_horovod() else _ddp
-    if find_spec("ignite"):
+    if unidist.backend_name() == "mpi":
+        found["DDP on gloo"] = _ddp_on_gloo
+    if find_spec("ignite") and (over_horovod() or known_to_all()):
         found["ignite"] = _ignite
-    if find_spec("accelerate") and not over_horovod():
+    if find_spec("accelerate") and known_to_all():
         found["Accelerate"] = _accelerate
-    if find_spec("lightning_fabric") and not over_horovod():
+    if find_spec("lightning_fabric") and known_to_all():
         found["Fabric"] = _fabric
     return found
 
 
 def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     wrapped = nn.parallel.DistributedDataParallel(model)
+    return wrapped, optimizer, Tensor.backward
+
+
+def _ddp_on_gloo(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=gloo_group())
     return wrapped, optimizer, Tensor.backward
 
 
@@ -104,7 +124,7 @@ def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
         yield "all_reduce", lambda: dist.all_reduce(numbers)
     if find_spec("torchmetrics") and not over_horovod():
         yield "torchmetrics", _torchmetrics(figures)
-    if find_spec("ignite"):
+    if find_spec("ignite") and (over_horovod() or known_to_all()):
         import ignite.distributed as idist
 
         def ignite() -> list[float]:
@@ -112,7 +132,7 @@ def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
             return [number / unidist.world_size() for number in total.tolist()]
 
         yield "ignite", ignite
-    if find_spec("accelerate") and not over_horovod():
+    if find_spec("accelerate") and known_to_all():
         accelerator = _accelerator()
         yield (
             "Accelerate",
@@ -120,7 +140,7 @@ def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
                 {name: torch.tensor(value, device=device) for name, value in figures.items()}, "mean"
             ),
         )
-    if find_spec("lightning_fabric") and not over_horovod():
+    if find_spec("lightning_fabric") and known_to_all():
         fabric = _launched_fabric()
         yield (
             "Fabric",
@@ -170,17 +190,15 @@ def loaders(make: Callable[..., DataLoader[Any]]) -> Iterator[tuple[str, DataLoa
                 plain.dataset, batch_size=(plain.batch_size or 1) * unidist.world_size(), shuffle=True
             ),
         )
-    if find_spec("accelerate") and not over_horovod():
+    if find_spec("accelerate") and known_to_all():
         yield "Accelerate", _accelerator().prepare(make(shuffle=True))
-    if find_spec("lightning_fabric") and not over_horovod():
+    if find_spec("lightning_fabric") and known_to_all():
         yield "Fabric", _launched_fabric().setup_dataloaders(make(shuffle=True))
 
 
 # ---------------------------------------------------------------------------------- collectives
 def collectives(operation: str, tensor: Tensor) -> Iterator[tuple[str, Call]]:
     """The raw libraries' call of an operation, results in new tensors as ours."""
-    import torch.distributed as dist
-
     size = unidist.world_size()
     if over_horovod():
         import horovod.torch as hvd
@@ -192,17 +210,28 @@ def collectives(operation: str, tensor: Tensor) -> Iterator[tuple[str, Call]]:
         }
         yield "hvd", calls[operation]
     else:
-        calls = {
-            "all_reduce": lambda: dist.all_reduce(tensor.clone()),
-            "all_gather": lambda: dist.all_gather_into_tensor(tensor.new_empty(size * tensor.numel()), tensor),
-            "broadcast": lambda: dist.broadcast(tensor.clone(), 0),
-        }
-        yield "torch", calls[operation]
+        groups = {"torch": None, "gloo": gloo_group()} if unidist.backend_name() == "mpi" else {"torch": None}
+        for name, group in groups.items():
+            yield name, _torch_call(operation, tensor, group)
     with suppress(ImportError):
         from mpi4py import MPI
 
         if MPI.COMM_WORLD.Get_size() == size and tensor.device.type == "cpu":
             yield "mpi4py", _mpi_call(MPI, operation, tensor)
+
+
+def _torch_call(operation: str, tensor: Tensor, group: Any) -> Call:
+    import torch.distributed as dist
+
+    def all_gather() -> None:
+        dist.all_gather_into_tensor(tensor.new_empty(unidist.world_size() * tensor.numel()), tensor, group)
+
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: dist.all_reduce(tensor.clone(), group=group),
+        "all_gather": all_gather,
+        "broadcast": lambda: dist.broadcast(tensor.clone(), 0, group=group),
+    }
+    return calls[operation]
 
 
 def _mpi_call(MPI: Any, operation: str, tensor: Tensor) -> Call:

@@ -28,7 +28,9 @@ from unidist.topology import NONE, detect
 INSIDE = ("collectives", "step", "metric", "loader")
 OUTSIDE = ("startup", "memory")
 #: Where the former run: each engine with the launcher that users start it with.
-WORLDS = [("torchrun", "gloo"), ("torchrun", "nccl"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
+WORLDS = [
+    ("torchrun", "gloo"), ("torchrun", "nccl"), ("mpirun", "mpi"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")
+]  # fmt: skip
 #: What a rank in a world of ours prints before the name of the case that comes next.
 SIGN = "unidist bench: "
 
