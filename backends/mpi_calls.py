@@ -64,7 +64,9 @@ def check(dtype: torch.dtype, op: Reduction) -> None:
     """Raise where ``op`` has no meaning for ``dtype``."""
     if dtype in _HALVES and op in _WIDE:
         return
-    if dtype in _HALVES or _native(dtype, op) is None:
+    # torch itself cannot divide the wide unsigned integers.
+    undivided = op == "avg" and dtype in (torch.uint16, torch.uint32, torch.uint64)
+    if dtype in _HALVES or undivided or _native(dtype, op) is None:
         raise ValueError(f"{op} of {dtype} is not defined: use another operation, or convert the tensor.")
 
 

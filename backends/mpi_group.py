@@ -7,6 +7,7 @@ memory, unless the MPI library says that it takes them as they are.
 from __future__ import annotations
 
 import ctypes
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -302,10 +303,10 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._await(f"{key}/0", seconds, "rank 0 did not end it")
             return
         missing = []
-        end = MPI.Wtime() + seconds
+        end = time.monotonic() + seconds
         for rank in range(1, self.size()):
             try:
-                self._await(f"{key}/{rank}", end - MPI.Wtime(), f"rank {rank} has not come")
+                self._await(f"{key}/{rank}", end - time.monotonic(), f"rank {rank} has not come")
             except dist.DistBackendError:
                 if not wait_all_ranks:
                     raise
@@ -411,7 +412,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self._broken is not None or self._closed:
             return
         for work in [*list(self._collectives.pending)[:1], *list(self._messages.pending)]:
-            age = MPI.Wtime() - work.since
+            age = time.monotonic() - work.since
             if age > work.timeout:
                 self.overdue(work)
             elif age > mpi_watch.LATE_S:

@@ -192,7 +192,9 @@ class Collectives:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Requests]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Requests], Requests | None] | None] = (
+            queue.SimpleQueue()
+        )
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         #: Submitted and not done, in order.
@@ -211,18 +213,17 @@ class Collectives:
             self.sequence += 1
             work.sequence = self.sequence
             alone = small and not self.pending and work.record is None
-            requests = start() if alone else []
+            requests = start() if alone else None
             self.pending.append(work)
-        if alone:
-            if at_once and self._look(work, requests):
-                return work
-            start = lambda: requests  # noqa: E731
+        if requests is not None and at_once and self._look(work, requests):
+            return work
         work.hand_over()
         # A callback that submits work, and may wait for it, must not keep the thread that would execute it.
         if self._thread is None or self._thread is threading.current_thread():
             self._thread = threading.Thread(target=self._execute, name="unidist-mpi", daemon=True)
             self._thread.start()
-        self._queue.put((work, start))
+        # With ``start``, which holds the tensors that MPI reads and writes.
+        self._queue.put((work, start, requests))
         return work
 
     def close(self) -> None:
@@ -247,15 +248,15 @@ class Collectives:
             item = self._queue.get()
             if item is None:
                 return
-            work, start = item
+            work, start, requests = item
             try:
                 with torch.inference_mode():
-                    MPI.Request.Waitall(start())
+                    MPI.Request.Waitall(start() if requests is None else requests)
             except Exception as error:
                 self._ended(work, error)
             else:
                 self._ended(work)
-            del item, work, start  # and their tensors
+            del item, work, start, requests
 
     def _ended(self, work: Work, error: Exception | None = None) -> None:
         # First: who hears of the end may submit at once, and should find the group idle.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -48,6 +49,8 @@ LAUNCHERS: dict[str, Callable[[int, Sequence[str]], list[list[str]]]] = {
         )
     ),
     "torchrun 2 nodes": _two_agents,
+    "srun --mpi=pmix": lambda n, argv: [["srun", "--mpi=pmix", "-n", str(n), "--overcommit", PYTHON, *argv]],
+    "srun --mpi=pmi2": lambda n, argv: [["srun", "--mpi=pmi2", "-n", str(n), "--overcommit", PYTHON, *argv]],
     "launch": lambda n, argv: [
         [PYTHON, "-W", "ignore", "-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", str(n), *argv]
     ],
@@ -73,6 +76,25 @@ def mpich_for_mpi4py() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         link.symlink_to(library)
     return folder
+
+
+def run_suite(
+    folder: str, launcher: str, size: int, backend: str, place: Path, env: Mapping[str, str] | None = None
+) -> str:
+    """Run the tests of a folder inside one world; the line that tells of it.
+
+    Raises:
+        AssertionError: a test failed, or the ranks did not come to the same verdict.
+    """
+    suite = ["-m", "pytest", f"tests/{folder}", "-q", "--color=no", "-p", "no:cacheprovider", "-p", "tests.in_world"]
+    # An MPI rank that fails must take the others with it.
+    argv = ["-m", "mpi4py", *suite] if launcher in ("mpirun", "mpiexec (MPICH)") else suite
+    result = run_world(launcher, size, argv, backend=backend, env={IN_WORLD: str(place), **(env or {})}, timeout=300)
+    assert result.returncode == 0, result.output
+    verdicts = [json.loads((place / f"{rank}.json").read_text()) for rank in range(size)]
+    assert all(verdict == verdicts[0] for verdict in verdicts) and verdicts[0]["passed"] > 1, verdicts
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in verdicts[0].items())
+    return f"{backend:8} {launcher:18} {size} ranks: {counts} on each, {result.seconds:.0f} s"
 
 
 def run_world(

@@ -1,4 +1,4 @@
-"""Runs on every rank of a world that ``tests/test_contract.py`` launched."""
+"""The pytest plugin of a suite that runs in a world, on every rank; see ``tests.worlds.run_suite``."""
 
 import json
 import os
