@@ -57,7 +57,7 @@ _WIDE: dict[Reduction, Callable[[Tensor], Tensor]] = {
 
 def small(*tensors: Tensor) -> bool:
     """Whether an operation that moves so much starts by nonblocking calls."""
-    return sum(tensor.nbytes for tensor in tensors) <= _SMALL and tensors[0].dtype not in _HALVES
+    return sum(tensor.nbytes for tensor in tensors) <= _SMALL and all(t.dtype not in _HALVES for t in tensors)
 
 
 def check(dtype: torch.dtype, op: Reduction) -> None:
@@ -94,15 +94,16 @@ def reduce(comm: MPI.Comm, tensor: Tensor, dst: int, op: Reduction) -> Requests:
             tensor.copy_(_combined(rows, op))
         return []
     kind, mpi_op = _known(tensor.dtype, op)
-
-    def buffers(part: Tensor) -> tuple[Any, Any]:
-        spec = _spec(part, kind)
-        return (MPI.IN_PLACE, spec) if mine else (spec, None)
-
     if small(tensor):
-        return [comm.Ireduce(*buffers(tensor), mpi_op, dst)]
+        spec = _spec(tensor, kind)
+        return [comm.Ireduce(MPI.IN_PLACE if mine else spec, spec if mine else None, mpi_op, dst)]
+    # Not in place: MPICH 4.0's MPI_Reduce reads from the address MPI_IN_PLACE when it goes through shared memory.
+    result = tensor.new_empty(min(tensor.numel(), _COMBINED // tensor.element_size())) if mine else None
     for part in _parts(tensor, _COMBINED):
-        comm.Reduce(*buffers(part), mpi_op, dst)
+        place = None if result is None else result[: part.numel()]
+        comm.Reduce(_spec(part, kind), None if place is None else _spec(place, kind), mpi_op, dst)
+        if place is not None:
+            part.copy_(place)
     return []
 
 
