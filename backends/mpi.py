@@ -28,7 +28,7 @@ def world(launch: Launch) -> Any:
     if not _starts_mpi(launch, os.environ):
         raise BackendError(
             f"{launch.launcher.name} started this process, and MPI needs its own launcher: 'mpirun -np 2 python script.py' (Open MPI), "
-            "'mpiexec -n 2 python script.py' (MPICH), 'horovodrun -np 2 --mpi python script.py' or 'srun -n 2 --mpi=pmix python script.py'."
+            "'mpiexec -n 2 python script.py' (MPICH), 'horovodrun -np 2 --mpi python script.py' or 'srun -n 2 --mpi=pmix python script.py' (--mpi=pmi2 for MPICH)."
         )
     comm, error = _world(launch)
     if error is not None:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,9 @@ from torch import Tensor
 from unidist.backends import mpi_calls as calls
 from unidist.backends.mpi_calls import Reduction, Requests
 from unidist.backends.mpi_channel import Channel
+from unidist.backends.mpi_progress import Message
 from unidist.backends.mpi_tensors import Call, named
+from unidist.backends.mpi_work import Work
 from unidist.errors import BackendError
 
 NAME = "mpi4py"
@@ -385,7 +388,16 @@ def register() -> None:
             "mpi4py.rc.thread_level and MPICH_THREADLEVEL_DEFAULT as they are, or use an MPI library built for it."
         )
     if NAME not in dist.Backend.backend_list:
+        for kind in (MpiProcessGroup, Work, Message):
+            _leave_uncompiled(kind)
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _leave_uncompiled(kind: type) -> None:
+    """Keep torch.compile out: DDP calls these from C++ in the middle of compiled programs."""
+    for name, member in list(vars(kind).items()):
+        if isinstance(member, FunctionType) and name != "__init__":
+            setattr(kind, name, torch.compiler.disable(member))  # type: ignore[no-untyped-call]
 
 
 def _create(options: Any, _: object) -> MpiProcessGroup:

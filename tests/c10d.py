@@ -36,8 +36,8 @@ def load(label: str, size: int, folder: Path) -> Any:
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_distributed import DistTestCases
 
-    for feature in ("ddp", "subgroup"):
-        DistTestCases.backend_feature[feature].add("mpi")
+    for feature in ("ddp", "subgroup", "plugin"):
+        DistTestCases.backend_feature[feature] |= {"mpi", "mpi4py"}
     return importlib.import_module("torch.testing._internal.distributed.distributed_test")
 
 

@@ -10,8 +10,10 @@ from tests.worlds import LAUNCHERS, run_world, shown
 from unidist.cli.worlds import missing
 
 TOLERANCE = 1e-5
-MULTI = [name for name in LAUNCHERS if name != "python"]
-CELLS = [("python", "single", 1), ("python", "gloo", 1)] + [(name, b, 2) for name in MULTI for b in ("gloo", "horovod")]
+MPI = ["horovodrun --mpi", "mpirun", "mpiexec (MPICH)", "srun --mpi=pmix", "srun --mpi=pmi2"]
+MULTI = [name for name in LAUNCHERS if name != "python" and "--mpi=" not in name]
+CELLS = [("python", "single", 1), ("python", "gloo", 1), ("python", "mpi", 1)]
+CELLS += [(name, b, 2) for name in MULTI for b in ("gloo", "horovod")] + [(name, "mpi", 2) for name in MPI]
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +38,7 @@ def test_digits(
     absent = missing(launcher)
     if absent:
         pytest.skip(absent)
-    env = request.getfixturevalue("srun_env") if launcher == "srun" else {}
+    env = request.getfixturevalue("srun_env") if launcher.startswith("srun") else {}
     path = tmp_path / "digits.pt"
     result = run_world(launcher, size, ["examples/digits.py", "--save", str(path)], backend=backend, env=env)
     assert result.returncode == 0, result.output

@@ -11,7 +11,10 @@ from tests.worlds import run_world, shown
 TOLERANCE = 1e-5
 #: Each rank normalises its own part of the batch, so that only worlds of one size are alike.
 BETWEEN_ENGINES = {"BatchNorm, buffers of rank 0"}
-ENGINES = {"gloo": ("torchrun", "gloo"), "horovod-gloo": ("horovodrun --gloo", "horovod"), "horovod-mpi": ("mpirun", "horovod")}  # fmt: skip
+ENGINES = {
+    "gloo": ("torchrun", "gloo"), "horovod-gloo": ("horovodrun --gloo", "horovod"), "horovod-mpi": ("mpirun", "horovod"),
+    "mpi": ("mpirun", "mpi"), "mpi-mpich": ("mpiexec (MPICH)", "mpi"),
+}  # fmt: skip
 Weights = dict[str, dict[str, torch.Tensor]]
 
 
@@ -25,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], W
     for engine, launcher, backend, size in worlds:
         path = folder / f"{engine}{size}.pt"
         program = ["-m", "tests.parity", str(path)]
-        argv = ["-m", "mpi4py", *program] if launcher == "mpirun" else program
+        argv = ["-m", "mpi4py", *program] if launcher.startswith("mpi") else program
         result = run_world(launcher, size, argv, backend=backend, timeout=300)
         assert result.returncode == 0, result.output
         found[engine, size] = torch.load(path)

@@ -49,12 +49,15 @@ LAUNCHERS: dict[str, Callable[[int, Sequence[str]], list[list[str]]]] = {
         )
     ),
     "torchrun 2 nodes": _two_agents,
-    "srun --mpi=pmix": lambda n, argv: [["srun", "--mpi=pmix", "-n", str(n), "--overcommit", PYTHON, *argv]],
-    "srun --mpi=pmi2": lambda n, argv: [["srun", "--mpi=pmi2", "-n", str(n), "--overcommit", PYTHON, *argv]],
     "launch": lambda n, argv: [
         [PYTHON, "-W", "ignore", "-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", str(n), *argv]
     ],
 }
+#: srun as the launcher of an MPI library: Open MPI's, MPICH's.
+for _mpi in ("pmix", "pmi2"):
+    LAUNCHERS[f"srun --mpi={_mpi}"] = lambda n, argv, _mpi=_mpi: [  # type: ignore[misc]
+        ["srun", f"--mpi={_mpi}", "-n", str(n), "--overcommit", PYTHON, *argv]
+    ]
 
 
 def environment(launcher: str, extra: Mapping[str, str]) -> dict[str, str]:
@@ -62,7 +65,7 @@ def environment(launcher: str, extra: Mapping[str, str]) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("UNIDIST_", "PYTEST_"))}
     env["OMP_NUM_THREADS"] = "1"
     env = worlds.environment(env, 1)
-    if launcher == "mpiexec (MPICH)":
+    if launcher in ("mpiexec (MPICH)", "srun --mpi=pmi2"):
         env["LD_LIBRARY_PATH"] = str(mpich_for_mpi4py())
     return {**env, **extra}
 

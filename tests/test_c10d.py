@@ -1,0 +1,78 @@
+"""PyTorch's own test class for process groups, on gloo and on the mpi engine, in the same run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.worlds import run_world, shown
+
+#: The engine's library, and the names under which the class is run: it chooses by name what applies. A test counts under the
+#: first name under which it is not skipped.
+LABELS = {"gloo": ("gloo", "mpi"), "mpi4py": ("mpi4py", "gloo", "mpi")}
+#: Tests that fail here and not on gloo: a name, a colon, the reason.
+DIFFERENCES = Path(__file__).with_name("c10d_differences.txt")
+
+
+def outcomes(library: str, size: int, folder: Path) -> dict[str, str]:
+    """Each test's: passed, skipped or failed, with the reason."""
+    found: dict[str, str] = {}
+    for label in LABELS[library]:
+        place = folder / f"{library}-{label}"
+        place.mkdir()
+        file = place / "0.jsonl"
+        wanted = [name for name, outcome in found.items() if outcome.startswith("skipped")]
+        told: dict[str, str] = {}
+        for _ in range(20):  # a world that dies, or ends after a test that breaks it, is gone on with
+            argv = ["-m", "mpi4py", "-m", "tests.c10d", library, label, str(place), *wanted]
+            result = run_world("mpirun", size, argv, timeout=400)
+            if file.exists():
+                told = {line["name"]: verdict(line["outcomes"]) for line in map(json.loads, file.read_text().splitlines())}
+            if result.returncode == 0:
+                break
+            died = re.findall(r"C10D (\w+)", result.output)[-1]
+            if died not in told:
+                with file.open("a") as lines:
+                    line = {"name": died, "outcomes": [f"failed: the world died: {result.output[-3000:]}"]}
+                    lines.write(json.dumps(line) + "\n")
+                for rank in range(1, size):
+                    with (place / f"{rank}.jsonl").open("a") as lines:
+                        lines.write(json.dumps(line) + "\n")
+        else:
+            raise AssertionError(f"{library} as {label} at {size} ranks did not get through: {result.output[-3000:]}")
+        found |= told
+    return found
+
+
+def verdict(ranks: list[str]) -> str:
+    """The worst of the ranks' outcomes."""
+    return next((text for text in ranks if text.startswith("failed")), next((t for t in ranks if t == "passed"), ranks[0]))
+
+
+def allowed() -> dict[str, str]:
+    lines = [line for line in DIFFERENCES.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    return dict(line.split(": ", 1) for line in lines)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_no_failure_that_gloo_does_not_have(size: int, tmp_path: Path) -> None:
+    both = {library: outcomes(library, size, tmp_path) for library in LABELS}
+    title = "torch.testing._internal.distributed.distributed_test"
+    for library, found in both.items():
+        counts = Counter(outcome.split(":")[0] for outcome in found.values())
+        told = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+        shown.setdefault(title, []).append(f"{library:8} {size} ranks: {told} of {len(found)}")
+    reasons = allowed()
+    worse = {
+        name: outcome
+        for name, outcome in both["mpi4py"].items()
+        if outcome != "passed" and both["gloo"][name] == "passed" and name not in reasons
+    }
+    assert not worse, "\n".join(f"{name}: {outcome}" for name, outcome in worse.items())
+    obsolete = [name for name in reasons if both["mpi4py"].get(name) == "passed" or both["gloo"].get(name) != "passed"]
+    assert not obsolete, f"no difference any more: {obsolete}"
+    assert sum(outcome == "passed" for outcome in both["mpi4py"].values()) >= 90
