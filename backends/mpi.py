@@ -87,11 +87,12 @@ def end_all_on_error(launch: Launch) -> None:
     from mpi4py import MPI
 
     show = sys.excepthook
+    process = os.getpid()  # a child that was forked off must not end the job
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
         # Inside another hook (a session before this one put it there) the error may not be shown yet.
-        if sys.excepthook is hook and launch.world_size > 1 and not MPI.Is_finalized():
+        if sys.excepthook is hook and launch.world_size > 1 and os.getpid() == process and not MPI.Is_finalized():
             abort()
 
     sys.excepthook = hook

@@ -107,20 +107,18 @@ def reduce(comm: MPI.Comm, tensor: Tensor, dst: int, op: Reduction) -> Requests:
     return []
 
 
-def reduce_scatter(comm: MPI.Comm, output: Tensor, blocks: Sequence[Tensor], op: Reduction) -> Requests:
-    """Combine block i of all ranks on rank i; blocks are neighbours in memory and may differ in size."""
+def reduce_scatter(comm: MPI.Comm, output: Tensor, tensor: Tensor, counts: list[int], op: Reduction) -> Requests:
+    """Combine the i-th block of all ranks on rank i, where it has ``counts[i]`` elements."""
+    blocks = torch.split(tensor, counts)
     if output.dtype in _HALVES:
         rows = output.new_empty(comm.size, output.numel())
         MPI.Request.Waitall(exchange(comm, blocks, list(rows)))
         output.copy_(_combined(rows, op))
         return []
     kind, mpi_op = _known(output.dtype, op)
-    counts = [block.numel() for block in blocks]
-    total = sum(counts)
-    if total * output.element_size() <= _MOVED:
-        buffer = MPI.buffer.fromaddress(blocks[0].data_ptr(), total * output.element_size())
-        arguments = ([buffer, total, kind], _spec(output, kind), counts, mpi_op)
-        if small(*blocks):
+    if tensor.nbytes <= _MOVED:
+        arguments = (_spec(tensor, kind), _spec(output, kind), counts, mpi_op)
+        if small(tensor):
             return [comm.Ireduce_scatter(*arguments)]
         comm.Reduce_scatter(*arguments)
         return []

@@ -34,6 +34,8 @@ class Channel:
         # A user's tags must not meet our own messages.
         self.mail = comm.Dup()
         self._title = title
+        #: Global ranks, in the group's order.
+        self._ranks = ranks
         self._messages = Messages(self)
         self._attendance = mpi_watch.Attendance(store, comm.rank, ranks)
         self._broken: Exception | None = None
@@ -52,9 +54,9 @@ class Channel:
         self.collectives.submit(work, start, small=small, at_once=call.at_once and self._together is None)
         return self._kept(work)
 
-    def post(self, call: Call, start: Callable[[], MPI.Request]) -> dist.Work:
-        """Send or receive a message by ``start``."""
-        message = Message(self._messages, self, call.name, call.outputs, call.moved, call.finish())
+    def post(self, call: Call, peer: int, start: Callable[[], MPI.Request]) -> dist.Work:
+        """Send a message to a rank of the group, or receive one from it, by ``start``."""
+        message = Message(self._messages, self, call.name, peer, call.outputs, call.moved, call.finish())
         self._record(message, call)
         self._messages.post(message, start)
         return self._kept(message)
@@ -99,11 +101,10 @@ class Channel:
     def leave(self) -> None:
         """Tell the other ranks that this one goes."""
         if not self._closed and self.comm.size > 1:
-            self._attendance.leave()
+            self._attendance.leave(self.collectives.sequence)
 
     def overdue(self, work: Work) -> None:
         """``work`` did not end within its timeout."""
-        self._attendance.tell(_where(work))
         self._break(
             f"{work} ran into its timeout of {work.timeout:g} s: {self._attendance.account(_where(work))}. Did a rank fail, or make "
             "another call?"
@@ -119,11 +120,23 @@ class Channel:
                 self.overdue(work)
             elif age > mpi_watch.LATE_S:
                 self._attendance.tell(_where(work))
-                gone = self._attendance.gone()
-                if gone and age > 2 * mpi_watch.LATE_S:
-                    self._break(f"{work} cannot end: rank {gone[0]} has left. Look for its error.")
+                missing = self._missing(work)
+                if missing and age > 2 * mpi_watch.LATE_S:
+                    told = ", ".join(str(self._ranks[i]) for i in missing)
+                    self._break(
+                        f"{work} cannot end: of the ranks that it needs, these have left: {told}. Look for their errors."
+                    )
 
     # ---------------------------------------------------------------------------------------------
+    def _missing(self, work: Work) -> list[int]:
+        """The ranks in the group without which an operation cannot end, and that have left."""
+        gone = self._attendance.gone
+        if not isinstance(work, Message):
+            return [i for i, last in gone.items() if last < work.sequence]
+        if work.peer != MPI.ANY_SOURCE:
+            return [work.peer] if work.peer in gone else []
+        return list(gone) if len(gone) == self.comm.size - 1 else []
+
     def _record(self, work: Work, call: Call) -> None:
         if torch.autograd._profiler_enabled():
             work.record = torch.autograd._record_function_with_args_enter(f"{self._title}:{call.name}", *call.inputs)

@@ -7,6 +7,7 @@ submits it to the group's channel.
 from __future__ import annotations
 
 import time
+import uuid
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
@@ -184,7 +185,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._one_each(input_tensors)
         call = Call("all_to_all", input_tensors, output_tensors, opts)
         places = [call.writes(output) for output in output_tensors]
-        flats = [call.reads(tensor) for tensor in input_tensors]
+        flats = [call.reads_apart(tensor, *places) for tensor in input_tensors]
         return self._channel.submit(call, lambda: calls.exchange(self._comm, flats, places))
 
     def all_to_all_single(
@@ -202,7 +203,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Send a tensor to a rank of the group."""
         call = Call("send", tensors, tensors)
         flat = call.reads(tensors[0])
-        return self._channel.post(call, lambda: calls.send(self._channel.mail, flat, dst, tag))
+        return self._channel.post(call, dst, lambda: calls.send(self._channel.mail, flat, dst, tag))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
         """Receive a tensor of the same size from a rank of the group."""
@@ -298,7 +299,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _receive(self, name: str, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
         call = Call(name, tensors, tensors)
         place = call.writes(tensors[0])
-        return self._channel.post(call, lambda: calls.receive(self._channel.mail, place, src, tag))
+        return self._channel.post(call, src, lambda: calls.receive(self._channel.mail, place, src, tag))
 
     def _reduce_scatter(
         self, outputs: list[Tensor], tensors: list[Tensor], sizes: list[list[int]], opts: Any
@@ -311,8 +312,8 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._average(call, place, op)
 
         def start() -> Requests:
-            sets = ((place, torch.split(flat, counts)) for place, flat, counts in zip(places, flats, sizes))
-            return _all(calls.reduce_scatter(self._comm, place, blocks, op) for place, blocks in sets)
+            sets = zip(places, flats, sizes)
+            return _all(calls.reduce_scatter(self._comm, place, flat, counts, op) for place, flat, counts in sets)
 
         return self._channel.submit(call, start)
 
@@ -404,8 +405,16 @@ def _create(options: Any, _: object) -> MpiProcessGroup:
     rank, size, store = options.group_rank, options.group_size, options.store
     ranks = list(options.global_ranks_in_group) or list(range(size))
     # torch may count the ranks as it likes.
-    store.set(f"mpi/{rank}", str(MPI.COMM_WORLD.rank))
-    members = [int(text) for text in store.multi_get([f"mpi/{i}" for i in range(size)])]
+    keys = [f"mpi/{i}" for i in range(size)]
+    store.set(keys[rank], str(MPI.COMM_WORLD.rank))
+    try:
+        members = [int(text) for text in store.multi_get(keys)]
+    except dist.DistStoreError as error:
+        absent = [str(ranks[i]) for i, key in enumerate(keys) if not store.check([key])]
+        raise BackendError(
+            f"rank {ranks[rank]} (mpi): a group of ranks {', '.join(map(str, ranks))} was not made: ranks {', '.join(absent)} did not "
+            "come. Did each call new_group?"
+        ) from error
     if len(set(members)) < size:
         raise BackendError(f"{size} ranks have met, but MPI started only {len(set(members))}: start all by one mpirun.")
     world = MPI.COMM_WORLD.Get_group()
@@ -413,7 +422,9 @@ def _create(options: Any, _: object) -> MpiProcessGroup:
     comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(str(options.group_id).encode()) % 2**15)
     group.Free()
     world.Free()
-    return MpiProcessGroup(comm, store, options.timeout, ranks)
+    # A store may have served a group of this name before.
+    session = comm.bcast(uuid.uuid4().hex if rank == 0 else None)
+    return MpiProcessGroup(comm, dist.PrefixStore(session, store), options.timeout, ranks)
 
 
 def _reduction(opts: Any, tensor: Tensor) -> Reduction:

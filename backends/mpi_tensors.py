@@ -39,10 +39,11 @@ class Call:
         """A flat tensor of the same values."""
         return self._reached(tensor)[0]
 
-    def reads_apart(self, tensor: Tensor, place: Tensor) -> Tensor:
-        """As ``reads``, but not of ``place``: MPI must not read where it writes."""
+    def reads_apart(self, tensor: Tensor, *places: Tensor) -> Tensor:
+        """As ``reads``, but not of the memory of ``places``: MPI must not read where it writes."""
         flat = self.reads(tensor)
-        return flat.clone() if flat.untyped_storage().data_ptr() == place.untyped_storage().data_ptr() else flat
+        written = {place.untyped_storage().data_ptr() for place in places}
+        return flat.clone() if flat.untyped_storage().data_ptr() in written else flat
 
     def writes(self, tensor: Tensor) -> Tensor:
         """A flat tensor whose values will be those of ``tensor`` in the end."""
@@ -70,7 +71,7 @@ class Call:
     def _reached(self, tensor: Tensor) -> tuple[Tensor, Step | None]:
         tensor = tensor.detach()
         back: Step | None = None
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj():
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             flat = tensor.view(-1)
         elif tensor.device.type == "cuda" and tensor.is_contiguous() and _takes_cuda():
             torch.cuda.current_stream(tensor.device).synchronize()

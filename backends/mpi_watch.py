@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 from weakref import WeakSet
@@ -21,6 +22,8 @@ _PERIOD_S = 0.25
 LATE_S = 1.0
 #: What is left to a process that has caught the error of its broken group, before the job ends.
 _GRACE_S = 10.0
+#: How long the store may take to answer.
+_ANSWER_S = 1.0
 
 
 class Watched(Protocol):
@@ -34,13 +37,17 @@ class Watched(Protocol):
 
 
 _groups: WeakSet[Watched] = WeakSet()
+_lock = threading.Lock()
 _started = threading.Lock()
 _doom: list[Exception] = []
+#: Children that were forked off have copies of all this, and no part in it.
+_process = os.getpid()
 
 
 def watch(group: Watched) -> None:
     """Look after a group as long as it lives."""
-    _groups.add(group)
+    with _lock:
+        _groups.add(group)
     if _started.acquire(blocking=False):
         threading.Thread(target=_look, name="unidist-mpi-watch", daemon=True).start()
         atexit.register(_at_exit)
@@ -56,8 +63,16 @@ def end_job_soon(error: Exception) -> None:
 def _look() -> None:
     while True:
         time.sleep(_PERIOD_S)
-        for group in list(_groups):
-            group.look()
+        for group in _all():
+            try:
+                group.look()
+            except Exception as error:
+                sys.stderr.write(f"unidist: the watch over {group} failed: {error!r}\n")
+
+
+def _all() -> list[Watched]:
+    with _lock:
+        return list(_groups)
 
 
 def _end_later() -> None:
@@ -67,67 +82,85 @@ def _end_later() -> None:
 
 
 def _at_exit() -> None:
+    if os.getpid() != _process:
+        return
     if _doom:
         mpi.abort()
-    for group in list(_groups):
+    for group in _all():
         group.leave()
 
 
 class Attendance:
-    """Where the ranks of a group stand, as far as they have told through its store."""
+    """Where the ranks of a group stand, as far as they have told through its store.
+
+    The store may not answer, if its rank has stopped. So nothing here waits for it: a thread asks.
+    """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
         self._store = store
         self._rank = rank
         #: Their global ranks, in the group's order.
         self._ranks = ranks
-        self._told = ""
+        self._asking: threading.Thread | None = None
+        #: Of the ranks that have gone, by rank in the group: the last collective that they submitted.
+        self.gone: dict[int, int] = {}
 
     def tell(self, where: str) -> None:
-        """This rank waits there."""
-        if where != self._told:
-            self._told = where
-            with suppress(Exception):
-                self._store.set(f"waits/{self._rank}", where)
+        """This rank waits there; and ask who has gone."""
 
-    def leave(self) -> None:
-        """This rank goes."""
-        with suppress(Exception):
-            self._store.set(f"left/{self._rank}", "")
+        def ask() -> None:
+            self._store.set(f"waits/{self._rank}", where)
+            if self._store.add("left", 0):
+                keys = {i: f"left/{i}" for i in self._others()}
+                self.gone = {i: int(self._store.get(key)) for i, key in keys.items() if self._store.check([key])}
+
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = _start(ask)
+
+    def leave(self, sequence: int) -> None:
+        """This rank goes, and takes part in no collective after that one."""
+
+        def tell() -> None:
+            self._store.set(f"left/{self._rank}", str(sequence))
             self._store.add("left", 1)
 
-    def gone(self) -> list[int]:
-        """The global ranks that have gone; all but this one if nobody keeps the store any more."""
-        try:
-            if self._store.add("left", 0) == 0:
-                return []
-            return [self._ranks[i] for i in self._others() if self._store.check([f"left/{i}"])]
-        except Exception:
-            return [self._ranks[i] for i in self._others()]
+        if os.getpid() == _process:
+            _start(tell).join(_ANSWER_S)
 
     def account(self, where: str) -> str:
         """What is known of the ranks that are elsewhere, for an error."""
-        elsewhere: dict[str, list[int]] = {}
-        for i in self._others():
-            elsewhere.setdefault(self._whereabouts(i), []).append(self._ranks[i])
-        told = [
-            f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} not come"
-            if not place
-            else f"{_ranks(ranks)} in {place}"
-            for place, ranks in elsewhere.items()
-            if place != where
-        ]
-        return "; ".join(told) or "all ranks are in it, and it does not end"
+        found: list[str] = []
 
-    def _others(self) -> Iterator[int]:
-        return (i for i in range(len(self._ranks)) if i != self._rank)
+        def ask() -> None:
+            self._store.set(f"waits/{self._rank}", where)
+            elsewhere: dict[str, list[int]] = {}
+            for i in self._others():
+                key = f"waits/{i}"
+                place = self._store.get(key).decode() if self._store.check([key]) else ""
+                elsewhere.setdefault(place, []).append(self._ranks[i])
+            elsewhere.pop(where, None)
+            found.extend(
+                f"{_named(ranks)} in {place}" if place else f"{_named(ranks)} not there"
+                for place, ranks in elsewhere.items()
+            )
+            found.append("" if found else "all ranks are in it, and it does not end")
 
-    def _whereabouts(self, i: int) -> str:
-        key = f"waits/{i}"
-        with suppress(Exception):
-            return self._store.get(key).decode() if self._store.check([key]) else ""
-        return ""
+        _start(ask).join(_ANSWER_S)
+        return "; ".join(filter(None, found)) or "the store, which rank 0 keeps, does not answer"
+
+    def _others(self) -> list[int]:
+        return [i for i in range(len(self._ranks)) if i != self._rank]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _start(ask: Callable[[], None]) -> threading.Thread:
+    def run() -> None:
+        with suppress(Exception):  # the store has gone
+            ask()
+
+    thread = threading.Thread(target=run, name="unidist-mpi-store", daemon=True)
+    thread.start()
+    return thread
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'}"

@@ -41,8 +41,8 @@ class Work(dist.Work):
         self.name = name
         self.sequence = 0
         self.timeout = owner.timeout
-        #: Since when somebody waits for it.
-        self.since = time.monotonic()
+        #: Since when it should be going on.
+        self.since = float("inf")
         #: The profiler's record of it.
         self.record: Any = None
         self._outputs = outputs
@@ -68,11 +68,13 @@ class Work(dist.Work):
         """
         if not self._done:
             if timeout > timedelta(0):
-                if not self._join(timeout.total_seconds()):
+                # Who says so may wait for longer than the group would.
+                self.timeout = max(self.timeout, time.monotonic() - self.since + timeout.total_seconds())
+                if not self.join(timeout.total_seconds()):
                     raise dist.DistBackendError(
                         f"{self} was not done {timeout.total_seconds():g} s after wait() was called."
                     )
-            elif not self._join(self.since + self.timeout - time.monotonic()):
+            elif not self.join(self.since + self.timeout - time.monotonic()):
                 self.owner.overdue(self)
         if self._error is not None:
             raise self._error
@@ -136,10 +138,10 @@ class Work(dist.Work):
             self._gate.release()
         self._settle()
 
-    def _join(self, seconds: float) -> bool:
+    def join(self, seconds: float) -> bool:
         """Wait for the end, and tell whether it came."""
         if self._done or self._gate is None:
-            return self._done
+            return True
         if not self._gate.acquire(timeout=max(0.0, min(seconds, threading.TIMEOUT_MAX))):
             return False
         self._gate.release()

@@ -1,8 +1,8 @@
 """PyTorch's own test class for process groups, in one world: ``python -m tests.c10d LIBRARY LABEL FOLDER``.
 
 The class starts a world for each test; this one gives every test a process group of its own in the same processes. LIBRARY is what the groups
-are made of, LABEL the name by which the class chooses the tests that apply. Each rank appends its outcomes to a file in FOLDER, so
-that a world that dies can be gone on with.
+are made of, LABEL the name by which the class chooses the tests that apply. Rank 0 appends all ranks' outcomes to a file in FOLDER,
+so that a world that dies can be gone on with.
 """
 
 import importlib
@@ -78,7 +78,7 @@ def main(library: str, label: str, folder: Path, wanted: set[str]) -> None:
 
     from torch.testing._internal import common_utils
 
-    outcomes = folder / f"{rank}.jsonl"
+    outcomes = folder / "outcomes.jsonl"
     done = {json.loads(line)["name"] for line in outcomes.read_text().splitlines()} if outcomes.exists() else set()
     for index, name in enumerate(unittest.TestLoader().getTestCaseNames(Cases)):
         if name in done or (wanted and name not in wanted):
@@ -106,8 +106,9 @@ def main(library: str, label: str, folder: Path, wanted: set[str]) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         alarm.cancel()
-        with outcomes.open("a") as file:
-            file.write(json.dumps({"name": name, "outcomes": told}) + "\n")
+        if rank == 0:
+            with outcomes.open("a") as file:
+                file.write(json.dumps({"name": name, "outcomes": told}) + "\n")
         if "timeout" in name and not told[0].startswith("skipped"):
             # It has broken its group on purpose, and nothing in this process is what it was.
             os._exit(4)

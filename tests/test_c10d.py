@@ -24,14 +24,17 @@ def outcomes(library: str, size: int, folder: Path) -> dict[str, str]:
     for label in LABELS[library]:
         place = folder / f"{library}-{label}"
         place.mkdir()
-        file = place / "0.jsonl"
+        file = place / "outcomes.jsonl"
         wanted = [name for name, outcome in found.items() if outcome.startswith("skipped")]
         told: dict[str, str] = {}
         for _ in range(20):  # a world that dies, or ends after a test that breaks it, is gone on with
             argv = ["-m", "mpi4py", "-m", "tests.c10d", library, label, str(place), *wanted]
             result = run_world("mpirun", size, argv, timeout=400)
+            print(library, label, size, result.seconds, re.findall(r"C10D (\w+)", result.output)[-1:])
             if file.exists():
-                told = {line["name"]: verdict(line["outcomes"]) for line in map(json.loads, file.read_text().splitlines())}
+                told = {
+                    line["name"]: verdict(line["outcomes"]) for line in map(json.loads, file.read_text().splitlines())
+                }
             if result.returncode == 0:
                 break
             died = re.findall(r"C10D (\w+)", result.output)[-1]
@@ -39,9 +42,6 @@ def outcomes(library: str, size: int, folder: Path) -> dict[str, str]:
                 with file.open("a") as lines:
                     line = {"name": died, "outcomes": [f"failed: the world died: {result.output[-3000:]}"]}
                     lines.write(json.dumps(line) + "\n")
-                for rank in range(1, size):
-                    with (place / f"{rank}.jsonl").open("a") as lines:
-                        lines.write(json.dumps(line) + "\n")
         else:
             raise AssertionError(f"{library} as {label} at {size} ranks did not get through: {result.output[-3000:]}")
         found |= told
@@ -50,7 +50,9 @@ def outcomes(library: str, size: int, folder: Path) -> dict[str, str]:
 
 def verdict(ranks: list[str]) -> str:
     """The worst of the ranks' outcomes."""
-    return next((text for text in ranks if text.startswith("failed")), next((t for t in ranks if t == "passed"), ranks[0]))
+    return next(
+        (text for text in ranks if text.startswith("failed")), next((t for t in ranks if t == "passed"), ranks[0])
+    )
 
 
 def allowed() -> dict[str, str]:
