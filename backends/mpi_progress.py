@@ -132,7 +132,8 @@ class Collectives:
     def _ended(self, work: Work, error: Exception | None = None) -> None:
         # First: who hears of the end may submit at once, and should find the group idle.
         with self._lock:
-            self.pending.remove(work)
+            if work in self.pending:  # a signal may have come between this and the work's end
+                self.pending.remove(work)
             if self.pending:
                 self.pending[0].since = time.monotonic()
         work.end(error)

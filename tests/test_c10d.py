@@ -12,7 +12,7 @@ import pytest
 from tests.worlds import run_world, shown
 
 #: The engine's library, and the names under which the class is run: it chooses by name what applies. A test counts under the
-#: first name under which it is not skipped.
+#: first name under which it is not skipped. What it has for mpi alone needs three ranks.
 LABELS = {"gloo": ("gloo", "mpi"), "mpi4py": ("mpi4py", "gloo", "mpi")}
 #: Tests that fail here and not on gloo: a name, a colon, the reason.
 DIFFERENCES = Path(__file__).with_name("c10d_differences.txt")
@@ -21,7 +21,7 @@ DIFFERENCES = Path(__file__).with_name("c10d_differences.txt")
 def outcomes(library: str, size: int, folder: Path) -> dict[str, str]:
     """Each test's: passed, skipped or failed, with the reason."""
     found: dict[str, str] = {}
-    for label in LABELS[library]:
+    for label in LABELS[library] if size > 2 else LABELS[library][:-1]:
         place = folder / f"{library}-{label}"
         place.mkdir()
         file = place / "outcomes.jsonl"
@@ -30,7 +30,6 @@ def outcomes(library: str, size: int, folder: Path) -> dict[str, str]:
         for _ in range(20):  # a world that dies, or ends after a test that breaks it, is gone on with
             argv = ["-m", "mpi4py", "-m", "tests.c10d", library, label, str(place), *wanted]
             result = run_world("mpirun", size, argv, timeout=400)
-            print(library, label, size, result.seconds, re.findall(r"C10D (\w+)", result.output)[-1:])
             if file.exists():
                 told = {
                     line["name"]: verdict(line["outcomes"]) for line in map(json.loads, file.read_text().splitlines())
@@ -77,4 +76,4 @@ def test_no_failure_that_gloo_does_not_have(size: int, tmp_path: Path) -> None:
     assert not worse, "\n".join(f"{name}: {outcome}" for name, outcome in worse.items())
     obsolete = [name for name in reasons if both["mpi4py"].get(name) == "passed" or both["gloo"].get(name) != "passed"]
     assert not obsolete, f"no difference any more: {obsolete}"
-    assert sum(outcome == "passed" for outcome in both["mpi4py"].values()) >= 90
+    assert sum(outcome == "passed" for outcome in both["mpi4py"].values()) >= 80

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def expected(backend: str, size: int, nodes: int = 1) -> list[dict[str, Any]]:
         ("horovodrun --gloo", 3, "gloo", 1),
         ("mpirun", 3, "gloo", 1),
         ("mpirun", 3, "horovod", 1),
+        ("mpirun", 3, "mpi", 1),
         ("mpiexec (MPICH)", 3, "horovod", 1),
         ("srun", 2, "gloo", 1),
     ],
@@ -196,9 +198,15 @@ def test_a_missing_rank_ends_the_start_with_a_clear_error() -> None:
 
 
 # ------------------------------------------------------------------------------------ a rank that fails
-@pytest.mark.parametrize("backend", ["gloo", "horovod"])
 @pytest.mark.parametrize(
-    "launcher", ["torchrun", "spawn", "horovodrun --gloo", "horovodrun --mpi", "mpirun", "mpiexec (MPICH)"]
+    ("launcher", "backend"),
+    [
+        *product(
+            ["torchrun", "spawn", "horovodrun --gloo", "horovodrun --mpi", "mpirun", "mpiexec (MPICH)"],
+            ["gloo", "horovod"],
+        ),
+        *product(["horovodrun --mpi", "mpirun", "mpiexec (MPICH)"], ["mpi"]),
+    ],
 )
 @pytest.mark.parametrize("how", ["raise", "exit"])
 def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -> None:
@@ -213,19 +221,20 @@ def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -
 
 
 @pytest.mark.parametrize(
-    ("launcher", "backend"), [("torchrun", "gloo"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
+    ("launcher", "backend"),
+    [("torchrun", "gloo"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi")],
 )
 def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> None:
     argv = ["tests/programs/fail_on_rank.py", "1", "sleep"]
     result = run_world(launcher, 2, argv, backend=backend, env={"UNIDIST_TIMEOUT": "4"}, timeout=60)
     assert result.returncode != 0 and result.seconds < 30
     # DDP's own error is gloo's.
-    told = (
-        "Timed out waiting"
-        if backend == "gloo"
-        else "rank 0 of 2 (horovod): backward failed: no answer from another rank"
-    )
-    assert told in result.output, result.output
+    told = {
+        "gloo": "Timed out waiting",
+        "horovod": "rank 0 of 2 (horovod): backward failed: no answer from another rank",
+        "mpi": "ran into its timeout of 4 s: rank 1 is not there",
+    }
+    assert told[backend] in result.output, result.output
 
 
 @pytest.mark.parametrize(

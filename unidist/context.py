@@ -44,6 +44,7 @@ _log = logging.getLogger("unidist")
 _current: Backend | None = None
 _asked: dict[str, object] = {}
 _sessions = 0
+_process = os.getpid()
 
 
 def init(
@@ -128,7 +129,8 @@ def shutdown() -> None:
 def _leave() -> None:
     global _current, _asked
     backend, _current, _asked = _current, None, {}
-    if backend is not None:
+    # A child that was forked off is no rank: it leaves the parent's engine alone.
+    if backend is not None and os.getpid() == _process:
         backend.shutdown()
 
 

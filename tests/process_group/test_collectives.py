@@ -156,6 +156,27 @@ def test_reduce_scatter(op: str, dtype: torch.dtype) -> None:
         assert same(place, combined(all_ranks(shape, dtype), op).split(counts)[rank])
 
 
+def test_reduce_scatter_with_empty_blocks() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    for unit in (3, 20_000):
+        counts = [i * unit for i in range(size)]
+        place = torch.empty(counts[rank])
+        dist.reduce_scatter(place, list(mine((sum(counts),)).split(counts)))
+        assert torch.equal(place, combined(all_ranks((sum(counts),)), "sum").split(counts)[rank])
+
+
+def test_all_to_all_in_place_and_negated_views() -> None:
+    size = unidist.world_size()
+    for numel in (4, 20_000):
+        tensors = [mine((numel,)) for _ in range(size)]
+        dist.all_to_all(tensors, tensors)
+        assert all(map(torch.equal, tensors, all_ranks((numel,))))
+    negated = torch.tensor([1 + 5j]).conj().imag
+    assert negated.is_neg()
+    dist.broadcast(negated, 0)
+    assert negated.item() == -5
+
+
 def test_all_to_all_of_one_tensor() -> None:
     rank, size = unidist.rank(), unidist.world_size()
     for unit in (1, 9_000):

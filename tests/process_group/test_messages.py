@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -149,4 +152,101 @@ def test_a_message_of_another_size_is_an_error() -> None:
     elif unidist.rank() == 1:
         with pytest.raises(dist.DistBackendError, match=r"recv, message .* 8 bytes came from rank 0, where 12"):
             dist.recv(torch.ones(3), 0)
+    unidist.barrier()
+
+
+def test_a_longer_message_is_an_error_of_its_own() -> None:
+    if unidist.rank() == 0:
+        dist.send(torch.ones(10), 1)
+        dist.send(torch.ones(3), 1)
+    elif unidist.rank() == 1:
+        with pytest.raises(dist.DistBackendError, match=r"[Tt]runcated"):
+            dist.recv(torch.ones(5), 0)
+        place = torch.zeros(3)
+        dist.recv(place, 0)
+        assert place.tolist() == [1, 1, 1]
+    unidist.barrier()
+
+
+def test_threads_exchange_messages_on_one_group() -> None:
+    failed: list[Exception] = []
+
+    def exchange(tag: int) -> None:
+        try:
+            for numel in (1, 100, 100_000) * 10:
+                place = torch.empty(numel)
+                received = dist.irecv(place, left(), tag=tag)
+                sent = dist.isend(torch.full((numel,), float(tag * 100 + unidist.rank())), right(), tag=tag)
+                assert received is not None and sent is not None
+                received.wait()
+                sent.wait()
+                assert bool((place == tag * 100 + left()).all())
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=exchange, args=(tag,)) for tag in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed[0]
+    unidist.barrier()
+
+
+def test_a_callback_may_receive() -> None:
+    if unidist.rank() == 0:
+        dist.send(torch.ones(2), 1)
+        dist.send(torch.full((2,), 2.0), 1)
+    elif unidist.rank() == 1:
+        second = torch.empty(2)
+        work = dist.irecv(torch.empty(2), 0)
+        assert work is not None
+        assert work.get_future().then(lambda _: dist.recv(second, 0)).wait() == 0
+        assert second.tolist() == [2, 2]
+    unidist.barrier()
+
+
+def test_what_was_sent_outlives_its_group() -> None:
+    """The memory that a late receiver reads is not used again before."""
+    group = dist.new_group()
+    if unidist.rank() == 0:
+        dist.isend(torch.full((5_000_000,), 7.0), 1, group=group)
+        dist.destroy_process_group(group)
+        junk = [torch.full((5_000_000,), -3.0) for _ in range(3)]
+        assert len(junk) == 3
+    elif unidist.rank() == 1:
+        time.sleep(1)
+        place = torch.empty(5_000_000)
+        dist.recv(place, 0, group=group)
+        assert bool((place == 7).all())
+        dist.destroy_process_group(group)
+    unidist.barrier()
+
+
+def test_a_receive_of_a_destroyed_group_is_taken_back() -> None:
+    group = dist.new_group()
+    work = dist.irecv(torch.empty(2), left(), group=group)
+    unidist.barrier()
+    dist.destroy_process_group(group)
+    assert work is not None
+    with pytest.raises(dist.DistBackendError, match="group was destroyed"):
+        work.wait()
+
+
+def test_a_rank_that_has_left_is_missed_only_by_those_who_need_it() -> None:
+    if unidist.world_size() < 3:
+        pytest.skip("a bystander needs three ranks")
+    group = dist.new_group([0, 1, 2])
+    place = torch.empty(2)
+    if unidist.rank() == 2:
+        dist.send(torch.ones(2), 0, group=group)
+        dist.destroy_process_group(group)
+    elif unidist.rank() == 1:
+        time.sleep(4)
+        dist.send(torch.ones(2), 0, group=group)
+    elif unidist.rank() == 0:
+        assert dist.recv(place, 2, group=group) == 2
+        assert dist.recv(place, 1, group=group) == 1
+    if unidist.rank() < 2:
+        dist.destroy_process_group(group)
     unidist.barrier()

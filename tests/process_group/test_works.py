@@ -47,6 +47,34 @@ def test_wait_with_a_timeout() -> None:
     assert work.wait(timedelta(seconds=30))
 
 
+def test_operations_in_a_queue_have_time_from_their_turn_on() -> None:
+    """All three together take longer than the timeout of one."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    works = []
+    for _ in range(3):
+        if unidist.rank() != 0:
+            time.sleep(1.5)
+        works.append(dist.all_reduce(torch.ones(50_000), group=group, async_op=True))
+    for work in works:
+        assert work is not None and work.wait()
+    dist.destroy_process_group(group)
+
+
+def test_a_short_wait_for_a_message_leaves_no_clock_running() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    neighbour = unidist.rank() ^ 1
+    if neighbour < unidist.world_size():
+        work = dist.irecv(torch.empty(2), neighbour, group=group)
+        assert work is not None
+        with pytest.raises(dist.DistBackendError, match=r"message 1, was not done 0.05 s"):
+            work.wait(timedelta(seconds=0.05))
+        time.sleep(2)
+        dist.send(torch.ones(2), neighbour, group=group)
+        work.wait(timedelta(seconds=30))
+    unidist.barrier()
+    dist.destroy_process_group(group)
+
+
 def test_a_callback_may_submit_and_wait() -> None:
     """As communication hooks do that reduce twice."""
 

@@ -1,0 +1,100 @@
+"""The mpi engine: its process group under real launchers, and what can go wrong."""
+
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.worlds import run_suite, run_world, shown
+
+PLACE = "tests/programs/place.py"
+LIBRARIES = ["mpirun", "mpiexec (MPICH)"]
+
+
+@pytest.mark.parametrize(("launcher", "size"), [("mpirun", 1), *((name, n) for n in (2, 3) for name in LIBRARIES)])
+def test_process_group(launcher: str, size: int, tmp_path: Path) -> None:
+    shown.setdefault("process group suite", []).append(run_suite("process_group", launcher, size, "mpi", tmp_path))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun --gloo"])
+def test_another_launcher_is_refused_with_the_right_ones(launcher: str) -> None:
+    result = run_world(launcher, 2, [PLACE], backend="mpi")
+    assert result.returncode != 0
+    assert "MPI needs its own launcher: 'mpirun -np 2 python script.py'" in result.output, result.output
+
+
+def test_srun_without_mpi_is_refused(srun_env: dict[str, str]) -> None:
+    result = run_world("srun", 2, [PLACE], backend="mpi", env=srun_env)
+    assert result.returncode != 0 and "srun -n 2 --mpi=pmix" in result.output, result.output
+
+
+def test_an_mpi_without_threads_is_refused() -> None:
+    code = "import mpi4py; mpi4py.rc.thread_level = 'serialized'; import unidist; unidist.init('mpi')"
+    result = run_world("mpirun", 2, ["-c", code])
+    assert result.returncode != 0
+    assert "needs an MPI with thread level 'multiple', and this one gave 'serialized'" in result.output, result.output
+
+
+@pytest.mark.parametrize("launcher", LIBRARIES)
+def test_a_thousand_worlds_leave_nothing_behind(launcher: str) -> None:
+    result = run_world(launcher, 2, ["tests/programs/mpi_cycles.py", "1000"], timeout=300)
+    assert result.returncode == 0, result.output
+    told = re.findall(r"1000 cycles, (\d+) threads left, (-?\d+) MiB grown", result.output)
+    assert len(told) == 2, result.output
+    # The watch, those of the last world and one that is just ending.
+    assert all(int(threads) < 6 and int(grown) < 50 for threads, grown in told), told
+    shown.setdefault("1,000 worlds", []).append(f"{launcher:16} {told}, {result.seconds:.0f} s")
+
+
+def test_messages_over_two_gibibytes() -> None:
+    needed = 12 * 2**30
+    if psutil.virtual_memory().available < needed:
+        pytest.skip("messages of 2 GiB need 12 GiB of free memory")
+    result = run_world("mpirun", 2, ["tests/programs/mpi_large.py"], timeout=300)
+    assert result.returncode == 0 and result.output.count("all done") == 2, result.output
+
+
+@pytest.mark.parametrize("launcher", LIBRARIES)
+def test_a_missing_rank_is_named_with_the_operation(launcher: str) -> None:
+    code = """
+import time, torch, torch.distributed as dist, unidist
+unidist.init("mpi")
+for _ in range(3):
+    dist.all_reduce(torch.ones(4))
+time.sleep(600 if unidist.rank() == 1 else 0)
+dist.all_reduce(torch.ones(5))
+"""
+    result = run_world(launcher, 3, ["-c", code], env={"UNIDIST_TIMEOUT": "4"}, timeout=60)
+    assert result.returncode != 0 and result.seconds < 30, result.output
+    told = r"rank [02] of 3 \(mpi\): all_reduce, operation \d+, ran into its timeout of 4 s: rank 1 is not there"
+    assert re.search(told, result.output), result.output
+
+
+def test_ranks_in_different_calls_are_told_apart() -> None:
+    code = """
+import torch, torch.distributed as dist, unidist
+unidist.init("mpi", timeout=4)
+tensor = torch.ones(3 if unidist.rank() else 100_000)
+dist.all_reduce(tensor, async_op=True).get_future().wait()
+"""
+    result = run_world("mpirun", 2, ["-c", code], timeout=60)
+    assert result.returncode != 0 and result.seconds < 30, result.output
+    assert "rank 1 is in all_reduce of a float32 tensor of shape [3]" in result.output, result.output
+
+
+def test_a_caught_timeout_ends_the_job_a_little_later() -> None:
+    code = """
+import time, torch, torch.distributed as dist, unidist
+unidist.init("mpi", timeout=3)
+if unidist.rank() == 0:
+    try:
+        dist.recv(torch.ones(1), 1)
+    except dist.DistBackendError as error:
+        print("caught:", error, flush=True)
+time.sleep(600)
+"""
+    result = run_world("mpirun", 2, ["-c", code], timeout=60)
+    assert result.returncode != 0 and result.seconds < 40, result.output
+    assert "caught: rank 0 of 2 (mpi): recv, message 1, ran into its timeout" in result.output, result.output
+    assert "The job ends now." in result.output
