@@ -30,10 +30,11 @@ BELOW = {
     "cli": {"errors", "knobs", "topology", "context", "bench", "cli"},
     "__init__": {"errors", "context", "seed", "backends", *FEATURES},
 }
+MPI = {path.name for path in (ROOT / "backends").glob("mpi*.py")}
 LIBRARIES = {
-    "torch.distributed": {"torch_backend.py", "rendezvous.py"},
+    "torch.distributed": {"torch_backend.py", "rendezvous.py", *MPI},
     "horovod": {"horovod_backend.py"},
-    "mpi4py": {"mpi.py"},
+    "mpi4py": MPI,
 }
 #: These measure and look at the libraries themselves.
 LOOKING = {"bench/peers.py", "bench/startup.py", "bench/memory.py", "cli/bench.py", "cli/checkup.py"}
