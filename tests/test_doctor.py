@@ -55,6 +55,8 @@ def test_matrix(srun_env: dict[str, str]) -> None:
                 "none",
                 f"2 GPUs are needed, {torch.cuda.device_count()} are visible",
             )
+        elif pair["engine"] == "mpi" and pair["launcher"] not in worlds.MPI_LAUNCHERS:
+            assert pair["state"] == "none" and "launchers of its own" in pair["text"], pair
         else:
             assert pair["state"] == "ok", pair
 

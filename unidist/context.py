@@ -63,7 +63,7 @@ def init(
     on rank 0, to the logger ``unidist`` at level INFO.
 
     Args:
-        backend: ``single``, ``gloo``, ``nccl``, ``horovod``, or ``auto``: the value of ``UNIDIST_BACKEND``
+        backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, or ``auto``: the value of ``UNIDIST_BACKEND``
             if set; else a process group or Horovod that is already initialised; else Horovod under
             horovodrun's Gloo controller if it can be imported; else ``nccl`` where CUDA is available and
             ``gloo`` elsewhere; ``single`` without a launcher. A backend that was named is never replaced.
@@ -203,7 +203,7 @@ def is_main() -> bool:
 
 
 def backend_name() -> str:
-    """The running engine: ``single``, ``gloo``, ``nccl`` or ``horovod``."""
+    """The running engine: ``single``, ``gloo``, ``nccl``, ``mpi`` or ``horovod``."""
     return current().name
 
 

@@ -1,7 +1,7 @@
 """Every ``UNIDIST_*`` environment variable, in one place.
 
 ===================  ==========================================================================
-UNIDIST_BACKEND      engine for ``init("auto")``: ``single``, ``gloo``, ``nccl``, ``horovod``
+UNIDIST_BACKEND      engine for ``init("auto")``: ``single``, ``gloo``, ``nccl``, ``mpi``, ``horovod``
 UNIDIST_LAUNCHER     launcher whose variables are read, whatever else is set; ``none`` reads none
 UNIDIST_TIMEOUT      seconds after which a start-up or a collective without its peers fails
 UNIDIST_CACHE        folder for built wheels (default ``$XDG_CACHE_HOME/unidist``)

@@ -38,7 +38,7 @@ class Pair(click.ParamType):  # type: ignore[type-arg]  # generic in newer relea
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
         engine, _, launcher = value.partition("@")
-        launcher = launcher or ("horovodrun --gloo" if engine == "horovod" else "torchrun")
+        launcher = launcher or {"horovod": "horovodrun --gloo", "mpi": "mpirun"}.get(engine, "torchrun")
         known = {short(name): name for name in worlds.LAUNCHERS}
         if engine not in ENGINES:
             self.fail(f"{engine!r} is no engine: use one of {', '.join(ENGINES)}", param, ctx)
@@ -65,7 +65,7 @@ def command(run_all: bool, needed: tuple[tuple[str, str], ...], as_json: bool) -
     `unidist.init()` would make of them. Under a launcher (srun -n 1 unidist doctor) it tells what a rank would see.
 
     LAUNCHER is torchrun, spawn, horovodrun-gloo, horovodrun-mpi, mpirun, mpiexec-mpich or srun; if it is left out,
-    horovodrun-gloo for horovod, else torchrun. Exit status: 1 if a pair asked for with --need does not work, else 0.
+    horovodrun-gloo for horovod, mpirun for mpi, else torchrun. Exit status: 1 if a pair asked for with --need does not work, else 0.
     """
     found = list(findings(os.environ))
     pairs = list(dict.fromkeys([*needed, *(all_pairs() if run_all else [])]))

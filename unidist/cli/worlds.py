@@ -44,6 +44,8 @@ PROGRAMS = {
     "mpiexec (MPICH)": ("mpiexec.mpich", "mpiexec.hydra"),
     "srun": ("srun",),
 }
+#: Those that start the ranks of an MPI library.
+MPI_LAUNCHERS = ("horovodrun --mpi", "mpirun", "mpiexec (MPICH)")
 #: The engines that a world can be started on, and the variables by which a launcher, or a user for one, tells of another world.
 ENGINES = ("gloo", "nccl", "mpi", "horovod")
 OUTER = re.compile(
@@ -87,6 +89,10 @@ def missing(launcher: str) -> str | None:
 
 def lacking(launcher: str, engine: str) -> str | None:
     """What this machine lacks for an engine under a launcher, GPUs aside, or None."""
+    if engine == "mpi" and launcher not in MPI_LAUNCHERS:
+        return f"MPI has launchers of its own: {', '.join(MPI_LAUNCHERS)}, srun --mpi=pmix or pmi2"
+    if engine == "mpi" and not find_spec("mpi4py"):
+        return "mpi4py is not installed: pip install mpi4py"
     return missing(launcher) or (missing("horovodrun --gloo") if engine == "horovod" else None)
 
 
