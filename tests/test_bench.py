@@ -40,6 +40,7 @@ def test_worlds_of_its_own(tmp_path: Path) -> None:
     peers = {name for module, name in PEERS.items() if find_spec(module)}
     expected = {
         "gloo under torchrun, 2 ranks": {"unidist", "DDP", *peers},
+        "mpi under mpirun, 2 ranks": {"unidist", "DDP", "DDP on gloo"},
         "horovod under horovodrun --gloo, 2 ranks": {"unidist", "hvd", *peers & {"ignite"}},
         "horovod under mpirun, 2 ranks": {"unidist", "hvd", *peers & {"ignite"}},
     }
