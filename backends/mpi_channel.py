@@ -105,10 +105,11 @@ class Channel:
 
     def overdue(self, work: Work) -> None:
         """``work`` did not end within its timeout."""
-        self._break(
-            f"{work} ran into its timeout of {work.timeout:g} s: {self._attendance.account(_where(work))}. Did a rank fail, or make "
-            "another call?"
-        )
+        account = self._attendance.account(_where(work))
+        if not work.is_completed():  # not even while the others were asked
+            self._break(
+                f"{work} ran into its timeout of {work.timeout:g} s: {account}. Did a rank fail, or make another call?"
+            )
 
     def look(self) -> None:
         """Deal with what is late, or will never end."""

@@ -28,7 +28,7 @@ class Call:
         self.inputs = inputs
         self.outputs = outputs
         self.timeout: timedelta = timedelta(0) if opts is None else opts.timeout
-        #: Whether the caller will wait for it; torch says so from 2.7 on.
+        #: Whether the caller will wait for it, where torch says so.
         self.at_once = opts is not None and not getattr(opts, "asyncOp", True)
         self.may_be_small = True
         self.moved: list[Tensor] = []
