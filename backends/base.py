@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
 from datetime import timedelta
@@ -115,6 +115,11 @@ class Backend(ABC):
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> None:
         """Combine ``tensor`` over the ranks, in place; ``mean`` for floating dtypes only. Collective."""
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> Callable[[], None]:
+        """Begin ``all_reduce``, of half precision too; the result waits for its end. Collective."""
+        self.all_reduce(tensor, op, group)
+        return lambda: None
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int, group: Group | None = None) -> None:

@@ -120,6 +120,19 @@ class TorchBackend(Backend):
             if op == "mean":
                 tensor.div_(len(self.ranks(group)))
 
+    def start_all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> Callable[[], None]:
+        with self.engine_errors("all_reduce"):
+            handle = self._handle(group, tensor.device.type)
+            work = dist.all_reduce(tensor, _OPS["sum" if op == "mean" else op], handle, async_op=True)
+
+        def wait() -> None:
+            with self.engine_errors("all_reduce"):
+                work.wait()
+            if op == "mean":
+                tensor.div_(len(self.ranks(group)))
+
+        return wait
+
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
         with self.engine_errors("broadcast"):
             dist.broadcast(tensor, src, self._handle(group, tensor.device.type))

@@ -1,4 +1,4 @@
-"""Two kinds of tests: those here start worlds; those in ``contract`` and ``process_group`` run inside one, on every rank."""
+"""Two kinds of tests: those here start worlds; those in ``contract``, ``hvd`` and ``process_group`` run inside one, on every rank."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from tests import slurm
 from tests.worlds import IN_WORLD, shown
 
 # What runs inside a world is collected only there.
-collect_ignore = [] if IN_WORLD in os.environ else ["contract", "process_group"]
+collect_ignore = [] if IN_WORLD in os.environ else ["contract", "hvd", "process_group"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

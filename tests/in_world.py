@@ -16,7 +16,7 @@ from tests.worlds import IN_WORLD
 # pytest clears old temporary folders away at its end; ranks that share a parent folder would do it under each other.
 os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="rank-", dir=os.environ[IN_WORLD])
 
-_counts = {"passed": 0, "skipped": 0}
+counts = {"passed": 0, "skipped": 0}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,7 +26,7 @@ def world() -> Iterator[None]:
     verdict = Path(os.environ[IN_WORLD]) / f"{unidist.rank()}.json"
     yield
     unidist.shutdown()
-    verdict.write_text(json.dumps(_counts))
+    verdict.write_text(json.dumps(counts))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -36,4 +36,4 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\nrank {place}: {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)
         os._exit(1)
     if report.when == "call" or report.skipped:
-        _counts[report.outcome] += 1
+        counts[report.outcome] += 1

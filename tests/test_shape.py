@@ -28,6 +28,20 @@ BELOW = {
     **{name: {"errors", "knobs", "context", "tree", "backends", *FEATURES} for name in FEATURES},
     "bench": {"bench", "cli", "wrap_model"},
     "cli": {"errors", "knobs", "topology", "context", "bench", "cli"},
+    "hvd": {
+        "errors",
+        "knobs",
+        "topology",
+        "context",
+        "backends",
+        "collectives",
+        "model",
+        "tree",
+        "batch_norm",
+        "launch",
+        "hvd",
+    },
+    "common": {"hvd"},
     "__init__": {"errors", "context", "seed", "backends", *FEATURES},
 }
 MPI = {path.name for path in (ROOT / "backends").glob("mpi*.py")}
@@ -38,7 +52,7 @@ LIBRARIES = {
 }
 #: These measure and look at the libraries themselves.
 LOOKING = {"bench/peers.py", "bench/startup.py", "bench/memory.py", "cli/bench.py", "cli/checkup.py"}
-FOLDERS = ("unidist", "unidist/cli", "unidist/bench", "unidist/data", "backends")
+FOLDERS = ("unidist", "unidist/cli", "unidist/bench", "unidist/data", "unidist/hvd", "unidist/hvd/common", "backends")
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
 
 

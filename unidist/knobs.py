@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from unidist.errors import LaunchError
 
@@ -46,3 +47,23 @@ def cache_dir(env: Mapping[str, str]) -> Path:
     if env.get(CACHE):
         return Path(env[CACHE]).expanduser()
     return Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unidist"
+
+
+# ------------------------------------------------------------------------------------ Horovod's own
+def horovod_number(env: Mapping[str, str], name: str, default: float, *, whole: bool = False) -> Any:
+    """A variable of Horovod's that the drop-in heeds, at least 0."""
+    text = env.get(name)
+    if not text:
+        return default
+    try:
+        value = int(text) if whole else float(text)
+        if not 0 <= value < 1e15:
+            raise ValueError
+    except ValueError:
+        raise LaunchError(f"{name}={text!r} is not a number of at least 0: correct or unset it.") from None
+    return value
+
+
+def horovod_flag(env: Mapping[str, str], name: str) -> bool:
+    """Whether a switch of Horovod's that the drop-in heeds is on."""
+    return env.get(name, "0").strip().lower() not in ("", "0", "false")

@@ -1,0 +1,418 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.hvd.api import REAL, hvd
+
+alone = pytest.mark.skipif("hvd.size() == 1", reason="one rank has no other")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))  # type: ignore[no-any-return]
+
+
+def net() -> Net:
+    torch.manual_seed(7)
+    return Net()
+
+
+def batch(rank: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(5, 4, generator=draw), torch.randint(0, 3, (5,), generator=draw)
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    x, y = batch(rank, step)
+    return F.cross_entropy(model(x), y)
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, **options)
+
+
+def reference(size: int, steps: int, factor: float = 1.0, clip: float | None = None, passes: int = 1) -> Net:
+    """Trained by one process on all ranks' batches."""
+    model = net()
+    optimizer = sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(passes):
+            for rank in range(size):
+                (loss_of(model, rank, step * passes + part) * factor / size).backward()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+def assert_same(model: nn.Module, other: nn.Module, atol: float = 1e-5) -> None:
+    for (name, a), b in zip(model.named_parameters(), other.parameters()):
+        assert torch.allclose(a, b, atol=atol), name
+
+
+def distributed(model: nn.Module, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+@pytest.mark.parametrize("named", [True, False])
+def test_steps_are_those_of_one_process(op: str, named: bool, rank: int, size: int) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), named_parameters=model.named_parameters() if named else None, op=getattr(hvd, op)
+    )
+    assert isinstance(optimizer, torch.optim.SGD) and type(optimizer).__name__ == "SGD"
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    assert_same(model, reference(size, 4, size if op == "Sum" else 1))
+
+
+def test_predivided(rank: int, size: int) -> None:
+    model = net()
+    optimizer = distributed(model, gradient_predivide_factor=2.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    assert_same(model, reference(size, 3))
+
+
+def test_fp16_compression(rank: int, size: int) -> None:
+    model = net()
+    optimizer = distributed(model, compression=hvd.Compression.fp16)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    assert_same(model, reference(size, 3), atol=2e-2)
+    assert all(param.dtype == torch.float32 for param in model.parameters())
+
+
+def test_a_compressor_of_the_users_own(rank: int, size: int) -> None:
+    class Ten:
+        @staticmethod
+        def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+            return tensor * 10, "ten"
+
+        @staticmethod
+        def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+            assert ctx == "ten"
+            return tensor / 10
+
+    model = net()
+    optimizer = distributed(model, compression=Ten)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    assert_same(model, reference(size, 2))
+
+
+@alone
+def test_unused_parameters_become_zero_gradients(rank: int, size: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    loss_of(model, rank).backward()
+    optimizer.synchronize()
+    assert model.unused.weight.grad is not None and not model.unused.weight.grad.any()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    optimizer.zero_grad()
+    # Used on one rank only.
+    loss = loss_of(model, rank) + (model.unused(torch.ones(1, 2)).sum() if rank == 0 else 0.0)
+    loss.backward()
+    optimizer.synchronize()
+    assert torch.allclose(model.unused.bias.grad, torch.full((2,), 1.0 / size))
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.filterwarnings("ignore:optimizer.step:UserWarning")
+def test_clipping_after_synchronize(skip: bool, rank: int, size: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if skip:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:  # reduced twice, which changes nothing but the time
+            optimizer.step()
+    assert_same(model, reference(size, 3, clip=0.1))
+
+
+def test_step_after_synchronize_warns(rank: int, size: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    loss_of(model, rank).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+
+
+def test_accumulation(rank: int, size: int) -> None:
+    model = net()
+    optimizer = distributed(model, backward_passes_per_step=2)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss_of(model, rank, 2 * step + part).backward()
+        optimizer.step()
+    assert_same(model, reference(size, 3, passes=2))
+    optimizer.set_backward_passes_per_step(1)
+    optimizer.zero_grad()
+    loss_of(model, rank).backward()
+    optimizer.step()
+    # Before all passes are there, step() takes what is.
+    optimizer.set_backward_passes_per_step(3)
+    optimizer.zero_grad()
+    loss_of(model, rank).backward()
+    optimizer.step()
+    gathered = hvd.allgather(torch.cat([p.detach().reshape(-1) for p in model.parameters()]).unsqueeze(0))
+    assert torch.equal(gathered, gathered[:1].expand_as(gathered))
+
+
+@alone
+def test_errors(rank: int, size: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    loss_of(model, rank).backward()
+    with pytest.raises(AssertionError, match="zero_grad"):
+        optimizer.zero_grad()
+    with pytest.raises(AssertionError, match="backward_passes_per_step"):
+        loss_of(model, rank).backward()
+    optimizer.synchronize()
+    pairs = list(model.named_parameters())
+    for bad, text in (
+        ({"named_parameters": list(model.parameters())}, "tuples"),
+        ({"named_parameters": [("same", p) for p in model.parameters()]}, "same"),
+        ({"named_parameters": pairs[1:]}, "not named"),
+        ({"backward_passes_per_step": 0}, "> 0"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "predivide"),
+        ({"groups": [[1]]}, "Tensor"),
+        ({"groups": [[pairs[0][1]], [pairs[0][1]]]}, "once"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            hvd.DistributedOptimizer(sgd(model), **bad)
+
+
+@pytest.mark.parametrize("groups", [2, "lists"])
+def test_groups(groups: Any, rank: int, size: int) -> None:
+    model = net()
+    del model.unused  # Horovod waits for whole groups
+    chosen = [[model.a.weight, model.b.weight], [model.a.bias]] if groups == "lists" else groups
+    optimizer = distributed(model, groups=chosen)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    expected = reference(size, 3)
+    del expected.unused
+    assert_same(model, expected)
+
+
+def test_num_groups_is_deprecated(rank: int, size: int) -> None:
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        distributed(net(), num_groups=2)
+
+
+def test_two_optimizers_with_the_same_names(rank: int, size: int) -> None:
+    models = [net(), net()]
+    optimizers = [distributed(model) for model in models]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+    for model in models:
+        assert_same(model, reference(size, 3))
+
+
+def test_learning_rate_schedules_and_loading(rank: int, size: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loss_of(model, rank).backward()
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    state = copy.deepcopy(optimizer.state_dict())
+    again = distributed(copy.deepcopy(model))
+    again.load_state_dict(state)
+    assert again.param_groups[0]["lr"] == 0.25 and len(again.state_dict()["state"]) == len(state["state"])
+
+
+def test_sparse_gradients(rank: int, size: int) -> None:
+    for as_dense in (False, True):
+        torch.manual_seed(3)
+        table = nn.Embedding(10, 2, sparse=True)
+        start = table.weight.detach().clone()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0),
+            named_parameters=table.named_parameters(),
+            sparse_as_dense=as_dense,
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            table(torch.tensor([rank, 9, 9])).sum().backward()
+            optimizer.step()
+        expected = start.clone()
+        for r in range(size):
+            expected[r] -= 2.0 / size
+        expected[9] -= 4.0
+        assert torch.allclose(table.weight, expected, atol=1e-6)
+
+
+@alone
+def test_uneven_steps_with_join(rank: int, size: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    for step in range(2 + rank):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    hvd.join()
+    expected = net()
+    plain = sgd(expected)
+    for step in range(2 + size - 1):
+        plain.zero_grad()
+        for r in range(size):
+            if step < 2 + r:
+                (loss_of(expected, r, step) / size).backward()
+        for param in expected.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        plain.step()
+    if rank == size - 1:
+        assert_same(model, expected)
+
+
+@alone
+def test_a_process_set(rank: int, size: int) -> None:
+    some = hvd.add_process_set([0])
+    model = net()
+    optimizer = distributed(model, process_set=some)
+    loss_of(model, rank).backward()
+    optimizer.step()
+    mine = net()
+    plain = sgd(mine)
+    loss_of(mine, rank).backward()
+    if rank == 0:
+        for param in mine.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    plain.step()
+    assert_same(model, mine)
+    hvd.barrier()
+    hvd.remove_process_set(some)
+
+
+def test_grad_scaler(rank: int, size: int) -> None:
+    """The dance of mixed precision: synchronize, unscale, clip, step without synchronizing."""
+    model = net()
+    optimizer = distributed(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, step)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    assert_same(model, reference(size, 3, clip=0.1))
+
+
+def test_gradients_reduced_by_hand(rank: int, size: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        for name, param in model.named_parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            hvd.allreduce_(param.grad, name=name)
+        optimizer.step()
+    assert_same(model, reference(size, 3))
+
+
+def test_adasum(rank: int, size: int) -> None:
+    if REAL and not hvd.mpi_enabled() and size > 1:
+        pytest.skip("this Horovod has no Adasum on Gloo")
+    if size == 3:
+        pytest.skip("Adasum takes a power of 2 of ranks")
+    model = net()
+    del model.unused
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5), named_parameters=model.named_parameters(), op=hvd.Adasum
+    )
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = net()
+    del expected.unused
+    for step in range(2):
+        changes = []
+        for r in range(size):
+            grads = torch.autograd.grad(loss_of(expected, r, step), list(expected.parameters()))
+            changes.append([(-0.5 * grad).double() for grad in grads])
+        with torch.no_grad():
+            for index, param in enumerate(expected.parameters()):
+                a = changes[0][index]
+                if size == 2:
+                    b = changes[1][index]
+                    dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
+                    a = (1 - dot / (2 * aa)) * a + (1 - dot / (2 * bb)) * b
+                param.add_(a.to(param.dtype))
+    assert_same(model, expected)
+    if size > 1:
+        with pytest.raises(AssertionError), optimizer.skip_synchronize():
+            pass
+
+
+@pytest.mark.skipif(REAL, reason="Horovod forgets it")
+def test_state_loaded_before_wrapping_stays(rank: int, size: int) -> None:
+    model = net()
+    plain = sgd(model)
+    loss_of(model, 0).backward()
+    plain.step()
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+    assert len(optimizer.state) == 4
+
+
+@pytest.mark.skipif(REAL, reason="Horovod's takes no argument")
+def test_zero_grad_takes_set_to_none(rank: int, size: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    loss_of(model, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(param.grad is not None and not param.grad.any() for param in model.parameters()) or size == 1
+    optimizer.zero_grad(set_to_none=True)
+    assert all(param.grad is None for param in model.parameters())
+
+
+@alone
+@pytest.mark.skipif(REAL, reason="Horovod waits for ever")
+def test_models_that_differ(rank: int, size: int) -> None:
+    model = nn.Linear(2 + (rank == 0), 1)
+    optimizer = distributed(model)
+    with pytest.raises(hvd.HorovodInternalError, match=r"rank 1 differ from those of rank 0.*weight"):
+        optimizer.step()

@@ -1,0 +1,37 @@
+"""``python -m unidist.hvd [-m] script args``: run a script whose ``horovod`` is this package.
+
+Under a launcher: ``torchrun --nproc-per-node 2 -m unidist.hvd train.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from unidist.hvd import alias
+
+USAGE = "usage: python -m unidist.hvd [-m] SCRIPT [ARGUMENT ...]"
+
+
+def main(argv: list[str]) -> None:
+    """Run what the arguments name as ``__main__``."""
+    as_module = argv[:1] == ["-m"]
+    rest = argv[1:] if as_module else argv
+    if not rest or rest[0] in ("-h", "--help"):
+        print(USAGE, file=sys.stdout if rest else sys.stderr)
+        sys.exit(0 if rest else 2)
+    alias.install()
+    sys.argv[:] = rest
+    if as_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    if not os.path.exists(rest[0]):
+        sys.exit(f"{USAGE}\nthere is no file {rest[0]!r}")
+    sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))
+    runpy.run_path(rest[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

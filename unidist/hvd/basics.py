@@ -1,0 +1,213 @@
+"""Starting and stopping, and where this process stands."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unidist import context, knobs
+from unidist.errors import BackendError
+from unidist.hvd.line import Patience
+from unidist.hvd.process_sets import ProcessSet, add_process_set, global_process_set
+from unidist.hvd.session import close_session, is_open, open_session, session
+from unidist.hvd.timeline import Timeline
+from unidist.topology import NONE, Topology, detect
+
+#: The reduction operations, by Horovod's numbers.
+Average, Sum, Adasum, Min, Max, Product = range(6)
+
+_timeline = Timeline()
+_started_engine = False
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Join the world that the launcher declared, on ``torch.distributed``. Collective. A second call is a no-op.
+
+    The engine is that of ``UNIDIST_BACKEND``, else one that runs already, else nccl where CUDA is available, else gloo; one
+    process without a launcher is a world of its own.
+
+    Args:
+        comm: the ranks of the world, all of them; None is the same.
+        process_sets: sets to make, which get their numbers here; ``"dynamic"`` is accepted and needless.
+
+    Raises:
+        BackendError: the engine cannot start here.
+        NotImplementedError: ``comm`` is an MPI communicator, or a part of the world.
+        ValueError: a process set is there twice.
+    """
+    global _started_engine
+    if is_open():
+        return
+    if not context.is_initialized():
+        context.init(_engine())
+        _started_engine = True
+    place = context.current().topology
+    if comm is not None and (
+        not isinstance(comm, Sequence) or (comm and sorted(comm) != list(range(place.world_size)))
+    ):
+        raise NotImplementedError(
+            f"init(comm={comm!r}): the world is that of the launcher. Start as many processes as are meant, or use a process set."
+        )
+    env = os.environ
+    open_session(
+        knobs.horovod_number(env, "HOROVOD_FUSION_THRESHOLD", 64 * 2**20, whole=True),
+        Patience(
+            0.0 if knobs.horovod_flag(env, "HOROVOD_STALL_CHECK_DISABLE")
+            else knobs.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60),
+            knobs.horovod_number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0),
+        ),
+        _timeline,
+    )  # fmt: skip
+    global_process_set.ranks = list(range(place.world_size))
+    if path := env.get("HOROVOD_TIMELINE"):
+        start_timeline(path, knobs.horovod_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
+    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+        add_process_set(process_set)
+
+
+def _engine() -> str:
+    wanted = knobs.backend(os.environ)
+    if wanted == "horovod":
+        raise BackendError(
+            f"{knobs.BACKEND}=horovod: this is the drop-in that needs no Horovod; it runs on gloo, nccl or mpi. Unset the variable, or "
+            "import horovod.torch itself."
+        )
+    if wanted != "auto":
+        return wanted
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        running = torch.distributed.get_backend_config()
+        return next((name for name in ("nccl", "mpi") if name in running), "gloo")
+    if detect(os.environ).launcher is NONE:
+        return "single"
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+@atexit.register
+def shutdown() -> None:
+    """Leave. Operations under way fail, here and on the other ranks. ``init`` may be called again. No-op when not initialised."""
+    global _started_engine
+    close_session()
+    if _started_engine:
+        _started_engine = False
+        context._leave()
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` has been called, and ``shutdown`` not since."""
+    return is_open()
+
+
+def _place() -> Topology:
+    return session().place
+
+
+def size() -> int:
+    """The number of processes. Before ``init``, this and those below raise ``ValueError``."""
+    return _place().world_size
+
+
+def rank() -> int:
+    """This process's rank, from 0."""
+    return _place().rank
+
+
+def local_size() -> int:
+    """The number of processes on this node."""
+    return _place().local_size
+
+
+def local_rank() -> int:
+    """This process's rank among those of its node, from 0."""
+    return _place().local_rank
+
+
+def cross_size() -> int:
+    """The number of nodes."""
+    return _place().num_nodes
+
+
+def cross_rank() -> int:
+    """This node's rank, from 0."""
+    return _place().node_rank
+
+
+def is_homogeneous() -> bool:
+    """Whether every node has as many processes as this one."""
+    return _place().world_size == _place().local_size * _place().num_nodes
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record what each operation waits for and goes through, on rank 0, in Chrome's trace format. Not collective.
+
+    Args:
+        file_path: an existing file is overwritten.
+        mark_cycles: mark the times at which operations begin together.
+    """
+    if rank() == 0:
+        _timeline.open(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the file that ``start_timeline`` began."""
+    _place()
+    _timeline.close()
+
+
+# ------------------------------------------------------------------------------------ what is there
+def mpi_threads_supported() -> bool:
+    """Whether the engine takes calls from several threads: each one does."""
+    _place()
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI moves the tensors."""
+    return context.is_initialized() and context.backend_name() == "mpi"
+
+
+def mpi_built() -> bool:
+    """Whether the engine ``mpi`` has what it needs: mpi4py."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def gloo_enabled() -> bool:
+    """Whether gloo moves CPU tensors."""
+    return not mpi_enabled()
+
+
+def gloo_built() -> bool:
+    """Whether this torch has gloo."""
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+def nccl_built() -> int:
+    """The version of this torch's NCCL as a number, 0 without one."""
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        return 0
+    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def ddl_built() -> bool:
+    """False: torch has no engine of that name."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: torch has no engine of that name."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether this torch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether this torch was built for ROCm."""
+    return torch.version.hip is not None

@@ -1,0 +1,1 @@
+"""What scripts import from ``horovod.common``."""

@@ -1,0 +1,35 @@
+"""The exceptions of ``horovod.common.exceptions``."""
+
+from __future__ import annotations
+
+
+class HorovodInternalError(RuntimeError):
+    """An operation failed: ranks that do not agree, one that is gone, or the engine's own error."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """The set of hosts has changed.
+
+    Args:
+        skip_sync: whether the state need not be synchronized again.
+    """
+
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+
+class HorovodVersionMismatchError(ImportError):
+    """A framework has another version than at installation; never raised here.
+
+    Args:
+        name: of the framework.
+        version: that was found.
+        installed_version: at installation.
+    """
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(f"{name} {version} was found where {installed_version} was installed")
+        self.name = name
+        self.version = version
+        self.installed_version = installed_version

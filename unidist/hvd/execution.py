@@ -1,0 +1,207 @@
+"""What is done when an operation may begin: engine calls on what Horovod's operations mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unidist.backends.base import Backend, Group, Op
+from unidist.hvd.adasum import adasum
+from unidist.hvd.negotiation import Answer, Form
+
+if TYPE_CHECKING:
+    from unidist.hvd.session import Operation
+
+#: Combined in a wider dtype, and rounded once.
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_ENGINE_OPS: dict[str, Op] = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
+#: What changes nothing, for ranks that have joined.
+_NEUTRAL = {"average": 0, "sum": 0, "product": 1}
+
+
+def execute(backend: Backend, group: Group, answer: Answer, operations: Sequence[Operation | None]) -> list[Any]:
+    """Do what was answered; a result for each operation, with those of its tensors in a list. Collective.
+
+    Args:
+        backend: the engine.
+        group: the process set's.
+        answer: equal on every rank.
+        operations: this rank's; None for those in which it takes part with nothing, because it has joined.
+    """
+    kind = answer.forms[0].kind
+    if kind == "allreduce":
+        return _all_reduce(backend, group, answer.forms, operations)
+    if kind == "broadcast":
+        return _broadcast(backend, group, answer.forms[0].root, operations)
+    operation = operations[0]
+    assert operation is not None, "ranks that have joined take part in sums alone"
+    if kind == "allgather":
+        return [_all_gather(backend, group, answer, operation)]
+    if kind == "alltoall":
+        return [_all_to_all(backend, group, answer, operation)]
+    if kind == "reducescatter":
+        return [_reduce_scatter(backend, group, operation)]
+    assert kind == "barrier", kind  # to have agreed on it is all
+    return [None]
+
+
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Multiplied in place; whole numbers are cut off towards 0."""
+    if factor == 1.0:
+        return tensor
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor.mul_(factor)
+    return tensor.copy_(tensor.double().mul_(factor).trunc_())
+
+
+# ---------------------------------------------------------------------------------------------
+def _all_reduce(
+    backend: Backend, group: Group, forms: Sequence[Form], operations: Sequence[Operation | None]
+) -> list[list[Tensor]]:
+    form = forms[0]
+    after = form.postscale / len(group.ranks) if form.op == "average" else form.postscale
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    for index, operation in enumerate(operations):
+        if operation is None:
+            nothing = [
+                _neutral(dtype, shape, form.op) for dtype, shape in zip(forms[index].dtypes, forms[index].shapes)
+            ]
+            inputs += nothing
+            outputs += nothing
+        else:
+            assert operation.outputs is not None
+            inputs += operation.inputs
+            outputs += operation.outputs
+    # A group may have tensors of several dtypes.
+    for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):
+        chosen = [index for index, tensor in enumerate(inputs) if tensor.dtype == dtype]
+        _combine(backend, group, [inputs[i] for i in chosen], [outputs[i] for i in chosen], form, after)
+    results: list[list[Tensor]] = []
+    for operation in operations:
+        results.append([] if operation is None else list(operation.outputs or ()))
+    return results
+
+
+def _combine(
+    backend: Backend, group: Group, inputs: Sequence[Tensor], outputs: Sequence[Tensor], form: Form, after: float
+) -> None:
+    alone = len(inputs) == 1 and inputs[0].dtype not in _WIDER and _carrier(backend, inputs[0]) == inputs[0].device
+    if alone:
+        flat = outputs[0].view(-1)
+        parts = [flat]
+        if inputs[0] is not outputs[0]:
+            flat.copy_(inputs[0].view(-1))
+    else:
+        flat, parts = _wire(backend, inputs)
+    scaled(flat, form.prescale)
+    if flat.numel():
+        if form.op == "adasum":
+            adasum(backend, parts, group)
+        else:
+            backend.all_reduce(flat, _ENGINE_OPS[form.op], group)
+    scaled(flat, after)
+    if not alone:
+        torch._foreach_copy_([output.view(-1) for output in outputs], parts)
+
+
+def _wire(backend: Backend, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Flat copies side by side, in a dtype and on a device of the engine."""
+    first = tensors[0]
+    sizes = [tensor.numel() for tensor in tensors]
+    dtype = _WIDER.get(first.dtype, first.dtype)
+    flat = torch.empty(sum(sizes), dtype=dtype, device=_carrier(backend, first))
+    parts = list(torch.split(flat, sizes))
+    torch._foreach_copy_(parts, [tensor.reshape(-1) for tensor in tensors])
+    return flat, parts
+
+
+def _neutral(dtype: str, shape: Sequence[int], op: str) -> Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    if op in _NEUTRAL:
+        value: float = _NEUTRAL[op]
+    elif kind.is_floating_point:
+        value = torch.inf if op == "min" else -torch.inf
+    else:
+        value = torch.iinfo(kind).max if op == "min" else torch.iinfo(kind).min
+    return torch.full(tuple(shape), value, dtype=kind)
+
+
+def _broadcast(backend: Backend, group: Group, root: int, operations: Sequence[Operation | None]) -> list[list[Tensor]]:
+    pairs = [(i, o) for each in operations if each is not None for i, o in zip(each.inputs, each.outputs or ())]
+    mine = backend.topology.rank == root
+    if len(pairs) == 1 and pairs[0][1].device.type in backend.device_types:
+        source, target = pairs[0]
+        if mine and source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+        if target.numel():
+            backend.broadcast(_bytes(target), root, group)
+    else:
+        sizes = [target.nbytes for _, target in pairs]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=_carrier(backend, pairs[0][1]))
+        parts = torch.split(flat, sizes)
+        if mine:
+            torch._foreach_copy_(list(parts), [_bytes(source) for source, _ in pairs])
+        if flat.numel():
+            backend.broadcast(flat, root, group)
+        for (source, target), part in zip(pairs, parts):
+            if not mine:
+                _bytes(target).copy_(part)
+            elif source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+    return [list(each.outputs or ()) if each is not None else [] for each in operations]
+
+
+def _all_gather(backend: Backend, group: Group, answer: Answer, operation: Operation) -> list[Tensor]:
+    results = []
+    for index, tensor in enumerate(operation.inputs):
+        rows = [own[index] for own in answer.table]
+        row = tensor.shape[1:].numel() * tensor.element_size()
+        data = _bytes(tensor.to(_carrier(backend, tensor)))
+        flat = backend.all_gather(data, [count * row for count in rows], group)
+        results.append(_tensor(flat, tensor, (sum(rows), *tensor.shape[1:])))
+    return results
+
+
+def _all_to_all(backend: Backend, group: Group, answer: Answer, operation: Operation) -> tuple[Tensor, list[int]]:
+    tensor = operation.inputs[0]
+    me = group.ranks.index(backend.topology.rank)
+    send, receive = operation.own, [own[me] for own in answer.table]
+    row = tensor.shape[1:].numel() * tensor.element_size()
+    data = _bytes(tensor.to(_carrier(backend, tensor)))[: sum(send) * row]
+    flat = backend.all_to_all(data, [n * row for n in send], [n * row for n in receive], group)
+    return _tensor(flat, tensor, (sum(receive), *tensor.shape[1:])), receive
+
+
+def _reduce_scatter(backend: Backend, group: Group, operation: Operation) -> list[Tensor]:
+    form, size = operation.form, len(group.ranks)
+    me = group.ranks.index(backend.topology.rank)
+    results = []
+    for tensor in operation.inputs:
+        flat, _ = _wire(backend, [tensor])
+        scaled(flat, form.prescale)
+        rows = tensor.shape[0]
+        counts = [rows // size + (rank < rows % size) for rank in range(size)]
+        if rows % size == 0:
+            part = backend.reduce_scatter(flat, "sum", group) if flat.numel() else flat
+        else:
+            backend.all_reduce(flat, "sum", group)
+            part = flat.view(tensor.shape).narrow(0, sum(counts[:me]), counts[me]).contiguous().view(-1)
+        scaled(part, form.postscale / size if form.op == "average" else form.postscale)
+        results.append(part.to(dtype=tensor.dtype, device=tensor.device).view(counts[me], *tensor.shape[1:]))
+    return results
+
+
+def _carrier(backend: Backend, tensor: Tensor) -> torch.device:
+    return tensor.device if tensor.device.type in backend.device_types else torch.device("cpu")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _tensor(flat: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return flat.view(like.dtype).view(shape).to(like.device)

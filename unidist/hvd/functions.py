@@ -1,0 +1,105 @@
+"""Broadcasting models, optimizers and objects."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unidist import model as models
+from unidist.hvd.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
+from unidist.hvd.process_sets import ProcessSet, global_process_set
+
+try:  # it takes lambdas and what a script defines
+    from cloudpickle import dumps as dumps
+except ImportError:
+    from pickle import dumps as dumps
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrite tensors, in place, with those of rank ``root_rank``. Collective.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()`` as a list or dict, or a list of tensors.
+        root_rank: a global rank.
+
+    Raises:
+        ValueError: ``params`` is neither a dict nor a list.
+    """
+    if isinstance(params, dict):
+        named: Iterable[tuple[str | None, Any]] = sorted(params.items())
+    elif isinstance(params, list):
+        named = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
+    else:
+        raise ValueError(
+            f"broadcast_parameters takes a dict or a list, not {type(params)}: pass list(...) of an iterator."
+        )
+    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the optimizer state of rank ``root_rank``: hyperparameters and per-parameter state. Collective.
+
+    No step is taken and no weight changes; an optimizer that has taken no step on the root stays without state.
+
+    Args:
+        optimizer: wrapped or not, the same parameter groups on every rank.
+        root_rank: a global rank.
+        model: of no effect.
+
+    Raises:
+        ValueError: the optimizer is ``LBFGS``.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state: broadcast_object(optimizer.state_dict()) can.")
+    models.broadcast_optimizer_state(optimizer, root_rank)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The object of rank ``root_rank`` on every rank; anything that pickle (or cloudpickle, if installed) takes. Collective.
+
+    Args:
+        obj: looked at on the root only.
+        root_rank: a global rank.
+        name: by which ranks match operations that run at the same time.
+        process_set: the ranks that take part.
+    """
+    is_root = rank() == root_rank
+    data = _bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    length = broadcast_(torch.tensor([len(data)]), root_rank, name and f"{name}.sz", process_set)
+    if not is_root:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    broadcast_(data, root_rank, name and f"{name}.t", process_set)
+    return obj if is_root else _object(data)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Every rank's object, in rank order; anything that pickle (or cloudpickle, if installed) takes. Collective.
+
+    Args:
+        obj: this rank's.
+        name: by which ranks match operations that run at the same time.
+    """
+    data = _bytes(obj)
+    lengths = allgather(torch.tensor([len(data)]), name and f"{name}.sz")
+    whole = allgather(data, name and f"{name}.t")
+    return [_object(part) for part in torch.split(whole, lengths.tolist())]
+
+
+def _bytes(obj: Any) -> Tensor:
+    return torch.frombuffer(bytearray(dumps(obj)), dtype=torch.uint8)
+
+
+def _object(data: Tensor) -> Any:
+    # Tensor.numpy() would need NumPy, which torch does not.
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

@@ -1,0 +1,636 @@
+"""Horovod's operations.
+
+Every rank of the process set calls an operation; several may run at once, and ranks may start them in different orders, for they
+are matched by name. Operations without a name are matched by the order of such calls. ``op`` is one of ``Average``, ``Sum``,
+``Min``, ``Max``, ``Product`` and ``Adasum``; whole numbers are averaged in double precision and cut off towards 0. Tensors are dense and contiguous, on
+the CPU or a GPU.
+
+All of them raise
+
+* ``ValueError`` for what this rank can see: a tensor that does not travel, an operation of that name that is under way, a rank that is
+  not in the process set, Horovod not initialised;
+* ``HorovodInternalError``, from ``synchronize`` on every rank, when the ranks do not agree in operation, dtype, shape, ``op``, root,
+  factors or device, when a rank is gone, or when the engine fails.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unidist.hvd.basics import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from unidist.hvd.common.exceptions import HorovodInternalError
+from unidist.hvd.compression import Compression, Compressor
+from unidist.hvd.negotiation import Form
+from unidist.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from unidist.hvd.session import Operation, Session, session
+
+__all__ = [
+    "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum",
+    "add_process_set", "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
+    "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "ccl_built", "cross_rank",
+    "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
+    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "grouped_reducescatter", "grouped_reducescatter_async", "handle_average_backwards_compatibility", "init", "is_homogeneous",
+    "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll",
+    "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size", "sparse_allreduce_async",
+    "start_timeline", "stop_timeline", "synchronize",
+]  # fmt: skip
+
+_OPS = {Average: "average", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
+_REDUCED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
+_TYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_WORLD = global_process_set
+Compressing = type[Compressor]
+
+
+# ------------------------------------------------------------------------------------ allreduce
+def allreduce(
+    tensor: Tensor, average: Any = None, name: str | None = None, compression: Compressing = Compression.none,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+) -> Tensor:  # fmt: skip
+    """Combine the ranks' tensors element by element; differentiable.
+
+    Args:
+        tensor: the same shape and dtype on every rank; stays as it is.
+        average: deprecated: whether ``op`` is ``Average`` or ``Sum``. Anything true counts, a name in its place too.
+        name: by which ranks match operations that run at the same time.
+        compression: what travels.
+        op: default ``Average``.
+        prescale_factor, postscale_factor: multiplied with the tensor before, and after.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor. Its gradient is reduced as it was.
+    """
+    compressed, ctx = compression.compress(tensor)
+    reduced = _Allreduce.apply(compressed, average, name, op, prescale_factor, postscale_factor, process_set)  # type: ignore[no-untyped-call]
+    return compression.decompress(reduced, ctx)
+
+
+def allreduce_async(
+    tensor: Tensor, average: Any = None, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+) -> int:  # fmt: skip
+    """Begin ``allreduce``; a handle for ``poll`` and ``synchronize``."""
+    return _reduce([tensor], [torch.empty_like(tensor)], average, name, op, prescale_factor, postscale_factor, process_set, _first)  # fmt: skip
+
+
+def allreduce_(
+    tensor: Tensor, average: Any = None, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+) -> Tensor:  # fmt: skip
+    """``allreduce`` in place, without gradients; returns ``tensor``."""
+    running = session()
+    handle = _reduce(
+        [tensor], [tensor], average, name, op, prescale_factor, postscale_factor, process_set, _first, True
+    )
+    result: Tensor = running.wait(handle)
+    return result
+
+
+def allreduce_async_(
+    tensor: Tensor, average: Any = None, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+) -> int:  # fmt: skip
+    """Begin ``allreduce_``; a handle for ``poll`` and ``synchronize``."""
+    return _reduce([tensor], [tensor], average, name, op, prescale_factor, postscale_factor, process_set, _first)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor], average: Any = None, name: str | None = None, compression: Compressing = Compression.none,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+) -> list[Tensor]:  # fmt: skip
+    """``allreduce`` of several tensors, which begin together; a list of new tensors. Differentiable."""
+    compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors))
+    reduced = _GroupedAllreduce.apply(  # type: ignore[no-untyped-call]
+        average, name, op, prescale_factor, postscale_factor, process_set, *compressed
+    )
+    return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, ctxs)]
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor], average: Any = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+) -> int:  # fmt: skip
+    """Begin ``grouped_allreduce``; a handle for ``poll`` and ``synchronize``."""
+    outputs = [torch.empty_like(tensor) for tensor in tensors]
+    return _reduce(tensors, outputs, average, name, op, prescale_factor, postscale_factor, process_set, tuple)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor], average: Any = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """``grouped_allreduce`` in place, without gradients; the tensors."""
+    running = session()
+    handle = _reduce(tensors, tensors, average, name, op, prescale_factor, postscale_factor, process_set, tuple, True)
+    result: tuple[Tensor, ...] = running.wait(handle)
+    return result
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor], average: Any = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+) -> int:  # fmt: skip
+    """Begin ``grouped_allreduce_``; a handle for ``poll`` and ``synchronize``."""
+    return _reduce(tensors, tensors, average, name, op, prescale_factor, postscale_factor, process_set, tuple)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: int, process_set: ProcessSet = _WORLD
+) -> Callable[[], Tensor]:
+    """Begin to combine sparse (COO) tensors, in which every rank may have other rows.
+
+    Args:
+        tensor: the same shape and dtype on every rank.
+        name: by which ranks match operations that run at the same time.
+        op: ``Average``, else the values are added up.
+        process_set: the ranks that take part.
+
+    Returns:
+        A function that waits for the result: a sparse tensor, not coalesced.
+    """
+    indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(tensor._values(), f"{name}.values", process_set)
+
+    def finish() -> Tensor:
+        gathered = synchronize(values)
+        if op == Average:
+            gathered = gathered / process_set.size()
+        places = synchronize(indices).t()
+        return torch.sparse_coo_tensor(places, gathered, tensor.shape, check_invariants=False)
+
+    return finish
+
+
+# ------------------------------------------------------------------------------------ allgather
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = _WORLD) -> Tensor:
+    """Concatenate the ranks' tensors along dim 0, in which they may differ; differentiable.
+
+    Returns:
+        A new tensor. The gradient of a rank's part is averaged over the ranks.
+    """
+    result: Tensor = _Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
+    return result
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = _WORLD) -> int:
+    """Begin ``allgather``; a handle for ``poll`` and ``synchronize``."""
+    return _gather([tensor], name, process_set, _first)
+
+
+def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _WORLD) -> Any:
+    """``allgather`` of several tensors, which begin together; a tuple of new tensors. Differentiable."""
+    return _GroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _WORLD
+) -> int:
+    """Begin ``grouped_allgather``; a handle for ``poll`` and ``synchronize``."""
+    return _gather(tensors, name, process_set, tuple)
+
+
+# ------------------------------------------------------------------------------------ broadcast
+def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _WORLD) -> Tensor:
+    """Give every rank the tensor of global rank ``root_rank``; differentiable.
+
+    Returns:
+        A new tensor. Gradients flow, averaged over the ranks, to the root.
+    """
+    result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    return result
+
+
+def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _WORLD) -> int:
+    """Begin ``broadcast``; a handle for ``poll`` and ``synchronize``."""
+    return _spread(tensor, torch.empty_like(tensor), root_rank, name, process_set)
+
+
+def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _WORLD) -> Tensor:
+    """``broadcast`` in place, without gradients; returns ``tensor``."""
+    running = session()
+    result: Tensor = running.wait(_spread(tensor, tensor, root_rank, name, process_set, True))
+    return result
+
+
+def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _WORLD) -> int:
+    """Begin ``broadcast_``; a handle for ``poll`` and ``synchronize``."""
+    return _spread(tensor, tensor, root_rank, name, process_set)
+
+
+# ------------------------------------------------------------------------------------ alltoall
+def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = _WORLD) -> Any:
+    """Send rows of ``tensor`` to each rank, and receive some from each; differentiable.
+
+    Args:
+        tensor: the rows for the first rank, then those for the second, ...
+        splits: how many go to each, a list or an int32 tensor; None: equal parts.
+        name: by which ranks match operations that run at the same time.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor of what the ranks sent here, in their order; with ``splits`` a pair of it and the numbers of rows received,
+        an int32 tensor.
+    """
+    return _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+
+
+def alltoall_async(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = _WORLD
+) -> int:
+    """Begin ``alltoall``; ``synchronize`` returns the pair, also without ``splits``."""
+    running, number = _member(process_set, "alltoall")
+    _check(tensor, None)
+    if tensor.dim() == 0:
+        raise ValueError("alltoall takes tensors of at least one dimension.")
+    members = len(running.groups[number].ranks)
+    rows = tensor.shape[0]
+    if splits is None or (isinstance(splits, Tensor) and splits.numel() == 0):
+        if rows % members:
+            raise ValueError(f"{rows} rows have no {members} equal parts: pass splits=.")
+        counts = [rows // members] * members
+    else:
+        if isinstance(splits, Tensor) and splits.dtype != torch.int32:
+            raise ValueError(
+                f"splits are {splits.dtype}, where alltoall takes 32-bit integers: pass splits.int() or a list."
+            )
+        counts = [int(count) for count in splits]
+    if len(counts) != members or min(counts) < 0 or sum(counts) > rows:
+        raise ValueError(
+            f"splits={counts} must be {members} counts, none negative, of the {rows} rows of this tensor at most."
+        )
+
+    def shape(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
+        device = splits.device if isinstance(splits, Tensor) else None
+        return result[0], torch.tensor(result[1], dtype=torch.int32, device=device)
+
+    form = Form("alltoall", (_TYPES[tensor.dtype],), ((-1, *tensor.shape[1:]),), device=tensor.device.type)
+    name = _name(running, "alltoall", name, number)
+    return running.start(Operation(name, form, [tensor.detach()], None, tuple(counts), number, shape))
+
+
+# ------------------------------------------------------------------------------------ reducescatter
+def reducescatter(
+    tensor: Tensor, name: str | None = None, compression: Compressing = Compression.none, op: int = Average,
+    process_set: ProcessSet = _WORLD, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Combine the ranks' tensors and keep one part of the result, along dim 0, on each rank; differentiable.
+
+    Args:
+        tensor: the same shape and dtype on every rank, at least one dimension; the first ranks get a row more where it has no equal parts.
+        name: by which ranks match operations that run at the same time.
+        compression: what travels.
+        op: ``Average`` or ``Sum``.
+        process_set: the ranks that take part.
+        prescale_factor, postscale_factor: multiplied with the tensor before, and after.
+    """
+    compressed, ctx = compression.compress(tensor)
+    part = _Reducescatter.apply(compressed, name, op, process_set, prescale_factor, postscale_factor)  # type: ignore[no-untyped-call]
+    return compression.decompress(part, ctx)
+
+
+def reducescatter_async(
+    tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = _WORLD,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> int:  # fmt: skip
+    """Begin ``reducescatter``; a handle for ``poll`` and ``synchronize``."""
+    return _scatter([tensor], name, op, process_set, prescale_factor, postscale_factor, _first)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor], name: str | None = None, compression: Compressing = Compression.none, op: int = Average,
+    process_set: ProcessSet = _WORLD, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> list[Tensor]:  # fmt: skip
+    """``reducescatter`` of several tensors, which begin together; a list of new tensors. Differentiable."""
+    compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors))
+    parts = _GroupedReducescatter.apply(  # type: ignore[no-untyped-call]
+        name, op, process_set, prescale_factor, postscale_factor, *compressed
+    )
+    return [compression.decompress(part, ctx) for part, ctx in zip(parts, ctxs)]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor], name: str | None = None, op: int = Average, process_set: ProcessSet = _WORLD,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> int:  # fmt: skip
+    """Begin ``grouped_reducescatter``; a handle for ``poll`` and ``synchronize``."""
+    return _scatter(tensors, name, op, process_set, prescale_factor, postscale_factor, tuple)
+
+
+# ------------------------------------------------------------------------------------ waiting
+def poll(handle: int) -> bool:
+    """Whether ``synchronize`` would return at once. Raises ``ValueError`` for a handle that has been synchronized."""
+    return session().poll(handle)
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an operation; what it returns. None for a handle that has been synchronized."""
+    return session().wait(handle)
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and wait until all ranks have joined.
+
+    Until then it takes part in the others' ``allreduce`` and in their optimizers' reductions with nothing: zeros, of which averages
+    count the rank. Other operations raise on the ranks that call them.
+
+    Args:
+        device: of no effect.
+
+    Returns:
+        The rank that joined last.
+    """
+    return session().join()
+
+
+def barrier(process_set: ProcessSet = _WORLD) -> None:
+    """Wait until every rank of the process set has made this call."""
+    running, number = _member(process_set, "barrier")
+    running.run(Operation(running.unnamed(number), Form("barrier"), set_id=number))
+
+
+def handle_average_backwards_compatibility(op: int | None, average: Any) -> int:
+    """The operation that is meant by ``op`` and the deprecated ``average``."""
+    if op is not None:
+        if average is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        return op
+    if average is None:
+        return Average
+    warnings.warn("Parameter `average` has been replaced with `op`.", DeprecationWarning, stacklevel=4)
+    return Average if average else Sum
+
+
+# ------------------------------------------------------------------------------------ beginning
+def _reduce(
+    tensors: Sequence[Tensor], outputs: Sequence[Tensor], average: Any, name: str | None, op: int | None, prescale: float,
+    postscale: float, process_set: ProcessSet, shape: Callable[[Any], Any], at_once: bool = False,
+) -> int:  # fmt: skip
+    op = handle_average_backwards_compatibility(op, average)
+    running, number = _member(process_set, "allreduce")
+    for tensor in tensors:
+        _check(tensor, _REDUCED)
+    word = _OPS.get(op)
+    if word is None:
+        raise HorovodInternalError(
+            f"op={op!r} is no reduction operation: use Average, Sum, Adasum, Min, Max or Product."
+        )
+    if word == "adasum":
+        _check_adasum(running, number, tensors)
+    kind = "allreduce" if shape is _first else "grouped_allreduce"
+    first = tensors[0]
+    form = Form(
+        "allreduce", tuple(_TYPES[t.dtype] for t in tensors), tuple(tuple(t.shape) for t in tensors), word, -1,
+        float(prescale), float(postscale), first.device.type,
+    )  # fmt: skip
+    inputs = [tensor.data for tensor in tensors]
+    targets = inputs if outputs is tensors or outputs[0] is first else list(outputs)
+    given = list(outputs)
+    operation = Operation(_name(running, kind, name, number), form, inputs, targets, (), number, lambda _: shape(given))
+    return running.start(operation, at_once=at_once)
+
+
+def _gather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, shape: Callable[[Any], Any]) -> int:
+    running, number = _member(process_set, "allgather")
+    for tensor in tensors:
+        _check(tensor, None)
+        if tensor.dim() == 0:
+            raise ValueError("allgather takes tensors of at least one dimension: pass tensor.reshape(1).")
+    form = Form(
+        "allgather", tuple(_TYPES[t.dtype] for t in tensors), tuple((-1, *t.shape[1:]) for t in tensors),
+        device=tensors[0].device.type,
+    )  # fmt: skip
+    name = _name(running, "allgather" if shape is _first else "grouped_allgather", name, number)
+    inputs = [tensor.detach() for tensor in tensors]
+    return running.start(Operation(name, form, inputs, None, tuple(t.shape[0] for t in tensors), number, shape))
+
+
+def _spread(
+    tensor: Tensor, output: Tensor, root: int, name: str | None, process_set: ProcessSet, at_once: bool = False
+) -> int:
+    running, number = _member(process_set, "broadcast")
+    _check(tensor, None)
+    if root not in running.groups[number].ranks:
+        raise ValueError(
+            f"root rank {root} is not one of the ranks {list(running.groups[number].ranks)} of this process set."
+        )
+    form = Form("broadcast", (_TYPES[tensor.dtype],), (tuple(tensor.shape),), "", root, device=tensor.device.type)
+    operation = Operation(
+        _name(running, "broadcast", name, number), form, [tensor.data], [output.data], (), number, lambda _: output
+    )
+    return running.start(operation, at_once=at_once)
+
+
+def _scatter(
+    tensors: Sequence[Tensor], name: str | None, op: int, process_set: ProcessSet, prescale: float, postscale: float,
+    shape: Callable[[Any], Any],
+) -> int:  # fmt: skip
+    running, number = _member(process_set, "reducescatter")
+    for tensor in tensors:
+        _check(tensor, _REDUCED)
+        if tensor.dim() == 0:
+            raise ValueError("reducescatter takes tensors of at least one dimension.")
+    if op not in (Average, Sum):
+        raise HorovodInternalError(f"reducescatter knows Average and Sum, not op={op!r}.")
+    form = Form(
+        "reducescatter", tuple(_TYPES[t.dtype] for t in tensors), tuple(tuple(t.shape) for t in tensors), _OPS[op], -1,
+        float(prescale), float(postscale), tensors[0].device.type,
+    )  # fmt: skip
+    name = _name(running, "reducescatter" if shape is _first else "grouped_reducescatter", name, number)
+    return running.start(Operation(name, form, [t.detach() for t in tensors], None, (), number, shape))
+
+
+def _first(results: Sequence[Any]) -> Any:
+    return results[0]
+
+
+def _name(running: Session, kind: str, name: str | None, number: int) -> str:
+    return running.unnamed(number) if name is None else f"{kind}.{name}"
+
+
+def _member(process_set: ProcessSet, call: str) -> tuple[Session, int]:
+    try:
+        running = session()
+    except ValueError as error:
+        raise HorovodInternalError(str(error)) from None
+    number = process_set.process_set_id
+    group = running.groups.get(-1 if number is None else number)
+    if number is None or group is None:
+        raise ValueError(f"{call}: {process_set} is not in use: call add_process_set with it, on every rank.")
+    if running.place.rank not in group.ranks:
+        raise ValueError(
+            f"{call}: rank {running.place.rank} is not a member of the provided process set {process_set}."
+        )
+    return running, number
+
+
+def _check(tensor: Tensor, dtypes: set[torch.dtype] | None) -> None:
+    if tensor.layout != torch.strided or (dtypes is not None and tensor.dtype not in dtypes):
+        raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+    if not tensor.is_contiguous():
+        raise ValueError("Tensor is required to be contiguous.")
+
+
+def _check_adasum(running: Session, number: int, tensors: Sequence[Tensor]) -> None:
+    if number != 0:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+    if running.place.world_size.bit_count() != 1:
+        raise NotImplementedError(f"Adasum combines ranks in pairs: {running.place.world_size} is not a power of 2.")
+    if any(not tensor.dtype.is_floating_point for tensor in tensors):
+        raise ValueError("Adasum takes floating point tensors.")
+
+
+# ------------------------------------------------------------------------------------ gradients
+class _Allreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, average: Any, name: Any, op: Any, pre: float, post: float, process_set: ProcessSet
+    ) -> Any:
+        ctx.how = (average, None, op, pre, post, process_set)
+        output = torch.empty_like(tensor)
+        handle = _reduce([tensor], [output], average, name, op, pre, post, process_set, _first, True)
+        return synchronize(handle)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        average, name, op, pre, post, process_set = ctx.how
+        reduced = allreduce(grad.contiguous(), average, name, Compression.none, op, pre, post, process_set)
+        return reduced, None, None, None, None, None, None
+
+
+class _GroupedAllreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, average: Any, name: Any, op: Any, pre: float, post: float, process_set: ProcessSet, *tensors: Tensor
+    ) -> Any:
+        ctx.how = (average, None, Compression.none, op, pre, post, process_set)
+        return synchronize(grouped_allreduce_async(list(tensors), average, name, op, pre, post, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (None,) * 6 + tuple(grouped_allreduce([grad.contiguous() for grad in grads], *ctx.how))
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: Any, process_set: ProcessSet) -> Any:
+        ctx.rows, ctx.process_set = tensor.shape[:1], process_set
+        return synchronize(allgather_async(tensor, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (part,) = _own_parts([grad], [ctx.rows[0]], ctx.process_set)
+        return part, None, None
+
+
+class _GroupedAllgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: Any, process_set: ProcessSet, *tensors: Tensor) -> Any:
+        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
+        return synchronize(grouped_allgather_async(list(tensors), name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (None, None, *_own_parts(grads, ctx.rows, ctx.process_set))
+
+
+def _own_parts(grads: Sequence[Tensor], rows: Sequence[int], process_set: ProcessSet) -> list[Tensor]:
+    """Of gradients averaged over the ranks, the rows that this rank has contributed."""
+    averaged = grouped_allreduce([grad.contiguous() for grad in grads], process_set=process_set)
+    counts = allgather(torch.tensor([list(rows)]), process_set=process_set)
+    me = process_set.rank()
+    return [grad.narrow(0, int(counts[:me, i].sum()), count) for i, (grad, count) in enumerate(zip(averaged, rows))]
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root: int, name: Any, process_set: ProcessSet) -> Any:
+        ctx.root, ctx.process_set = root, process_set
+        return synchronize(broadcast_async(tensor, root, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        averaged = allreduce(grad.contiguous(), process_set=ctx.process_set)
+        return (averaged if rank() == ctx.root else averaged.zero_()), None, None, None
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, splits: Any, name: Any, process_set: ProcessSet) -> Any:
+        received, counts = synchronize(alltoall_async(tensor, splits, name, process_set))
+        ctx.counts, ctx.process_set, ctx.rest = counts, process_set, tensor.shape
+        if splits is None:
+            return received
+        ctx.mark_non_differentiable(counts)
+        return received, counts
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        back = alltoall(grad.contiguous(), ctx.counts.cpu(), None, ctx.process_set)[0]
+        if len(back) < ctx.rest[0]:  # rows that went to nobody
+            back = torch.cat([back, back.new_zeros(ctx.rest[0] - len(back), *ctx.rest[1:])])
+        return back, None, None, None
+
+
+class _Reducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: Any, op: int, process_set: ProcessSet, pre: float, post: float) -> Any:
+        ctx.factor, ctx.process_set = _scatter_factor(op, process_set, pre, post), process_set
+        return synchronize(reducescatter_async(tensor, name, op, process_set, pre, post))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (allgather((grad * ctx.factor).contiguous(), None, ctx.process_set), None, None, None, None, None)
+
+
+class _GroupedReducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: Any, op: int, process_set: ProcessSet, pre: float, post: float, *tensors: Tensor
+    ) -> Any:
+        ctx.factor, ctx.process_set = _scatter_factor(op, process_set, pre, post), process_set
+        return synchronize(grouped_reducescatter_async(list(tensors), name, op, process_set, pre, post))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        whole = grouped_allgather([(grad * ctx.factor).contiguous() for grad in grads], None, ctx.process_set)
+        return (None, None, None, None, None, *whole)
+
+
+def _scatter_factor(op: int, process_set: ProcessSet, pre: float, post: float) -> float:
+    return pre * post * (process_set.size() or 1 if op == Sum else 1)

@@ -1,0 +1,323 @@
+"""One world of Horovod's calls: what is under way on this rank, and the thread that executes what rank 0 lets begin."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unidist import context
+from unidist.backends.base import Backend, Group
+from unidist.hvd import execution
+from unidist.hvd.common.exceptions import HorovodInternalError
+from unidist.hvd.line import Join, Leave, Line, Patience, Rounds, open_line
+from unidist.hvd.negotiation import Answer, Coordinator, Form, Own, Request
+from unidist.hvd.rounds import GradientRounds
+from unidist.hvd.timeline import Timeline
+
+#: The number of the process set of all ranks.
+GLOBAL = 0
+
+
+class Operation:
+    """An operation under way: its tensors, and where its result comes."""
+
+    __slots__ = ("_gate", "done", "error", "form", "inputs", "name", "outputs", "own", "result", "set_id", "shape")
+
+    def __init__(
+        self,
+        name: str,
+        form: Form,
+        inputs: Sequence[Tensor] = (),
+        outputs: Sequence[Tensor] | None = None,
+        own: Own = (),
+        set_id: int = GLOBAL,
+        shape: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.form = form
+        self.inputs = inputs
+        #: Where results go that have the inputs' shapes; None where they are made when their shapes are known.
+        self.outputs = outputs
+        self.own = own
+        self.set_id = set_id
+        #: What ``synchronize`` returns, made of what was computed.
+        self.shape = shape
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.done = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def finish(self, result: Any = None, error: Exception | None = None) -> None:
+        self.result, self.error, self.done = result, error, True
+        self._gate.release()
+
+    def wait(self) -> Any:
+        """Its result, when it is there."""
+        if not self.done:
+            with self._gate:
+                pass
+        if self.error is not None:
+            raise self.error
+        return self.result if self.shape is None else self.shape(self.result)
+
+
+class ProcessGroup:
+    """What a process set has in the engine."""
+
+    def __init__(self, backend: Backend, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        # Gradients do not wait for the operations between them, nor these for gradients.
+        self.operations, self.gradients = (
+            (backend.new_group(ranks), backend.new_group(ranks)) if ranks else (Group((), None), Group((), None))
+        )
+
+
+class Session:
+    """Everything between ``init`` and ``shutdown``.
+
+    Args:
+        backend: the running engine.
+        fusion: bytes up to which sums travel together.
+        patience: with ranks that do not come to an operation.
+        timeline: where operations are recorded.
+    """
+
+    def __init__(self, backend: Backend, fusion: int, patience: Patience, timeline: Timeline) -> None:
+        self.backend = backend
+        self.place = backend.topology
+        self.timeline = timeline
+        self.rounds = GradientRounds(self._announce)
+        self.groups: dict[int, ProcessGroup] = {GLOBAL: ProcessGroup(backend, tuple(range(self.place.world_size)))}
+        self._line: Line = open_line(backend, Coordinator(self.place.world_size, fusion), patience)
+        self._lock = threading.Lock()
+        self._under_way: dict[tuple[int, str], Operation] = {}
+        self._outbox: list[Request] = []
+        self._forms: dict[Form, Form] = {}
+        self._sending = threading.Lock()
+        self._wakeup = threading.Event()
+        self._handles: dict[int, Operation] = {}
+        self._numbers = count(1)
+        self._unnamed: dict[int, count[int]] = {}
+        self._joins = 0
+        self._closed = ""
+        self._executor = threading.Thread(target=self._execute, name="unidist-hvd", daemon=True)
+        self._executor.start()
+        self._sender = threading.Thread(target=self._send, name="unidist-hvd-sender", daemon=True)
+        self._sender.start()
+
+    # -------------------------------------------------------------------------------- for the calls
+    def unnamed(self, set_id: int) -> str:
+        """The next name for an operation that has none: equal on all ranks whose operations come in the same order.
+
+        After a join all ranks count anew: until then some have made more of them than others.
+        """
+        with self._lock:
+            return f"noname.{self._joins}.{next(self._unnamed.setdefault(set_id, count()))}"
+
+    def start(self, operation: Operation, *, at_once: bool = False) -> int:
+        """Begin to negotiate; a handle for ``synchronize``.
+
+        Args:
+            operation: not under way yet.
+            at_once: whether the caller goes on to wait.
+        """
+        key = (operation.set_id, operation.name)
+        with self._lock:
+            if self._closed:
+                raise HorovodInternalError(self._closed)
+            if key in self._under_way:
+                raise ValueError(
+                    f"{operation.name} is under way already: an operation of that name has been submitted and is not done. Give each "
+                    "operation that runs at the same time a name of its own."
+                )
+            self._under_way[key] = operation
+            number = next(self._numbers)
+            self._handles[number] = operation
+            first = not self._outbox
+            # One object for equal forms: it travels once in a letter.
+            form = self._forms.setdefault(operation.form, operation.form)
+            self._outbox.append(Request(operation.set_id, operation.name, form, operation.own))
+        if self.timeline.on:
+            self.timeline.begin(operation.name, f"NEGOTIATE_{operation.form.kind.upper()}")
+        if at_once:
+            self._flush()
+        elif first:
+            self._wakeup.set()
+        return number
+
+    def wait(self, handle: int) -> Any:
+        """The result of an operation; its handle is used up."""
+        operation = self._handles.get(handle)
+        if operation is None:
+            return None
+        if self._outbox and not operation.done:
+            self._flush()
+        try:
+            return operation.wait()
+        finally:
+            self._handles.pop(handle, None)
+
+    def run(self, operation: Operation) -> Any:
+        """``start`` and ``wait``."""
+        return self.wait(self.start(operation, at_once=True))
+
+    def poll(self, handle: int) -> bool:
+        """Whether ``wait`` would return at once."""
+        operation = self._handles.get(handle)
+        if operation is None:
+            raise ValueError(f"handle {handle} was not created by this session, or has been synchronized already.")
+        return operation.done
+
+    def join(self) -> int:
+        """Take part in the others' sums with nothing, until all have joined; the last rank to join."""
+        self._flush()
+        self.rounds.follow()
+        self._tell([Join()])
+        return self.rounds.until_all_have_joined()
+
+    def close(self) -> None:
+        """Leave. What is under way fails, here and elsewhere."""
+        with suppress(OSError):
+            self._flush()
+            self._line.send([Leave()])
+        self._end("Horovod has been shut down")
+        self._line.close()
+        self.timeline.close()
+
+    # -------------------------------------------------------------------------------- towards rank 0
+    def _announce(self, begun: tuple[tuple[int, int], ...]) -> None:
+        with suppress(OSError):
+            self._line.send([Rounds(begun)])
+
+    def _tell(self, items: Sequence[Any]) -> None:
+        try:
+            self._line.send(items)
+        except OSError as error:
+            self._end(f"rank 0 is gone ({error})")
+
+    def _flush(self) -> None:
+        with self._sending:
+            with self._lock:
+                requests, self._outbox = self._outbox, []
+                self._forms.clear()
+            if requests:
+                self._tell(requests)
+
+    def _send(self) -> None:
+        while True:
+            self._wakeup.wait()
+            self._wakeup.clear()
+            if self._closed:
+                return
+            self._flush()
+
+    # -------------------------------------------------------------------------------- from rank 0
+    def _execute(self) -> None:
+        try:
+            while True:
+                for item in self._line.receive():
+                    if isinstance(item, Answer):
+                        self._begin(item)
+                    elif isinstance(item, Join):
+                        self.rounds.announce()
+                    elif isinstance(item, Rounds):
+                        self.rounds.hear(item.begun)
+        except (EOFError, OSError):
+            self._end("rank 0 is gone: it has ended, or shut Horovod down")
+
+    def _begin(self, answer: Answer) -> None:
+        if not answer.names:  # the last rank has joined
+            with self._lock:
+                self._joins += 1
+                self._unnamed.pop(GLOBAL, None)
+            self.rounds.all_joined(answer.number)
+            return
+        with self._lock:
+            operations = [self._under_way.pop((answer.set_id, name), None) for name in answer.names]
+        if answer.error:
+            _fail(operations, HorovodInternalError(answer.error))
+            return
+        form = answer.forms[0]
+        if self.timeline.on:
+            self._record(answer, form.kind)
+        try:
+            if form.kind == "add_process_set":
+                self.groups[answer.number] = ProcessGroup(self.backend, form.ranks)
+                results: Sequence[Any] = [answer.number]
+            elif form.kind == "remove_process_set":
+                self.groups.pop(form.root, None)
+                results = [None]
+            else:
+                group = self.groups[answer.set_id]
+                with torch.no_grad():
+                    results = execution.execute(self.backend, group.operations, answer, operations)
+        except Exception as error:
+            _fail(operations, HorovodInternalError(f"{', '.join(answer.names[:3])}: {error}"))
+            return
+        finally:
+            if self.timeline.on:
+                for name in answer.names:
+                    self.timeline.end(name)
+        for operation, result in zip(operations, results):
+            if operation is not None:
+                operation.finish(result)
+
+    def _record(self, answer: Answer, kind: str) -> None:
+        for name in answer.names:
+            self.timeline.end(name)
+            self.timeline.begin(name, kind.upper())
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            self._closed = self._closed or f"{why}: no operation can begin any more."
+            left = list(self._under_way.values())
+            self._under_way.clear()
+        _fail(left, HorovodInternalError(self._closed))
+        self.rounds.fail(HorovodInternalError(self._closed))
+        self._wakeup.set()
+
+
+def _fail(operations: Sequence[Operation | None], error: Exception) -> None:
+    for operation in operations:
+        if operation is not None:
+            operation.finish(error=error)
+
+
+_session: Session | None = None
+
+
+def session() -> Session:
+    """The running one.
+
+    Raises:
+        ValueError: ``init`` has not been called.
+    """
+    if _session is None:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return _session
+
+
+def open_session(fusion: int, patience: Patience, timeline: Timeline) -> None:
+    """Start one on the running engine. Collective."""
+    global _session
+    _session = Session(context.current(), fusion, patience, timeline)
+
+
+def close_session() -> None:
+    """End it; no-op without one."""
+    global _session
+    ended, _session = _session, None
+    if ended is not None:
+        ended.close()
+
+
+def is_open() -> bool:
+    """Whether there is one."""
+    return _session is not None
