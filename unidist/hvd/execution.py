@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +18,19 @@ if TYPE_CHECKING:
 #: Combined in a wider dtype, and rounded once.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _ENGINE_OPS: dict[str, Op] = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
+_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "average": lambda rows: rows.sum(0, dtype=rows.dtype),
+    "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
+    "min": lambda rows: rows.amin(0),
+    "max": lambda rows: rows.amax(0),
+    "product": lambda rows: rows.prod(0, dtype=rows.dtype),
+}
 #: What changes nothing, for ranks that have joined.
 _NEUTRAL = {"average": 0, "sum": 0, "product": 1}
 
 
 def execute(backend: Backend, group: Group, answer: Answer, operations: Sequence[Operation | None]) -> list[Any]:
-    """Do what was answered; a result for each operation, with those of its tensors in a list. Collective.
+    """Do what was answered; a result for each operation, None where its outputs were there before. Collective.
 
     Args:
         backend: the engine.
@@ -32,6 +39,8 @@ def execute(backend: Backend, group: Group, answer: Answer, operations: Sequence
         operations: this rank's; None for those in which it takes part with nothing, because it has joined.
     """
     kind = answer.forms[0].kind
+    if kind == "allreduce" and answer.table:
+        return _all_reduce_told(answer, operations[0], len(group.ranks))
     if kind == "allreduce":
         return _all_reduce(backend, group, answer.forms, operations)
     if kind == "broadcast":
@@ -60,7 +69,7 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 def _all_reduce(
     backend: Backend, group: Group, forms: Sequence[Form], operations: Sequence[Operation | None]
-) -> list[list[Tensor]]:
+) -> list[None]:
     form = forms[0]
     after = form.postscale / len(group.ranks) if form.op == "average" else form.postscale
     inputs: list[Tensor] = []
@@ -80,10 +89,21 @@ def _all_reduce(
     for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):
         chosen = [index for index, tensor in enumerate(inputs) if tensor.dtype == dtype]
         _combine(backend, group, [inputs[i] for i in chosen], [outputs[i] for i in chosen], form, after)
-    results: list[list[Tensor]] = []
-    for operation in operations:
-        results.append([] if operation is None else list(operation.outputs or ()))
-    return results
+    return [None] * len(operations)
+
+
+def _all_reduce_told(answer: Answer, operation: Operation | None, size: int) -> list[None]:
+    """From numbers that have come with the answer."""
+    if operation is not None:
+        form = answer.forms[0]
+        assert operation.outputs is not None
+        output = operation.outputs[0]
+        data = bytearray().join(answer.table)  # type: ignore[arg-type]
+        rows = torch.frombuffer(data, dtype=output.dtype).view(len(answer.table), -1)
+        rows = scaled(rows.to(_WIDER.get(rows.dtype, rows.dtype)), form.prescale)
+        result = scaled(_ROWS[form.op](rows), form.postscale / size if form.op == "average" else form.postscale)
+        output.view(-1).copy_(result)
+    return [None]
 
 
 def _combine(
@@ -105,18 +125,19 @@ def _combine(
             backend.all_reduce(flat, _ENGINE_OPS[form.op], group)
     scaled(flat, after)
     if not alone:
-        torch._foreach_copy_([output.view(-1) for output in outputs], parts)
+        torch._foreach_copy_([_flat(output) for output in outputs], parts)
 
 
 def _wire(backend: Backend, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Flat copies side by side, in a dtype and on a device of the engine."""
     first = tensors[0]
-    sizes = [tensor.numel() for tensor in tensors]
     dtype = _WIDER.get(first.dtype, first.dtype)
-    flat = torch.empty(sum(sizes), dtype=dtype, device=_carrier(backend, first))
-    parts = list(torch.split(flat, sizes))
-    torch._foreach_copy_(parts, [tensor.reshape(-1) for tensor in tensors])
-    return flat, parts
+    flat = torch.cat([_flat(tensor) for tensor in tensors]).to(dtype=dtype, device=_carrier(backend, first))
+    return flat, list(torch.split(flat, [tensor.numel() for tensor in tensors]))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 def _neutral(dtype: str, shape: Sequence[int], op: str) -> Tensor:
@@ -130,7 +151,7 @@ def _neutral(dtype: str, shape: Sequence[int], op: str) -> Tensor:
     return torch.full(tuple(shape), value, dtype=kind)
 
 
-def _broadcast(backend: Backend, group: Group, root: int, operations: Sequence[Operation | None]) -> list[list[Tensor]]:
+def _broadcast(backend: Backend, group: Group, root: int, operations: Sequence[Operation | None]) -> list[None]:
     pairs = [(i, o) for each in operations if each is not None for i, o in zip(each.inputs, each.outputs or ())]
     mine = backend.topology.rank == root
     if len(pairs) == 1 and pairs[0][1].device.type in backend.device_types:
@@ -152,7 +173,7 @@ def _broadcast(backend: Backend, group: Group, root: int, operations: Sequence[O
                 _bytes(target).copy_(part)
             elif source.data_ptr() != target.data_ptr():
                 target.copy_(source)
-    return [list(each.outputs or ()) if each is not None else [] for each in operations]
+    return [None] * len(operations)
 
 
 def _all_gather(backend: Backend, group: Group, answer: Answer, operation: Operation) -> list[Tensor]:

@@ -9,24 +9,27 @@ import hmac
 import logging
 import os
 import pickle
-import queue
+import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
 from unidist import collectives
 from unidist.backends.base import Backend
 from unidist.backends.rendezvous import local_address
 from unidist.errors import BackendError
-from unidist.hvd.negotiation import Coordinator, Request, told
+from unidist.hvd.negotiation import Coordinator, told
 
 _log = logging.getLogger("unidist")
 #: Seconds within which every rank must have found rank 0's socket, and within which one that leaves waits for the others to listen.
 _CONNECT_S, _DRAIN_S = 60.0, 1.0
+#: How often rank 0 looks for operations that wait too long.
+_LOOK_S = 1.0
 
 
 class Join(NamedTuple):
@@ -57,7 +60,10 @@ class Line(Protocol):
         """Tell rank 0. Raises ``OSError`` where it is gone."""
 
     def receive(self) -> list[Any]:
-        """What rank 0 says next; waits for it. Raises ``EOFError`` where it is gone."""
+        """What rank 0 says next; waits for it. Raises ``EOFError`` where it is gone. One thread at a time."""
+
+    def listen(self, seconds: float | None) -> bool:
+        """Wait until ``receive`` would not; whether it would not. Any thread."""
 
     def close(self) -> None:
         """Hang up."""
@@ -136,6 +142,12 @@ class Wire:
             raise EOFError(str(error)) from None
         return items
 
+    def listen(self, seconds: float | None) -> bool:
+        try:
+            return self.connection.poll(seconds)
+        except OSError:
+            return True  # receive() says why
+
     def close(self) -> None:
         self.connection.close()
 
@@ -147,7 +159,8 @@ class Hub:
         self._connections = connections
         self._coordinator = coordinator
         self._patience = patience
-        self._inbox: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self._inbox: deque[list[Any] | None] = deque()
+        self._posted = threading.Condition()
         # Answers go out in the order in which they were decided.
         self._lock = threading.Lock()
         self._warned: set[str] = set()
@@ -162,20 +175,28 @@ class Hub:
             self._tell()
 
     def receive(self) -> list[Any]:
-        items = self._inbox.get()
+        self.listen(None)
+        items = self._inbox.popleft()
         if items is None:
+            self._inbox.append(None)
             raise EOFError
         return items
+
+    def listen(self, seconds: float | None) -> bool:
+        if self._inbox:
+            return True
+        with self._posted:
+            return self._posted.wait_for(lambda: bool(self._inbox), seconds)
 
     def close(self) -> None:
         self._closing = True
         with suppress(RuntimeError):  # never started
             self._thread.join(_DRAIN_S)
-        self._inbox.put(None)
+        self._leave(None)
 
     # --------------------------------------------------------------------------------
     def _take(self, rank: int, items: Sequence[Any]) -> None:
-        requests = [item for item in items if type(item) is Request]
+        requests = [item for item in items if type(item) is tuple]
         self._coordinator.receive(rank, requests, time.monotonic())
         if len(requests) == len(items):
             return
@@ -201,7 +222,7 @@ class Hub:
 
     def _post(self, rank: int, letter: list[Any], blobs: dict[tuple[int, ...], bytes] | None = None) -> None:
         if rank == 0:
-            self._inbox.put(letter)
+            self._leave(letter)
         elif rank in self._connections:
             key = tuple(map(id, letter))
             blob = blobs.get(key) if blobs else None
@@ -212,38 +233,50 @@ class Hub:
             with suppress(OSError):  # gone; the listening thread hears of it
                 self._connections[rank].send_bytes(blob)
 
-    def _listen(self) -> None:
-        open_ones = {connection: rank for rank, connection in self._connections.items()}
-        while open_ones and not self._closing:
-            heard = wait(list(open_ones), timeout=1.0)
-            with self._lock:
-                for connection in heard:
-                    assert isinstance(connection, Connection)
-                    rank = open_ones[connection]
-                    try:
-                        self._take(rank, pickle.loads(connection.recv_bytes()))
-                    except (EOFError, OSError):
-                        self._coordinator.lose(rank, "is gone")
-                        del open_ones[connection]
-                self._watch()
-                self._tell()
-        self._hang_up(open_ones)
+    def _leave(self, letter: list[Any] | None) -> None:
+        with self._posted:
+            self._inbox.append(letter)
+            self._posted.notify_all()
 
-    def _hang_up(self, open_ones: dict[Connection, int]) -> None:
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, rank)
+            look = 0.0
+            while selector.get_map() and not self._closing:
+                heard = selector.select(_LOOK_S)
+                with self._lock:
+                    for key, _ in heard:
+                        if (items := self._read(selector, key)) is None:
+                            self._coordinator.lose(key.data, "is gone")
+                        else:
+                            self._take(key.data, items)
+                    if time.monotonic() > look:
+                        self._watch()
+                        look = time.monotonic() + _LOOK_S
+                    self._tell()
+            self._hang_up(selector)
+
+    def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> list[Any] | None:
+        connection = self._connections[key.data]
+        try:
+            items: list[Any] = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            selector.unregister(connection)
+            return None
+        return items
+
+    def _hang_up(self, selector: selectors.BaseSelector) -> None:
         """What was told must arrive: a socket that closes upon unread data takes it back."""
-        for link_of in open_ones:
-            with suppress(OSError), socket.socket(fileno=os.dup(link_of.fileno())) as link:
+        for connection in self._connections.values():
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
                 link.shutdown(socket.SHUT_WR)
         end = time.monotonic() + _DRAIN_S
-        while open_ones and time.monotonic() < end:
-            for connection in wait(list(open_ones), timeout=0.1):
-                assert isinstance(connection, Connection)
-                try:
-                    connection.recv_bytes()
-                except (EOFError, OSError):
-                    del open_ones[connection]
-        for closed in self._connections.values():
-            closed.close()
+        while selector.get_map() and time.monotonic() < end:
+            for key, _ in selector.select(0.1):
+                self._read(selector, key)
+        for connection in self._connections.values():
+            connection.close()
 
     def _watch(self) -> None:
         now = time.monotonic()

@@ -15,6 +15,7 @@ All of them raise
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.compression import Compression, Compressor
 from unidist.hvd.negotiation import Form
 from unidist.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from unidist.hvd.session import Operation, Session, session
+from unidist.hvd.session import Operation, ProcessGroup, Session, session
 
 __all__ = [
     "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum",
@@ -74,6 +75,10 @@ _OPS = {Average: "average", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max"
 _REDUCED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
 _TYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _WORLD = global_process_set
+#: How many forms are remembered.
+_FORMS = 4096
+#: Bytes of all ranks up to which numbers travel with the negotiation.
+_TOLD = 4096
 Compressing = type[Compressor]
 
 
@@ -412,17 +417,37 @@ def _reduce(
         )
     if word == "adasum":
         _check_adasum(running, number, tensors)
+    form = _form(running, word, prescale, postscale, tensors)
     kind = "allreduce" if shape is _first else "grouped_allreduce"
-    first = tensors[0]
-    form = Form(
-        "allreduce", tuple(_TYPES[t.dtype] for t in tensors), tuple(tuple(t.shape) for t in tensors), word, -1,
-        float(prescale), float(postscale), first.device.type,
-    )  # fmt: skip
     inputs = [tensor.data for tensor in tensors]
-    targets = inputs if outputs is tensors or outputs[0] is first else list(outputs)
-    given = list(outputs)
-    operation = Operation(_name(running, kind, name, number), form, inputs, targets, (), number, lambda _: shape(given))
+    operation = Operation(
+        _name(running, kind, name, number), form, inputs,
+        inputs if outputs is tensors or outputs[0] is tensors[0] else outputs,
+        _numbers(inputs, form, running.groups[number]) if at_once else (), number, returns=shape(outputs),
+    )  # fmt: skip
     return running.start(operation, at_once=at_once)
+
+
+def _numbers(tensors: Sequence[Tensor], form: Form, group: ProcessGroup) -> bytes:
+    """What is so small that it travels with the negotiation, if somebody waits for it; else nothing."""
+    first = tensors[0]
+    if len(tensors) > 1 or form.device != "cpu" or form.op == "adasum" or first.nbytes * len(group.ranks) > _TOLD:
+        return b""
+    return ctypes.string_at(first.data_ptr(), first.nbytes)
+
+
+def _form(running: Session, op: str, prescale: float, postscale: float, tensors: Sequence[Tensor]) -> Form:
+    """Of an allreduce; the same object for what was there before."""
+    key = (op, prescale, postscale, *[(tensor.dtype, tensor.shape, tensor.device.type) for tensor in tensors])
+    form = running.forms.get(key)
+    if form is None:
+        if len(running.forms) >= _FORMS:
+            running.forms.clear()
+        form = running.forms[key] = Form(
+            "allreduce", tuple(_TYPES[tensor.dtype] for tensor in tensors), tuple(tuple(tensor.shape) for tensor in tensors),
+            op, -1, float(prescale), float(postscale), tensors[0].device.type,
+        )  # fmt: skip
+    return form
 
 
 def _gather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, shape: Callable[[Any], Any]) -> int:
@@ -451,7 +476,7 @@ def _spread(
         )
     form = Form("broadcast", (_TYPES[tensor.dtype],), (tuple(tensor.shape),), "", root, device=tensor.device.type)
     operation = Operation(
-        _name(running, "broadcast", name, number), form, [tensor.data], [output.data], (), number, lambda _: output
+        _name(running, "broadcast", name, number), form, [tensor.data], [output.data], set_id=number, returns=output
     )
     return running.start(operation, at_once=at_once)
 
@@ -489,7 +514,7 @@ def _member(process_set: ProcessSet, call: str) -> tuple[Session, int]:
     except ValueError as error:
         raise HorovodInternalError(str(error)) from None
     number = process_set.process_set_id
-    group = running.groups.get(-1 if number is None else number)
+    group = running.groups.get(number)  # type: ignore[arg-type]
     if number is None or group is None:
         raise ValueError(f"{call}: {process_set} is not in use: call add_process_set with it, on every rank.")
     if running.place.rank not in group.ranks:

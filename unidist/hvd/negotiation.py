@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-#: What a rank says of an operation's tensors that may differ between ranks: rows of each, or splits.
-Own = tuple[int, ...]
+#: What a rank says of an operation that may differ between ranks: rows of its tensors, splits, or the few numbers themselves.
+Own = tuple[int, ...] | bytes
 
 
 class Form(NamedTuple):
@@ -33,14 +33,9 @@ class Form(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-class Request(NamedTuple):
-    """A rank is ready for an operation."""
-
-    set_id: int
-    #: Unlike all that are under way in the process set.
-    name: str
-    form: Form
-    own: Own = ()
+#: A rank is ready for an operation: the process set, a name unlike all that are under way in it, the form, what is this rank's own.
+#: Plain tuples travel fastest.
+Request = tuple[int, str, Form, Own]
 
 
 class Answer(NamedTuple):
@@ -50,7 +45,7 @@ class Answer(NamedTuple):
     names: tuple[str, ...]
     #: The first operation's; each one's while somebody has joined, who knows of none.
     forms: tuple[Form, ...]
-    #: What each rank of the set said, where it may differ.
+    #: What each rank said, where it may differ; of a sum, only if all of them sent their numbers.
     table: tuple[Own, ...] = ()
     #: The ranks did not agree, or one is missing for good.
     error: str = ""
@@ -63,11 +58,13 @@ Deliveries = list[tuple[tuple[int, ...], Answer]]
 
 
 class _Entry:
-    def __init__(self, request: Request, since: float) -> None:
-        self.request = request
+    __slots__ = ("first", "since", "there")
+
+    def __init__(self, first: Request, since: float) -> None:
+        self.first = first
         self.since = since
-        self.forms: dict[int, Form] = {}
-        self.own: dict[int, Own] = {}
+        #: What each rank has said.
+        self.there: dict[int, Request] = {}
 
 
 class Coordinator:
@@ -93,28 +90,20 @@ class Coordinator:
     # -------------------------------------------------------------------------------- what ranks say
     def receive(self, rank: int, requests: Iterable[Request], now: float) -> None:
         """A rank is ready for operations."""
+        waiting, sets = self._waiting, self.sets
         for request in requests:
-            if self.end or request.set_id not in self.sets:
-                why = self.end or f"process set {request.set_id} has been removed"
-                self._failed.append(
-                    (
-                        (rank,),
-                        Answer(
-                            request.set_id,
-                            (request.name,),
-                            (request.form,),
-                            error=f"{_called(request.form, request.name)}: {why}",
-                        ),
-                    )
-                )
+            set_id, name, _form, _ = request
+            if self.end or set_id not in sets:
+                why = self.end or f"process set {set_id} has been removed"
+                self._fail(request, (rank,), why)
                 continue
-            key = (request.set_id, request.name)
-            entry = self._waiting.get(key)
+            key = (set_id, name)
+            entry = waiting.get(key)
             if entry is None:
-                entry = self._waiting[key] = _Entry(request, now)
-            entry.forms[rank] = request.form
-            entry.own[rank] = request.own
-            self._check(key, entry)
+                entry = waiting[key] = _Entry(request, now)
+            entry.there[rank] = request
+            if len(entry.there) == len(sets[set_id]) or self.joined:
+                self._check(key, entry)
 
     def join(self, rank: int) -> None:
         """A rank has no more data: it takes part in sums with nothing until all have joined."""
@@ -130,14 +119,8 @@ class Coordinator:
 
     def fail_all(self, why: str) -> None:
         """Answer all that waits with an error."""
-        for (set_id, name), entry in self._waiting.items():
-            there = tuple(entry.forms)
-            self._failed.append(
-                (
-                    there,
-                    Answer(set_id, (name,), (entry.request.form,), error=f"{_called(entry.request.form, name)}: {why}"),
-                )
-            )
+        for entry in self._waiting.values():
+            self._fail(entry.first, tuple(entry.there), why)
         self._waiting.clear()
 
     # -------------------------------------------------------------------------------- what they are told
@@ -157,40 +140,46 @@ class Coordinator:
         found = []
         for (set_id, name), entry in self._waiting.items():
             if now - entry.since >= seconds:
-                missing = [rank for rank in self.sets[set_id] if rank not in entry.forms]
-                found.append((_called(entry.request.form, name), now - entry.since, sorted(entry.forms), missing))
+                missing = [rank for rank in self.sets[set_id] if rank not in entry.there]
+                found.append((_called(entry.first[2], name), now - entry.since, sorted(entry.there), missing))
         return found
 
     # --------------------------------------------------------------------------------
     def _check(self, key: tuple[int, str], entry: _Entry) -> None:
         ranks = self.sets[key[0]]
-        there = len(entry.forms)
-        if there < len(ranks) and (
-            not self.joined
-            or there + sum(rank in ranks and rank not in entry.forms for rank in self.joined) < len(ranks)
-        ):
+        absent = len(ranks) - len(entry.there)
+        if absent and absent > sum(rank in ranks and rank not in entry.there for rank in self.joined):
             return
         del self._waiting[key]
         error = self._disagreement(entry)
         if error:
-            set_id, name, form, _ = entry.request
-            self._failed.append((tuple(entry.forms), Answer(set_id, (name,), (form,), error=error)))
+            self._fail(entry.first, tuple(entry.there), error)
         else:
             self._ready.append(entry)
+
+    def _fail(self, request: Request, ranks: tuple[int, ...], why: str) -> None:
+        set_id, name, form, _ = request
+        self._failed.append((ranks, Answer(set_id, (name,), (form,), error=f"{_called(form, name)}: {why}")))
 
     def _fused(self) -> list[list[_Entry]]:
         ready, self._ready = self._ready, []
         if len(ready) < 2:
             return [[entry] for entry in ready]
         groups: list[list[_Entry]] = []
-        open_groups: dict[tuple[object, ...], tuple[list[_Entry], int]] = {}
+        open_groups: dict[object, tuple[list[_Entry], int]] = {}
+        known: dict[tuple[int, int], tuple[object, int]] = {}
         for entry in ready:
-            set_id, _, form, _ = entry.request
-            if form.kind not in ("allreduce", "broadcast") or form.op == "adasum" or len(set(form.dtypes)) != 1:
+            set_id, _, form, own = entry.first
+            if own:
                 groups.append([entry])
                 continue
-            kind = (set_id, form.kind, form.dtypes[0], form.op, form.root, form.prescale, form.postscale, form.device)
-            nbytes = size_of(form)
+            # Equal forms of one letter are one object.
+            kind, nbytes = known.get((set_id, id(form))) or known.setdefault(
+                (set_id, id(form)), (_fusible(set_id, form), size_of(form))
+            )
+            if kind is None:
+                groups.append([entry])
+                continue
             group, filled = open_groups.get(kind, ([], 0))
             if not group or filled + nbytes > self._fusion:
                 group, filled = [], 0
@@ -200,29 +189,40 @@ class Coordinator:
         return groups
 
     def _answer(self, entries: list[_Entry]) -> tuple[tuple[int, ...], Answer]:
-        first = entries[0].request
-        ranks = self.sets[first.set_id]
+        set_id, _, form, _ = entries[0].first
+        ranks = self.sets[set_id]
         number = -1
-        if first.form.kind == "add_process_set":
+        if form.kind == "add_process_set":
             number, self._next_set = self._next_set, self._next_set + 1
-            self.sets[number] = first.form.ranks
-        elif first.form.kind == "remove_process_set":
-            self.sets.pop(first.form.root, None)
-        table = tuple(entries[0].own[rank] for rank in ranks) if first.own else ()
-        names = tuple(entry.request.name for entry in entries)
-        forms = tuple(entry.request.form for entry in entries) if self.joined else (first.form,)
-        return ranks, Answer(first.set_id, names, forms, table, number=number)
+            self.sets[number] = form.ranks
+        elif form.kind == "remove_process_set":
+            self.sets.pop(form.root, None)
+        said = entries[0].there
+        table = tuple(said[rank][3] for rank in ranks if rank in said)
+        if not all(table):
+            table = ()
+        names = tuple(entry.first[1] for entry in entries)
+        forms = tuple(entry.first[2] for entry in entries) if self.joined else (form,)
+        return ranks, Answer(set_id, names, forms, table, number=number)
 
     def _disagreement(self, entry: _Entry) -> str:
-        forms = entry.forms
-        set_id, name, first, _ = entry.request
-        if any(form != first for form in forms.values()):
-            return f"{_called(first, name)}: {_difference(forms)}"
-        absent = [rank for rank in self.sets[set_id] if rank not in forms]
-        if absent and (first.kind != "allreduce" or first.op == "adasum"):
+        set_id, _, first, _ = entry.first
+        there = entry.there
+        for request in there.values():
+            if request[2] != first:
+                return _difference({rank: request[2] for rank, request in there.items()})
+        if len(there) < len(self.sets[set_id]) and (first.kind != "allreduce" or first.op == "adasum"):
+            absent = [rank for rank in self.sets[set_id] if rank not in there]
             hint = " (with sparse gradients: sparse_as_dense=True)" if first.kind == "allgather" else ""
-            return f"{_called(first, name)}: {first.kind} is not supported while ranks {told(absent)} have joined{hint}"
+            return f"{first.kind} is not supported while ranks {told(absent)} have joined{hint}"
         return ""
+
+
+def _fusible(set_id: int, form: Form) -> object:
+    """Equal for operations that may travel as one; None for those that may not."""
+    if form.kind not in ("allreduce", "broadcast") or form.op == "adasum" or len(set(form.dtypes)) != 1:
+        return None
+    return (set_id, form.kind, form.dtypes[0], form.op, form.root, form.prescale, form.postscale, form.device)
 
 
 def size_of(form: Form) -> int:

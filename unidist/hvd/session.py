@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -20,6 +21,8 @@ from unidist.hvd.negotiation import Answer, Coordinator, Form, Own, Request
 from unidist.hvd.rounds import GradientRounds
 from unidist.hvd.timeline import Timeline
 
+#: How long the thread leaves the work to those that wait for an operation, before it looks again whether there are any.
+_REST_S = 1e-3
 #: The number of the process set of all ranks.
 GLOBAL = 0
 
@@ -38,6 +41,7 @@ class Operation:
         own: Own = (),
         set_id: int = GLOBAL,
         shape: Callable[[Any], Any] | None = None,
+        returns: Any = None,
     ) -> None:
         self.name = name
         self.form = form
@@ -46,16 +50,18 @@ class Operation:
         self.outputs = outputs
         self.own = own
         self.set_id = set_id
-        #: What ``synchronize`` returns, made of what was computed.
+        #: What ``synchronize`` returns: made of what was computed, or known before.
         self.shape = shape
-        self.result: Any = None
+        self.result = returns
         self.error: Exception | None = None
         self.done = False
         self._gate = threading.Lock()
         self._gate.acquire()
 
     def finish(self, result: Any = None, error: Exception | None = None) -> None:
-        self.result, self.error, self.done = result, error, True
+        if result is not None:
+            self.result = result
+        self.error, self.done = error, True
         self._gate.release()
 
     def wait(self) -> Any:
@@ -73,6 +79,7 @@ class ProcessGroup:
 
     def __init__(self, backend: Backend, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
+        self.included = backend.topology.rank in ranks
         # Gradients do not wait for the operations between them, nor these for gradients.
         self.operations, self.gradients = (
             (backend.new_group(ranks), backend.new_group(ranks)) if ranks else (Group((), None), Group((), None))
@@ -99,13 +106,18 @@ class Session:
         self._lock = threading.Lock()
         self._under_way: dict[tuple[int, str], Operation] = {}
         self._outbox: list[Request] = []
-        self._forms: dict[Form, Form] = {}
+        #: Forms in use: one object for equal ones travels once in a letter.
+        self.forms: dict[Hashable, Form] = {}
         self._sending = threading.Lock()
         self._wakeup = threading.Event()
         self._handles: dict[int, Operation] = {}
         self._numbers = count(1)
         self._unnamed: dict[int, count[int]] = {}
         self._joins = 0
+        #: Held by the thread that listens to rank 0 and executes what it says; whether that is one that waits for an operation.
+        self._reading = threading.Lock()
+        self._attended = False
+        self._attentions = 0
         self._closed = ""
         self._executor = threading.Thread(target=self._execute, name="unidist-hvd", daemon=True)
         self._executor.start()
@@ -141,9 +153,7 @@ class Session:
             number = next(self._numbers)
             self._handles[number] = operation
             first = not self._outbox
-            # One object for equal forms: it travels once in a letter.
-            form = self._forms.setdefault(operation.form, operation.form)
-            self._outbox.append(Request(operation.set_id, operation.name, form, operation.own))
+            self._outbox.append((operation.set_id, operation.name, operation.form, operation.own))
         if self.timeline.on:
             self.timeline.begin(operation.name, f"NEGOTIATE_{operation.form.kind.upper()}")
         if at_once:
@@ -160,6 +170,8 @@ class Session:
         if self._outbox and not operation.done:
             self._flush()
         try:
+            if not operation.done:
+                self._attend(operation)
             return operation.wait()
         finally:
             self._handles.pop(handle, None)
@@ -206,7 +218,6 @@ class Session:
         with self._sending:
             with self._lock:
                 requests, self._outbox = self._outbox, []
-                self._forms.clear()
             if requests:
                 self._tell(requests)
 
@@ -220,17 +231,44 @@ class Session:
 
     # -------------------------------------------------------------------------------- from rank 0
     def _execute(self) -> None:
+        """Execute what nobody waits for."""
+        seen = 0
+        while not self._closed:
+            if self._attended or seen != self._attentions:
+                # Two threads that wake up for each answer would be in each other's way.
+                seen = self._attentions
+                time.sleep(_REST_S)
+            elif self._line.listen(None):
+                with self._reading:
+                    if not self._attended and self._line.listen(0):
+                        self._hear()
+
+    def _attend(self, operation: Operation) -> None:
+        """Execute what comes until an operation is done: to wake a thread for it would take longer than to do it."""
+        if not self._reading.acquire(blocking=False):
+            return
         try:
-            while True:
-                for item in self._line.receive():
-                    if isinstance(item, Answer):
-                        self._begin(item)
-                    elif isinstance(item, Join):
-                        self.rounds.announce()
-                    elif isinstance(item, Rounds):
-                        self.rounds.hear(item.begun)
+            self._attended = True
+            while not operation.done:
+                self._hear()
+        finally:
+            self._attentions += 1
+            self._attended = False
+            self._reading.release()
+
+    def _hear(self) -> None:
+        try:
+            items = self._line.receive()
         except (EOFError, OSError):
             self._end("rank 0 is gone: it has ended, or shut Horovod down")
+            return
+        for item in items:
+            if isinstance(item, Answer):
+                self._begin(item)
+            elif isinstance(item, Join):
+                self.rounds.announce()
+            elif isinstance(item, Rounds):
+                self.rounds.hear(item.begun)
 
     def _begin(self, answer: Answer) -> None:
         if not answer.names:  # the last rank has joined
