@@ -15,6 +15,7 @@ from unidist.bench.measure import OURS, Case
 WHAT = {
     "collectives": "one call",
     "step": "zero_grad, forward, backward, optimizer step",
+    "hvd": "one training step, one call, all of the operations",
     "metric": "the mean over the ranks",
     "loader": "iterating over a rank's share",
     "startup": "raw: import torch.distributed; torchrun + init_process_group; horovodrun + hvd.init",

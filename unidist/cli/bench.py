@@ -26,7 +26,7 @@ from unidist.topology import NONE, detect
 
 #: Suites that run inside a world, and those that start worlds of their own.
 INSIDE = ("collectives", "step", "metric", "loader")
-OUTSIDE = ("startup", "memory")
+OUTSIDE = ("hvd", "startup", "memory")
 #: Where the former run: each engine with the launcher that users start it with.
 WORLDS = [
     ("torchrun", "gloo"), ("torchrun", "nccl"), ("mpirun", "mpi"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")
@@ -41,7 +41,7 @@ SIGN = "unidist bench: "
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
-    help="Turns of each contender; a quarter in startup and memory.  [default: 25; quick: 5]",
+    help="Turns of each contender; a quarter in hvd, startup and memory.  [default: 25; quick: 5]",
 )
 @click.option(
     "--ranks", "asked", type=click.IntRange(min=2), help="Processes of each world.  [default: 2; startup: 2, 4, 8, 16]"
@@ -62,7 +62,7 @@ def command(
 ) -> None:
     """Measure unidist beside the raw libraries, and beside ignite, Accelerate and Fabric where they are installed.
 
-    SUITE: collectives, step, metric, loader, startup, memory, or all (default). Contenders take turns within one world, so
+    SUITE: collectives, step, metric, loader, hvd (the drop-in beside Horovod), startup, memory, or all (default). Contenders take turns within one world, so
     that noise meets all of them; figures are medians over the rounds, with half the distance between the quartiles.
     A ratio is unidist's median over the other's: below 1, unidist is faster.
 
