@@ -26,7 +26,7 @@ BELOW = {
     "backends": {"errors", "topology", "backends"},
     "context": {"errors", "knobs", "topology", "seed", "backends"},
     **{name: {"errors", "knobs", "context", "tree", "backends", *FEATURES} for name in FEATURES},
-    "bench": {"bench", "cli", "wrap_model"},
+    "bench": {"bench", "cli", "wrap_model", "hvd"},
     "cli": {"errors", "knobs", "topology", "context", "bench", "cli"},
     "hvd": {
         "errors",
@@ -197,6 +197,7 @@ def test_readme_commands_are_run_by_tests() -> None:
         "python examples/digits.py": "tests/test_matrix.py",
         "torchrun --nproc-per-node 2 examples/digits.py": "tests/test_matrix.py",
         "horovodrun -np 2 python examples/digits.py": "tests/test_matrix.py",
+        "torchrun --nproc-per-node 2 -m unidist.hvd examples/digits_horovod.py": "tests/test_hvd.py",
         "mpirun -np 2 --bind-to none python examples/digits.py": "tests/test_matrix.py",
         "srun -n 2 python examples/digits.py": "tests/test_matrix.py",
     }

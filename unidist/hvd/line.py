@@ -291,4 +291,4 @@ class Hub:
                 )  # fmt: skip
         if self._patience.fail:
             for name, seconds, _, missing in self._coordinator.stalled(now, self._patience.fail)[:1]:
-                self._coordinator.fail_all(f"{name} has waited {seconds:.0f} s for ranks {told(missing)}")
+                self._coordinator.fail_all(f"ranks {told(missing)} did not come to {name} within {seconds:.0f} s")

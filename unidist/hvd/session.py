@@ -262,6 +262,8 @@ class Session:
         except (EOFError, OSError):
             self._end("rank 0 is gone: it has ended, or shut Horovod down")
             return
+        if self.timeline.on:
+            self.timeline.cycle()
         for item in items:
             if isinstance(item, Answer):
                 self._begin(item)

@@ -1,0 +1,37 @@
+"""Ranks with unequal numbers of batches, which join."""
+
+import sys
+
+import horovod.torch as hvd
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+def batches(rank, size, steps=6, rows=12):
+    draw = torch.Generator().manual_seed(11)
+    for _ in range(steps):
+        x, y = torch.randn(rows, 4, generator=draw), torch.randint(0, 3, (rows,), generator=draw)
+        yield x[rank::size], y[rank::size]
+
+
+def make_model():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+hvd.init()
+model = make_model()
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for x, y in batches(hvd.rank(), hvd.size(), steps=4 + (hvd.rank() == 0)):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+hvd.join()
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+if hvd.rank() == 0:
+    torch.save(model.state_dict(), sys.argv[1])
+hvd.join()  # as a barrier: nobody leaves before the file is there

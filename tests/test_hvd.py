@@ -1,0 +1,355 @@
+"""``unidist.hvd`` beside Horovod itself: one suite, random programs and unmodified scripts on both."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from tests import hvd_programs
+from tests.worlds import ROOT, Result, run_suite, run_world, shown
+
+#: Launcher and engine: Horovod on Gloo and on MPI, the drop-in on gloo and on MPI.
+HOROVOD = [("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
+DROP_IN = [("torchrun", "gloo"), ("mpirun", "mpi")]
+DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+PROGRAMS = 200
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("launcher", "backend"), [*HOROVOD, *DROP_IN])
+def test_one_suite_for_both(launcher: str, backend: str, size: int, tmp_path: Path) -> None:
+    line = run_suite("hvd", launcher, size, backend, tmp_path, DYNAMIC)
+    shown.setdefault("Horovod and the drop-in: one suite", []).append(line)
+
+
+def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
+    """``count`` draws of hypothesis, the same in every run."""
+    found: list[Any] = []
+
+    @seed(1)
+    @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def collect(value: Any) -> None:
+        found.append(value)
+
+    collect()
+    return found[:count]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_random_programs(size: int, tmp_path: Path) -> None:
+    """The same results to the last rounding, whatever the order in which each rank begins and waits."""
+    programs = drawn(hvd_programs.programs(size), PROGRAMS)
+    assert len(programs) >= PROGRAMS * 0.9
+    (tmp_path / "programs.json").write_text(json.dumps(programs))
+    results = {}
+    for launcher, backend in [HOROVOD[0], *DROP_IN]:
+        folder = tmp_path / f"{backend} {launcher}"
+        folder.mkdir()
+        argv = ["-m", "tests.hvd_programs", str(tmp_path / "programs.json"), str(folder)]
+        result = run_world(launcher, size, argv, backend=backend, env=DYNAMIC, timeout=300)
+        assert result.returncode == 0, result.output
+        results[backend] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    operations = 0
+    for backend in ("gloo", "mpi"):
+        for rank in range(size):
+            for number, (mine, theirs) in enumerate(zip(results[backend][rank], results["horovod"][rank])):
+                place = f"program {number} on rank {rank}, {backend}"
+                operations += same(mine, theirs, place, programs[number])
+    assert operations > 4 * PROGRAMS
+    shown.setdefault("random programs", []).append(
+        f"{len(programs)} programs at {size} ranks: {operations} results equal those of Horovod"
+    )
+
+
+def same(mine: list[Any], theirs: list[Any], place: str, program: Any) -> int:
+    """How many results were compared."""
+    count = 0
+    for batch, (ours, others) in enumerate(zip(mine, theirs)):
+        assert len(ours) == len(others)
+        for index, (a, b) in enumerate(zip(ours, others)):
+            what = f"{place}: {program[batch][0][index]}: {a} instead of {b}"
+            assert (a is None) == (b is None), what
+            if a is not None:
+                count += 1
+                _same_tensor(a, b, what)
+    return count
+
+
+def _same_tensor(a: Any, b: Any, what: str) -> None:
+    if not isinstance(a[0], str):  # several tensors
+        assert len(a) == len(b), what
+        for x, y in zip(a, b):
+            _same_tensor(x, y, what)
+        return
+    assert a[:2] == b[:2], what
+    exact = {"torch.float16": 2e-3, "torch.float32": 1e-6, "torch.float64": 1e-6}.get(a[0], 0.0)
+    assert a[2] == pytest.approx(b[2], rel=exact, abs=exact), what
+
+
+LEGACY = sorted(path.name for path in (ROOT / "tests/legacy").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", LEGACY)
+def test_unmodified_scripts(script: str, tmp_path: Path) -> None:
+    """The same weights under Horovod and, with no line changed, on the drop-in."""
+    saved = {}
+    for launcher, backend, runner in [
+        ("horovodrun --gloo", "horovod", []),
+        ("torchrun", "gloo", ["-m", "unidist.hvd"]),
+    ]:
+        path = tmp_path / f"{backend}.pt"
+        result = run_world(launcher, 2, [*runner, f"tests/legacy/{script}", str(path)], backend=backend)
+        assert result.returncode == 0, result.output
+        saved[backend] = torch.load(path)
+    far = max(
+        float((saved["gloo"][name].double() - saved["horovod"][name].double()).abs().max()) for name in saved["gloo"]
+    )
+    shown.setdefault("unmodified scripts: distance of the weights to those under Horovod", []).append(
+        f"{script:32} {far:.0e}"
+    )
+    assert saved["gloo"].keys() == saved["horovod"].keys() and far < 1e-6
+
+
+def test_the_raw_example_unmodified(tmp_path: Path) -> None:
+    """digits_horovod.py, as a file and as a module, beside Horovod."""
+    runs = {
+        "horovod": ("horovodrun --gloo", ["examples/digits_horovod.py"], {}),
+        "file": ("torchrun", ["-m", "unidist.hvd", "examples/digits_horovod.py"], {}),
+        "module": (
+            "mpirun",
+            ["-m", "unidist.hvd", "-m", "digits_horovod"],
+            {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"},
+        ),
+    }
+    weights = {}
+    for name, (launcher, argv, env) in runs.items():
+        path = tmp_path / f"{name}.pt"
+        backend = {"horovod": "horovod", "file": "gloo", "module": "mpi"}[name]
+        result = run_world(launcher, 2, [*argv, "--epochs", "2", "--save", str(path)], backend=backend, env=env)
+        assert result.returncode == 0 and "epoch 2/2" in result.output, result.output
+        weights[name] = torch.load(path)
+    for name in ("file", "module"):
+        for key, value in weights["horovod"].items():
+            assert torch.allclose(weights[name][key], value, atol=1e-6), (name, key)
+
+
+def drop_in(code: str, ranks: int = 1, launcher: str = "torchrun", **env: str) -> Result:
+    """Run lines as a script of a user's, on the drop-in."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
+        file.write(textwrap.dedent(code))
+    try:
+        return run_world(launcher, ranks, ["-m", "unidist.hvd", file.name], backend="gloo", env=env)
+    finally:
+        Path(file.name).unlink()
+
+
+def test_every_way_to_import() -> None:
+    result = drop_in(
+        """
+        import sys, importlib
+        import horovod
+        import horovod.torch as one
+        from horovod import torch as two
+        three = importlib.import_module("horovod.torch")
+        from horovod.torch.mpi_ops import rank
+        from horovod.torch.compression import Compression
+        from horovod.torch.functions import broadcast_object
+        from horovod.torch.optimizer import DistributedOptimizer
+        from horovod.torch.sync_batch_norm import SyncBatchNorm
+        import horovod.torch.elastic
+        from horovod.common.util import split_list, num_rank_is_power_2
+        from horovod.common.exceptions import HorovodInternalError
+        from horovod.common.process_sets import ProcessSet
+        from horovod import run
+        import unidist.hvd
+        assert one is two is three is unidist.hvd and horovod.__version__ == "0.28.1"
+        assert rank is one.rank and one.Compression is Compression and one.ProcessSet is ProcessSet
+        assert horovod.torch.optimizer.DistributedOptimizer is DistributedOptimizer is one.DistributedOptimizer
+        assert one.HorovodInternalError is HorovodInternalError and horovod.run is run
+        assert split_list([1, 2, 3], 2) == [[1, 2], [3]] and num_rank_is_power_2(4) and not num_rank_is_power_2(3)
+        for missing in ("horovod.tensorflow", "horovod.torch.nothing"):
+            try:
+                importlib.import_module(missing)
+            except ModuleNotFoundError as error:
+                assert missing in str(error)
+            else:
+                raise SystemExit(missing)
+        try:
+            one.elastic.run
+        except NotImplementedError as error:
+            assert "torchrun --max-restarts" in str(error)
+        one.init(); print("ALL FOUND", one.size(), sys.argv[1:], __name__)
+        """
+    )
+    assert result.returncode == 0 and "ALL FOUND 1 [] __main__" in result.output, result.output
+
+
+def test_only_the_runner_takes_horovods_name() -> None:
+    code = "import unidist.hvd, sys; assert not any(name.split('.')[0] == 'horovod' for name in sys.modules)"
+    assert run_world("python", 1, ["-c", code]).returncode == 0
+    code = "import horovod; from unidist.hvd import alias; alias.install()"
+    refused = run_world("python", 1, ["-c", code])
+    assert refused.returncode != 0 and "before that" in refused.output
+    for argv in ([], ["nothing.py"]):
+        done = run_world("python", 1, ["-m", "unidist.hvd", *argv])
+        assert done.returncode != 0 and "usage: python -m unidist.hvd" in done.output
+
+
+def test_without_a_launcher_and_without_horovod() -> None:
+    """A world of one process; Horovod's own import would fail."""
+    code = (
+        "import sys; sys.modules['horovod'] = None\n"
+        "import torch, unidist.hvd as hvd\n"
+        "hvd.init(); print('ALONE', hvd.size(), hvd.allreduce_(torch.ones(1)).item(), hvd.join())"
+    )
+    result = run_world("python", 1, ["-c", code])
+    assert result.returncode == 0 and "ALONE 1 1.0 0" in result.output, result.output
+
+
+def test_horovod_as_the_engine_is_refused() -> None:
+    result = run_world("python", 1, ["-c", "import unidist.hvd as hvd; hvd.init()"], backend="horovod")
+    assert result.returncode != 0 and "UNIDIST_BACKEND=horovod: this is the drop-in" in result.output
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit(3)", "raise ValueError('broken')", "import os; os._exit(3)"])
+def test_a_rank_that_fails_takes_the_others_along(end: str) -> None:
+    result = drop_in(
+        f"""
+        import os, torch, horovod.torch as hvd
+        hvd.init()
+        hvd.allreduce(torch.ones(1))
+        if hvd.rank() == 1:
+            {end}
+        try:
+            hvd.allreduce(torch.ones(1), name="after")
+        except hvd.HorovodInternalError as error:
+            os.write(1, f"TOLD: {error}\\n".encode())
+            raise
+        """,
+        ranks=2,
+    )
+    assert result.returncode != 0 and result.seconds < 30, result.output
+    told = re.search(r"TOLD: allreduce.after: rank 1 (is gone|has shut down)", result.output)
+    assert told or "ValueError: broken" in result.output, result.output
+
+
+def test_stalls_are_reported_with_names_and_ranks() -> None:
+    result = drop_in(
+        """
+        import logging, os, time, torch, horovod.torch as hvd
+        logging.basicConfig(level=logging.WARNING)
+        hvd.init()
+        if hvd.rank() != 2:
+            try:
+                hvd.allreduce(torch.ones(1), name="lonely")
+            except hvd.HorovodInternalError as error:
+                os.write(1, f"TOLD: {error}\\n".encode())
+        else:
+            time.sleep(6)
+        """,
+        ranks=3,
+        HOROVOD_STALL_CHECK_TIME_SECONDS="1",
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3",
+    )
+    assert (
+        "stalled: allreduce.lonely has waited" in result.output and "for ranks 2; ranks 0, 1 are ready" in result.output
+    ), result.output
+    assert result.output.count("TOLD: allreduce.lonely: ranks 2 did not come to allreduce.lonely within 3") == 2, (
+        result.output
+    )
+
+
+def test_timeline(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    result = drop_in(
+        """
+        import os, torch, horovod.torch as hvd
+        hvd.init()
+        hvd.allreduce(torch.ones(1), name="metric")
+        model = torch.nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hvd.stop_timeline()
+        hvd.start_timeline(os.environ["SECOND"], mark_cycles=True)
+        hvd.broadcast(torch.ones(1), 0, name="later")
+        hvd.shutdown()
+        """,
+        ranks=2,
+        HOROVOD_TIMELINE=str(path),
+        SECOND=str(tmp_path / "second.json"),
+    )
+    assert result.returncode == 0, result.output
+    events = json.loads(path.read_text())
+    rows = {event["args"]["name"]: event["pid"] for event in events if event["ph"] == "M"}
+    of_metric = [event for event in events if event["pid"] == rows["allreduce.metric"] and event["ph"] != "M"]
+    assert [event["ph"] for event in of_metric] == ["B", "E", "B", "E"]
+    assert [event["name"] for event in of_metric if event["ph"] == "B"] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"]
+    assert [event["ts"] for event in of_metric] == sorted(event["ts"] for event in of_metric)
+    assert "DistributedOptimizer.0.bucket.0" in rows
+    second = json.loads((tmp_path / "second.json").read_text())
+    assert {"NEGOTIATE_BROADCAST", "BROADCAST", "CYCLE_START"} <= {event.get("name") for event in second}
+
+
+def test_run() -> None:
+    result = drop_in(
+        """
+        import horovod, torch
+        import horovod.torch as hvd
+
+        def work(base, power=1):
+            hvd.init()
+            return hvd.allreduce(torch.tensor([float(base + hvd.rank())]), op=hvd.Sum).item() ** power
+
+        if __name__ == "__main__":
+            print("RAN", horovod.run(work, args=(10,), kwargs={"power": 2}, np=2))
+            try:
+                horovod.run(work, hosts="elsewhere:2", np=2)
+            except NotImplementedError as error:
+                print("REFUSED", error)
+        """,
+        launcher="python",
+    )
+    assert "RAN [441.0, 441.0]" in result.output and "REFUSED run(hosts='elsewhere:2')" in result.output, result.output
+
+
+def test_init_again_after_shutdown() -> None:
+    result = drop_in(
+        """
+        import torch, horovod.torch as hvd
+        for turn in range(3):
+            hvd.init(process_sets=[hvd.ProcessSet([0])])
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+            assert len(hvd.global_process_set.ranks) == 2
+            hvd.shutdown()
+            assert not hvd.is_initialized()
+        print("THRICE")
+        """,
+        ranks=2,
+    )
+    assert result.returncode == 0 and result.output.count("THRICE") == 2, result.output
+
+
+def test_every_public_name_and_signature() -> None:
+    """Names, parameters and defaults are Horovod's; what is left out, or more, is in the table of docs/hvd.md."""
+    code = "import json; from tests.hvd_names import compare; print('NAMES', json.dumps(compare()))"
+    result = run_world("python", 1, ["-W", "ignore", "-c", code])
+    assert result.returncode == 0, result.output
+    rows = json.loads(result.output.split("NAMES ")[1].splitlines()[0])
+    wrong = [row for row in rows if row[1] not in ("same", "more", "other")]
+    assert not wrong, wrong
+    table = "\n".join(f"| `{name}` | {verdict}{': ' if why else ''}{why} |" for name, verdict, why in rows)
+    page = (ROOT / "docs/hvd.md").read_text()
+    assert table in page, f"docs/hvd.md needs this table:\n{table}"
