@@ -63,6 +63,15 @@ def test_worlds_of_its_own(tmp_path: Path) -> None:
     shown.setdefault("bench", []).append("step, metric: " + ", ".join(sorted(peers) or ["no peers installed"]))
 
 
+def test_the_drop_in_beside_horovod(tmp_path: Path) -> None:
+    data = tmp_path / "hvd.json"
+    done = bench("hvd", "--backend", "gloo", "--rounds", "1", "--quick", "--json", str(data))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = cases(data)
+    assert all(set(case["samples"]) == {"unidist", "hvd"} for case in found)
+    assert {"many small layers", "allreduce 4 B", "1000 named allreduces"} <= {case["name"] for case in found}
+
+
 def test_inside_a_world(tmp_path: Path) -> None:
     data = tmp_path / "here.json"
     argv = ["-m", "unidist.cli", "bench", "collectives", "loader", "--quick", "--rounds", "1", "--json", str(data)]

@@ -21,7 +21,6 @@ from tests.worlds import ROOT, Result, run_suite, run_world, shown
 HOROVOD = [("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
 DROP_IN = [("torchrun", "gloo"), ("mpirun", "mpi")]
 DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-PROGRAMS = 200
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -45,11 +44,11 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
     return found[:count]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_random_programs(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "count"), [(2, 200), (3, 100)])
+def test_random_programs(size: int, count: int, tmp_path: Path) -> None:
     """The same results to the last rounding, whatever the order in which each rank begins and waits."""
-    programs = drawn(hvd_programs.programs(size), PROGRAMS)
-    assert len(programs) >= PROGRAMS * 0.9
+    programs = drawn(hvd_programs.programs(size), count)
+    assert len(programs) == count
     (tmp_path / "programs.json").write_text(json.dumps(programs))
     results = {}
     for launcher, backend in [HOROVOD[0], *DROP_IN]:
@@ -65,7 +64,7 @@ def test_random_programs(size: int, tmp_path: Path) -> None:
             for number, (mine, theirs) in enumerate(zip(results[backend][rank], results["horovod"][rank])):
                 place = f"program {number} on rank {rank}, {backend}"
                 operations += same(mine, theirs, place, programs[number])
-    assert operations > 4 * PROGRAMS
+    assert operations > 4 * count
     shown.setdefault("random programs", []).append(
         f"{len(programs)} programs at {size} ranks: {operations} results equal those of Horovod"
     )
@@ -96,28 +95,28 @@ def _same_tensor(a: Any, b: Any, what: str) -> None:
     assert a[2] == pytest.approx(b[2], rel=exact, abs=exact), what
 
 
-LEGACY = sorted(path.name for path in (ROOT / "tests/legacy").glob("*.py"))
+#: Horovod counts unnamed operations: where ranks make different numbers of calls comes last.
+LEGACY = sorted((ROOT / "tests/legacy").glob("*.py"), key=lambda path: (path.stem == "join_uneven", path.name))
 
 
-@pytest.mark.parametrize("script", LEGACY)
-def test_unmodified_scripts(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "backend"), DROP_IN)
+def test_unmodified_scripts(launcher: str, backend: str, tmp_path: Path) -> None:
     """The same weights under Horovod and, with no line changed, on the drop-in."""
-    saved = {}
-    for launcher, backend, runner in [
-        ("horovodrun --gloo", "horovod", []),
-        ("torchrun", "gloo", ["-m", "unidist.hvd"]),
+    runner = ["tests/programs/run_legacy.py", str(tmp_path / "horovod"), *map(str, LEGACY)]
+    for place, engine, argv in [
+        (HOROVOD[0][0], "horovod", runner),
+        (launcher, backend, ["-m", "unidist.hvd", runner[0], str(tmp_path / backend), *runner[2:]]),
     ]:
-        path = tmp_path / f"{backend}.pt"
-        result = run_world(launcher, 2, [*runner, f"tests/legacy/{script}", str(path)], backend=backend)
+        (tmp_path / engine).mkdir()
+        result = run_world(place, 2, argv, backend=engine)
         assert result.returncode == 0, result.output
-        saved[backend] = torch.load(path)
-    far = max(
-        float((saved["gloo"][name].double() - saved["horovod"][name].double()).abs().max()) for name in saved["gloo"]
-    )
-    shown.setdefault("unmodified scripts: distance of the weights to those under Horovod", []).append(
-        f"{script:32} {far:.0e}"
-    )
-    assert saved["gloo"].keys() == saved["horovod"].keys() and far < 1e-6
+    for script in LEGACY:
+        theirs, ours = (torch.load(tmp_path / engine / f"{script.stem}.pt") for engine in ("horovod", backend))
+        assert ours.keys() == theirs.keys()
+        far = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in theirs)
+        line = f"{script.stem:32} on {backend}: {far:.0e}"
+        shown.setdefault("unmodified scripts: distance of the weights to those under Horovod", []).append(line)
+        assert far < 1e-6, line
 
 
 def test_the_raw_example_unmodified(tmp_path: Path) -> None:
@@ -233,7 +232,7 @@ def test_a_rank_that_fails_takes_the_others_along(end: str) -> None:
         try:
             hvd.allreduce(torch.ones(1), name="after")
         except hvd.HorovodInternalError as error:
-            os.write(1, f"TOLD: {error}\\n".encode())
+            os.write(1, ("TOLD: %s\\n" % error).encode())
             raise
         """,
         ranks=2,
