@@ -149,6 +149,8 @@ class Wire:
             return True  # receive() says why
 
     def close(self) -> None:
+        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as link:
+            link.shutdown(socket.SHUT_RDWR)  # whoever listens wakes up
         self.connection.close()
 
 

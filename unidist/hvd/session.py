@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -30,7 +31,20 @@ GLOBAL = 0
 class Operation:
     """An operation under way: its tensors, and where its result comes."""
 
-    __slots__ = ("_gate", "done", "error", "form", "inputs", "name", "outputs", "own", "result", "set_id", "shape")
+    __slots__ = (
+        "_gate",
+        "computed",
+        "done",
+        "error",
+        "form",
+        "inputs",
+        "name",
+        "outputs",
+        "own",
+        "result",
+        "set_id",
+        "shape",
+    )
 
     def __init__(
         self,
@@ -54,6 +68,11 @@ class Operation:
         self.shape = shape
         self.result = returns
         self.error: Exception | None = None
+        #: When a GPU has computed the inputs.
+        self.computed: torch.cuda.Event | None = None
+        if form.device == "cuda":
+            self.computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.computed.record()
         self.done = False
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -99,6 +118,7 @@ class Session:
     def __init__(self, backend: Backend, fusion: int, patience: Patience, timeline: Timeline) -> None:
         self.backend = backend
         self.place = backend.topology
+        self.process = os.getpid()
         self.timeline = timeline
         self.rounds = GradientRounds(self._announce)
         self.groups: dict[int, ProcessGroup] = {GLOBAL: ProcessGroup(backend, tuple(range(self.place.world_size)))}
@@ -296,7 +316,7 @@ class Session:
                 results = [None]
             else:
                 group = self.groups[answer.set_id]
-                with torch.no_grad():
+                with torch.no_grad(), _in_turn(form, operations):
                     results = execution.execute(self.backend, group.operations, answer, operations)
         except Exception as error:
             _fail(operations, HorovodInternalError(f"{', '.join(answer.names[:3])}: {error}"))
@@ -322,6 +342,22 @@ class Session:
         _fail(left, HorovodInternalError(self._closed))
         self.rounds.fail(HorovodInternalError(self._closed))
         self._wakeup.set()
+
+
+@contextmanager
+def _in_turn(form: Form, operations: Sequence[Operation | None]) -> Iterator[None]:
+    """On a GPU: after what its inputs wait for, and done when it is left; another thread's stream is not this one's."""
+    inputs = [tensor for operation in operations if operation is not None for tensor in operation.inputs]
+    if form.device != "cuda" or not inputs:
+        yield
+        return
+    with torch.cuda.device(inputs[0].device):
+        stream = torch.cuda.current_stream()
+        for operation in operations:
+            if operation is not None and operation.computed is not None:
+                stream.wait_event(operation.computed)
+        yield
+        stream.synchronize()
 
 
 def _fail(operations: Sequence[Operation | None], error: Exception) -> None:
@@ -354,7 +390,8 @@ def close_session() -> None:
     """End it; no-op without one."""
     global _session
     ended, _session = _session, None
-    if ended is not None:
+    # A child that was forked off is no rank: it leaves its parent's line alone.
+    if ended is not None and ended.process == os.getpid():
         ended.close()
 
 
