@@ -108,6 +108,9 @@ class Backend(ABC):
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         """Make a group of some global ranks (ascending). Collective over the world, members or not."""
 
+    def drop_group(self, group: Group) -> None:  # noqa: B027 - an engine may have nothing to free
+        """Free what a group holds that nobody uses any more. Not collective."""
+
     @abstractmethod
     def barrier(self, group: Group | None = None) -> None:
         """Return once every rank of the group has called it. Collective."""

@@ -88,13 +88,18 @@ class Bucket:
         self.params = params
         #: What its gradients are multiplied with on their way in.
         self.share = share
-        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
-        parts = torch.split(self.flat, [p.numel() for p in params])
-        self.views = [part.view_as(p) for part, p in zip(parts, params)]
+        self.renew()
         #: Whether gradients come in one by one, lest a second copy of them stay alive, or all together, which is faster.
         self.eager = max(view.numel() * view.element_size() for view in self.views) >= EAGER
         self.pending = set(range(len(params)))
         self.wait: Callable[[], None] | None = None
+
+    def renew(self) -> None:
+        """Lay the storage out, anew where somebody else keeps the old one's gradients."""
+        params = self.params
+        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
+        parts = torch.split(self.flat, [p.numel() for p in params])
+        self.views = [_laid_out_as(part, p) for part, p in zip(parts, params)]
 
     def take(self, indices: Iterable[int], share: float) -> None:
         """Bring ``share`` of some parameters' gradients into ``flat``, which becomes their storage."""
@@ -360,6 +365,17 @@ class BucketedDataParallel(DataParallel):
                 fill(same, flat)
 
         return finish
+
+
+def _laid_out_as(part: Tensor, param: Tensor) -> Tensor:
+    """With the parameter's strides if it has no gaps: fused optimizers walk through both alike."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape)):
+        if size != 1:
+            if stride != expected:
+                return part.view_as(param)
+            expected *= size
+    return part.as_strided(param.shape, param.stride())
 
 
 def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

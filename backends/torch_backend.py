@@ -109,6 +109,10 @@ class TorchBackend(Backend):
                 ranks, {"cuda": whole, "cpu": dist.new_group(list(ranks), backend="gloo") if self._split else whole}
             )
 
+    def drop_group(self, group: Group) -> None:
+        for handle in {id(handle): handle for handle in (group.handle or {}).values()}.values():
+            dist.destroy_process_group(handle)
+
     def barrier(self, group: Group | None = None) -> None:
         with self.engine_errors("barrier"):
             # On a CPU tensor: a barrier of NCCL would wait for the GPU's queue only.

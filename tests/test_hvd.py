@@ -242,6 +242,65 @@ def test_a_rank_that_fails_takes_the_others_along(end: str) -> None:
     assert told or "ValueError: broken" in result.output, result.output
 
 
+def test_a_rank_that_leaves_is_told_to_those_who_have_joined() -> None:
+    result = drop_in(
+        """
+        import os, torch, horovod.torch as hvd
+        hvd.init()
+        hvd.allreduce(torch.ones(1))
+        if hvd.rank() == 0:
+            try:
+                hvd.join()
+            except hvd.HorovodInternalError as error:
+                os.write(1, f"TOLD: {error}".encode())
+        """,
+        ranks=2,
+    )
+    assert result.returncode == 0 and re.search("TOLD: join: rank 1 (is gone|has shut down)", result.output), (
+        result.output
+    )
+
+
+@pytest.mark.parametrize(("launcher", "backend"), DROP_IN)
+def test_an_optimizer_in_a_second_session(launcher: str, backend: str, tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch, horovod.torch as hvd
+            hvd.init()
+            model = torch.nn.Linear(2, 1)
+            hvd.broadcast_parameters(model.state_dict(), 0)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+            def train(steps):
+                for _ in range(steps):
+                    optimizer.zero_grad()
+                    model(torch.ones(1, 2) * (hvd.rank() + 1)).sum().backward()
+                    optimizer.step()
+            train(2)
+            hvd.shutdown()
+            hvd.init()
+            train(3 + hvd.rank())
+            hvd.join()
+            print("DONE", flush=True)
+            """
+        )
+    )
+    result = run_world(launcher, 2, ["-m", "unidist.hvd", str(script)], backend=backend)
+    assert result.returncode == 0 and result.output.count("DONE") == 2, result.output
+
+
+def test_operations_that_nobody_waits_for_at_the_end() -> None:
+    code = """
+        import torch, horovod.torch as hvd
+        hvd.init()
+        handles = [hvd.allreduce_async_(torch.ones(10**6), name=str(i)) for i in range(20)]
+        """
+    for _ in range(3):
+        result = drop_in(code, ranks=2)
+        assert result.returncode == 0, result.output
+
+
 def test_stalls_are_reported_with_names_and_ranks() -> None:
     result = drop_in(
         """

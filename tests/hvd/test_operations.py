@@ -201,3 +201,17 @@ def test_barrier_and_join_as_a_barrier(rank: int, size: int) -> None:
     assert hvd.barrier() is None
     assert 0 <= hvd.join() < size
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+
+def test_inference_mode(rank: int, size: int) -> None:
+    """Results are of the mode in which an operation was begun, whoever executes it."""
+    weight = torch.ones(2 * size, requires_grad=True)
+    handle = hvd.allgather_async(torch.ones(2), name="outside")
+    with torch.inference_mode():
+        assert hvd.allreduce(torch.ones(5000), name="inside", op=hvd.Sum)[0] == size
+        tensor = torch.full((2000,), float(rank))
+        inner = hvd.grouped_allreduce_async([tensor.half(), tensor.half()], name="halves", op=hvd.Max)
+        later = hvd.broadcast_async_(tensor, size - 1, name="root's")
+        assert hvd.synchronize(inner)[1][0] == size - 1 and hvd.synchronize(later)[0] == size - 1
+    (weight * hvd.synchronize(handle)).sum().backward()
+    assert torch.equal(weight.grad, torch.ones(2 * size))

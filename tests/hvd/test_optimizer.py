@@ -1,4 +1,5 @@
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -415,4 +416,74 @@ def test_models_that_differ(rank: int, size: int) -> None:
     model = nn.Linear(2 + (rank == 0), 1)
     optimizer = distributed(model)
     with pytest.raises(hvd.HorovodInternalError, match=r"rank 1 differ from those of rank 0.*weight"):
+        optimizer.step()
+
+
+@alone
+def test_a_backward_pass_through_two_optimizers(rank: int, size: int) -> None:
+    """Which gradients come first may differ between ranks."""
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    first = hvd.DistributedOptimizer(torch.optim.SGD([a], 1.0), named_parameters=[("a", a)])
+    second = hvd.DistributedOptimizer(torch.optim.SGD([b], 1.0), named_parameters=[("b", b)])
+    for step in range(3):
+        first.zero_grad()
+        second.zero_grad()
+        loss = b.sum()
+        if rank == 0 or step == 0:
+            loss = loss + (100 * a).sum()
+        loss.backward()
+        first.step()
+        second.step()
+    assert torch.allclose(b, torch.full((3,), -3.0)) and torch.allclose(a, torch.full((3,), -100.0 - 200.0 / size))
+
+
+def test_gradients_that_are_kept_stay(rank: int, size: int) -> None:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], 0.0), named_parameters=[("kept", param)])
+    kept, parts = [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        (param * (step + 1.0)).sum().backward()
+        optimizer.step()
+        kept.append(param.grad)
+        parts.append(param.grad[:1])
+    assert [grad.tolist() for grad in kept] == [[step + 1.0] * 2 for step in range(4)]
+    assert [part.item() for part in parts] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_model_is_wrapped_again_when_its_optimizer_is_gone(rank: int, size: int) -> None:
+    model = net()
+
+    def train() -> None:
+        optimizer = distributed(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+
+    train()
+    gc.collect()
+    for param in model.parameters():
+        param.grad = None
+    train()
+
+
+@pytest.mark.skipif(REAL, reason="Horovod refuses them")
+@pytest.mark.parametrize("fused", [True, False])
+def test_parameters_that_are_not_contiguous(fused: bool, rank: int, size: int) -> None:
+    param = nn.Parameter(torch.zeros(2, 3).t())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], 1.0, fused=fused), named_parameters=[("w", param)])
+    for _ in range(2):
+        optimizer.zero_grad()
+        (param * torch.arange(6.0).view(3, 2)).sum().backward()
+        optimizer.step()
+    assert torch.equal(param.detach(), -2 * torch.arange(6.0).view(3, 2))
+
+
+@alone
+@pytest.mark.skipif(REAL, reason="Horovod's copies fail in another way")
+def test_copies_say_that_they_reduce_nothing(rank: int, size: int) -> None:
+    model, optimizer = copy.deepcopy((model := net(), distributed(model)))
+    loss_of(model, rank).backward()
+    with pytest.raises(hvd.HorovodInternalError, match="copy"):
         optimizer.step()

@@ -1,5 +1,7 @@
 """Ranks that make different numbers of calls. Horovod counts its unnamed operations, so this comes last, and names all."""
 
+import time
+
 import pytest
 import torch
 
@@ -51,6 +53,64 @@ def test_only_sums_go_on_without_those_who_have_joined(rank: int, size: int) -> 
             with pytest.raises(hvd.HorovodInternalError, match="joined"):
                 call()
     hvd.join()
+
+
+@alone
+def test_ranks_join_one_after_another(rank: int, size: int) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    for _ in range([2, 3, 5][rank]):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    if rank == 1:
+        time.sleep(1)
+    assert 0 <= hvd.join() < size
+
+
+@alone
+def test_join_with_two_optimizers(rank: int, size: int) -> None:
+    """Gradients of both come in turns, in more than one bucket."""
+    a, c, b = (
+        torch.nn.Parameter(torch.zeros(n, dtype=d))
+        for n, d in ((3, torch.float32), (3, torch.float64), (5, torch.float32))
+    )
+    first = hvd.DistributedOptimizer(torch.optim.SGD([a, c], 1.0), named_parameters=[("a", a), ("c", c)])
+    second = hvd.DistributedOptimizer(torch.optim.SGD([b], 1.0), named_parameters=[("b", b)])
+    for _ in range(2 + 2 * rank):
+        first.zero_grad()
+        second.zero_grad()
+        x = (a * 100).sum()
+        x = x * 1 + b.sum()
+        x = x * 1 + (c * 10).sum().float()
+        x.backward()
+        first.step()
+        second.step()
+    hvd.join()
+    if rank == size - 1:
+        average = sum((size - step // 2) / size if step >= 2 else 1.0 for step in range(2 * size))
+        assert torch.allclose(a, torch.full((3,), -100.0 * average)) and torch.allclose(b, torch.full((5,), -average))
+        assert torch.allclose(c, torch.full((3,), -10.0 * average, dtype=torch.float64))
+
+
+@pytest.mark.skipif("hvd.size() < 3", reason="needs ranks inside and outside a set")
+def test_join_with_optimizers_that_only_some_ranks_have(rank: int, size: int) -> None:
+    some = hvd.add_process_set([0, 1])
+    a, b = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(4))
+    if rank < 2:
+        first = hvd.DistributedOptimizer(torch.optim.SGD([a], 1.0), named_parameters=[("a", a)], process_set=some)
+    second = hvd.DistributedOptimizer(torch.optim.SGD([b], 1.0), named_parameters=[("b", b)])
+    for _ in range([4, 4, 2][rank]):
+        if rank < 2:
+            first.zero_grad()
+            a.sum().backward()
+            first.step()
+        second.zero_grad()
+        b.sum().backward()
+        second.step()
+    hvd.join()
+    if rank < 2:
+        assert torch.equal(a.detach(), torch.full((2,), -4.0)) and torch.allclose(b, torch.full((4,), -2.0 - 2 * 2 / 3))
 
 
 @alone

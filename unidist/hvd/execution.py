@@ -76,9 +76,9 @@ def _all_reduce(
     outputs: list[Tensor] = []
     for index, operation in enumerate(operations):
         if operation is None:
-            nothing = [
-                _neutral(dtype, shape, form.op) for dtype, shape in zip(forms[index].dtypes, forms[index].shapes)
-            ]
+            device = backend.device if form.device == "cuda" else torch.device("cpu")
+            like = zip(forms[index].dtypes, forms[index].shapes)
+            nothing = [_neutral(dtype, shape, form.op, device) for dtype, shape in like]
             inputs += nothing
             outputs += nothing
         else:
@@ -141,7 +141,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
-def _neutral(dtype: str, shape: Sequence[int], op: str) -> Tensor:
+def _neutral(dtype: str, shape: Sequence[int], op: str, device: torch.device) -> Tensor:
     kind: torch.dtype = getattr(torch, dtype)
     if op in _NEUTRAL:
         value: float = _NEUTRAL[op]
@@ -149,7 +149,7 @@ def _neutral(dtype: str, shape: Sequence[int], op: str) -> Tensor:
         value = torch.inf if op == "min" else -torch.inf
     else:
         value = torch.iinfo(kind).max if op == "min" else torch.iinfo(kind).min
-    return torch.full(tuple(shape), value, dtype=kind)
+    return torch.full(tuple(shape), value, dtype=kind, device=device)
 
 
 def _broadcast(backend: Backend, group: Group, root: int, operations: Sequence[Operation | None]) -> list[None]:

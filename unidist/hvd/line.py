@@ -43,7 +43,13 @@ class Leave(NamedTuple):
 class Rounds(NamedTuple):
     """Gradient rounds that have begun, for those who have joined: which reducer, and its how-manieth."""
 
-    begun: tuple[tuple[int, int], ...]
+    begun: tuple[tuple[tuple[int, int], int], ...]
+
+
+class End(NamedTuple):
+    """To a rank that has joined: not all will."""
+
+    why: str
 
 
 class Patience(NamedTuple):
@@ -138,7 +144,7 @@ class Wire:
     def receive(self) -> list[Any]:
         try:
             items: list[Any] = pickle.loads(self.connection.recv_bytes())
-        except OSError as error:
+        except (OSError, TypeError) as error:  # TypeError: closed in the middle by another thread
             raise EOFError(str(error)) from None
         return items
 
@@ -205,13 +211,20 @@ class Hub:
         for item in items:
             if isinstance(item, Join):
                 self._coordinator.join(rank)
+                if self._coordinator.end:
+                    self._post(rank, [End(self._coordinator.end)])
                 for other in range(len(self._connections) + 1):
                     self._post(other, [item])
             elif isinstance(item, Rounds):
                 for other in self._coordinator.joined:
                     self._post(other, [item])
             elif isinstance(item, Leave):
-                self._coordinator.lose(rank, "has shut down")
+                self._lose(rank, "has shut down")
+
+    def _lose(self, rank: int, why: str) -> None:
+        self._coordinator.lose(rank, why)
+        for other in self._coordinator.joined:
+            self._post(other, [End(self._coordinator.end)])
 
     def _tell(self) -> None:
         letters: dict[int, list[Any]] = {}
@@ -250,7 +263,7 @@ class Hub:
                 with self._lock:
                     for key, _ in heard:
                         if (items := self._read(selector, key)) is None:
-                            self._coordinator.lose(key.data, "is gone")
+                            self._lose(key.data, "is gone")
                         else:
                             self._take(key.data, items)
                     if time.monotonic() > look:

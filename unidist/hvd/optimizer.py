@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 import zlib
@@ -23,7 +24,7 @@ from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 from unidist.hvd.mpi_ops import sparse_allreduce_async
 from unidist.hvd.process_sets import ProcessSet, global_process_set
-from unidist.hvd.session import session
+from unidist.hvd.session import GLOBAL, Session, session
 
 _ENGINE_OPS: dict[int, Op] = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 #: MiB of gradients that travel together.
@@ -109,6 +110,10 @@ class _Reducing(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Wait until the gradients are reduced; begin with those that are not on their way. Collective."""
+        if self._copied:
+            raise HorovodInternalError(
+                "this optimizer is a copy of a DistributedOptimizer, and reduces nothing: copy the model, and make its optimizer anew."
+            )
         if self._gradients is not None:
             self._gradients.finish()
         self._synchronized = True
@@ -159,14 +164,12 @@ class _Reducing(torch.optim.Optimizer):
         self._synchronized, self._should_synchronize = False, True
         super().load_state_dict(*args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Buckets and hooks belong to this object.
-        return {key: value for key, value in super().__getstate__().items() if key != "_gradients"}
+    #: Hooks and buckets belong to the original.
+    _copied = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for name, value in (("_gradients", None), ("_synchronized", False), ("_should_synchronize", True)):
-            self.__dict__.setdefault(name, value)
+        self._gradients, self._synchronized, self._should_synchronize, self._copied = None, False, True, True
 
 
 class _Adaptive(_Reducing):
@@ -181,7 +184,7 @@ class _Adaptive(_Reducing):
         self._synchronized = False
         self._should_synchronize = True
         self._compression: type[Compressor] = compression
-        self._number = session().rounds.add(self)
+        self._session: Session | None = None
 
     def synchronize(self) -> None:
         """No-op: ``step`` combines."""
@@ -194,8 +197,9 @@ class _Adaptive(_Reducing):
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step on every rank for itself, and combine what that has changed. Collective."""
+        if self._copied:
+            super().synchronize()  # says why not
         loss = None if closure is None else closure()
-        running = session()
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         with torch.no_grad():
             for param in params:
@@ -204,7 +208,6 @@ class _Adaptive(_Reducing):
             before = [param.detach().clone() for param in params]
             super(_Reducing, self).step()
             changes = [param - start for param, start in zip(params, before)]
-            running.rounds.begin(self._number)
             self._combine(changes)
             for param, start, change in zip(params, before, changes):
                 param.copy_(start + change)
@@ -217,6 +220,9 @@ class _Adaptive(_Reducing):
 
     def _combine(self, changes: list[Tensor]) -> None:
         running = session()
+        if running is not self._session:
+            self._session, self._number = running, running.rounds.add(self, GLOBAL)
+        running.rounds.begin(self._number)
         group = running.groups[0].gradients
         wires, ctxs = zip(*(self._compression.compress(change) for change in changes))
         for dtype in dict.fromkeys(wire.dtype for wire in wires):
@@ -247,16 +253,15 @@ class _Gradients:
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._left = dict.fromkeys(self._names, passes)
-        self._buckets: list[Bucket] | None = None
+        self._buckets: list[Bucket] | None
+        self._waits: list[Callable[[], None]]
         self._places: dict[Tensor, tuple[Bucket, int]] = {}
         self._sparse: list[Tensor] = []
         self._after = 1.0
-        self._waits: list[Callable[[], None]] = []
         self._begun = False
         #: Whether a gradient has been computed since the last reduction.
         self.under_way = False
-        self._session = session()
-        self._number = self._session.rounds.add(self)
+        self._join_session()
         # A parameter's hooks must not hold this object: the garbage collector does not see them.
         this = weakref.ref(self)
 
@@ -280,8 +285,10 @@ class _Gradients:
 
     def finish(self) -> None:
         """Wait for all gradients, after beginning with those that are not on their way. Collective."""
+        if self._session is not session():
+            self._join_session()
+        self._begin_round()
         if self._buckets is None:
-            self._begin_round()
             self._buckets = self._lay_out()
         for bucket in self._buckets[len(self._waits) :]:
             self._launch(bucket)
@@ -301,6 +308,13 @@ class _Gradients:
         self.finish()
 
     # --------------------------------------------------------------------------------
+    def _join_session(self) -> None:
+        """Have a number in the session that runs, which may be another one than before."""
+        self._session = session()
+        self._number = self._session.rounds.add(self, self._process_set.process_set_id or GLOBAL)
+        self._buckets = None
+        self._waits = []
+
     def _accumulated(self, param: Tensor) -> None:
         if self._left[param] <= 0:
             raise AssertionError(
@@ -309,10 +323,13 @@ class _Gradients:
             )
         self._left[param] -= 1
         self.under_way = True
-        if self._left[param] or self._buckets is None or param not in self._places:
+        if self._left[param] or self._buckets is None or param not in self._places or self._session is not session():
             return
         bucket, index = self._places[param]
         bucket.pending.discard(index)
+        # Where there are several, a backward pass may come to their buckets in another order on another rank.
+        if not self._session.rounds.alone(self._number):
+            return
         while len(self._waits) < len(self._buckets) and not self._buckets[len(self._waits)].pending:
             self._launch(self._buckets[len(self._waits)])
 
@@ -324,7 +341,7 @@ class _Gradients:
     def _lay_out(self) -> list[Bucket]:
         """Compare with the other ranks, and cut the buckets. Collective."""
         sparse = [int(p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense) for p in self._names]
-        mine = [f"{name} {tuple(p.shape)} {p.dtype}" for p, name in self._names.items()]
+        mine = [f"{name} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for p, name in self._names.items()]
         code = zlib.crc32("\n".join(map(str, (self._op, self._compression.__name__, self._predivide, *mine))).encode())
         group = self._session.groups[self._process_set.process_set_id or 0].gradients
         rows = collectives.all_gather_object((code, mine, sparse), group)
@@ -356,6 +373,8 @@ class _Gradients:
         for param in sparse:
             assert param.grad is not None
             param.grad = param.grad.to_dense()
+        if _is_held(bucket):
+            bucket.renew()
         bucket.take(range(len(bucket.params)), bucket.share)
         wait = self._start(bucket)
         if not sparse:
@@ -433,6 +452,14 @@ class _Gradients:
         self._left = dict.fromkeys(self._names, self._passes)
         for bucket in self._buckets or ():
             bucket.reset()
+
+
+def _is_held(bucket: Bucket) -> bool:
+    """Whether somebody keeps the gradients of an earlier step, which must not change."""
+    # The bucket's own: flat and its parts, and here the storage's name.
+    if torch._C._storage_Use_Count(bucket.flat.untyped_storage()._cdata) > len(bucket.views) + 2:
+        return True
+    return any(sys.getrefcount(view) > 3 for view in bucket.views)
 
 
 def _engine(call: Callable[[], Any]) -> Any:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-Begun = tuple[tuple[int, int], ...]
+#: A reduction: its process set, and the how-manieth of that it is; the same on every rank of the set.
+Number = tuple[int, int]
+#: Reductions that have begun a round, and its how-manieth it is.
+Begun = tuple[tuple[Number, int], ...]
 #: More rounds than a rank can be ahead of another.
 _REMEMBERED = 1000
 
@@ -34,20 +38,27 @@ class GradientRounds:
     def __init__(self, tell: Callable[[Begun], None]) -> None:
         self._tell = tell
         self._lock = threading.Lock()
-        self._reductions: list[Reduction] = []
-        self._counts: list[int] = []
-        self._history: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        self._reductions: dict[Number, weakref.ref[Reduction]] = {}
+        self._counts: dict[Number, int] = {}
+        self._history: deque[tuple[Number, int]] = deque(maxlen=_REMEMBERED)
         self._announcing = False
         self._heard: queue.SimpleQueue[Begun | int | Exception] = queue.SimpleQueue()
 
-    def add(self, reduction: Reduction) -> int:
+    def add(self, reduction: Reduction, set_id: int) -> Number:
         """Its number: the same on every rank that makes its optimizers in the same order."""
         with self._lock:
-            self._reductions.append(reduction)
-            self._counts.append(0)
-            return len(self._counts) - 1
+            number = (set_id, sum(known == set_id for known, _ in self._reductions))
+            self._reductions[number] = weakref.ref(reduction)
+            self._counts[number] = 0
+            return number
 
-    def begin(self, number: int) -> None:
+    def alone(self, number: Number) -> bool:
+        """Whether no other reduction of its process set is in use."""
+        return not any(
+            other[0] == number[0] and other != number and ref() is not None for other, ref in self._reductions.items()
+        )
+
+    def begin(self, number: Number) -> None:
         """This rank begins a round; called before its first collective."""
         with self._lock:
             self._counts[number] += 1
@@ -59,8 +70,8 @@ class GradientRounds:
     def announce(self) -> None:
         """Somebody has joined: tell of each round from now on, and of those before that they may have missed."""
         with self._lock:
-            if not self._announcing:
-                self._announcing = True
+            self._announcing = True
+            if self._history:
                 self._tell(tuple(self._history))
 
     def hear(self, begun: Begun) -> None:
@@ -77,13 +88,6 @@ class GradientRounds:
         """Nothing more will be heard."""
         self._heard.put(error)
 
-    def follow(self) -> None:
-        """Forget what was heard before this rank joined."""
-        while not self._heard.empty():
-            item = self._heard.get()
-            if isinstance(item, Exception):
-                raise item
-
     def until_all_have_joined(self) -> int:
         """Take part in the others' rounds; the last rank to join."""
         while True:
@@ -93,5 +97,6 @@ class GradientRounds:
             if isinstance(item, Exception):
                 raise item
             for number, count in item:
-                while number < len(self._counts) and self._counts[number] < count:
-                    self._reductions[number].with_nothing()
+                reduction = self._reductions[number]() if number in self._reductions else None
+                while reduction is not None and self._counts[number] < count:
+                    reduction.with_nothing()

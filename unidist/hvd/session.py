@@ -17,13 +17,15 @@ from unidist import context
 from unidist.backends.base import Backend, Group
 from unidist.hvd import execution
 from unidist.hvd.common.exceptions import HorovodInternalError
-from unidist.hvd.line import Join, Leave, Line, Patience, Rounds, open_line
+from unidist.hvd.line import End, Join, Leave, Line, Patience, Rounds, open_line
 from unidist.hvd.negotiation import Answer, Coordinator, Form, Own, Request
-from unidist.hvd.rounds import GradientRounds
+from unidist.hvd.rounds import Begun, GradientRounds
 from unidist.hvd.timeline import Timeline
 
 #: How long the thread leaves the work to those that wait for an operation, before it looks again whether there are any.
 _REST_S = 1e-3
+#: How long a session that closes waits for the operation that is being executed.
+_LINGER_S = 5.0
 #: The number of the process set of all ranks.
 GLOBAL = 0
 
@@ -210,7 +212,6 @@ class Session:
     def join(self) -> int:
         """Take part in the others' sums with nothing, until all have joined; the last rank to join."""
         self._flush()
-        self.rounds.follow()
         self._tell([Join()])
         return self.rounds.until_all_have_joined()
 
@@ -221,10 +222,12 @@ class Session:
             self._line.send([Leave()])
         self._end("Horovod has been shut down")
         self._line.close()
+        # The engine must not end under an operation.
+        self._executor.join(_LINGER_S)
         self.timeline.close()
 
     # -------------------------------------------------------------------------------- towards rank 0
-    def _announce(self, begun: tuple[tuple[int, int], ...]) -> None:
+    def _announce(self, begun: Begun) -> None:
         with suppress(OSError):
             self._line.send([Rounds(begun)])
 
@@ -291,6 +294,8 @@ class Session:
                 self.rounds.announce()
             elif isinstance(item, Rounds):
                 self.rounds.hear(item.begun)
+            elif isinstance(item, End):
+                self.rounds.fail(HorovodInternalError(f"join: {item.why}"))
 
     def _begin(self, answer: Answer) -> None:
         if not answer.names:  # the last rank has joined
@@ -312,11 +317,14 @@ class Session:
                 self.groups[answer.number] = ProcessGroup(self.backend, form.ranks)
                 results: Sequence[Any] = [answer.number]
             elif form.kind == "remove_process_set":
-                self.groups.pop(form.root, None)
+                removed = self.groups.pop(form.root, None)
+                if removed is not None and removed.included:
+                    self.backend.drop_group(removed.operations)
+                    self.backend.drop_group(removed.gradients)
                 results = [None]
             else:
                 group = self.groups[answer.set_id]
-                with torch.no_grad(), _in_turn(form, operations):
+                with _as_submitted(operations), _in_turn(form, operations):
                     results = execution.execute(self.backend, group.operations, answer, operations)
         except Exception as error:
             _fail(operations, HorovodInternalError(f"{', '.join(answer.names[:3])}: {error}"))
@@ -342,6 +350,23 @@ class Session:
         _fail(left, HorovodInternalError(self._closed))
         self.rounds.fail(HorovodInternalError(self._closed))
         self._wakeup.set()
+
+
+@contextmanager
+def _as_submitted(operations: Sequence[Operation | None]) -> Iterator[None]:
+    """Whatever the modes of the thread that happens to execute: inference tensors for operations on such, no autocast."""
+    inference = any(
+        tensor.is_inference()
+        for each in operations
+        if each is not None
+        for tensor in (*each.inputs, *(each.outputs or ()))
+    )
+    with torch.inference_mode(inference), torch.no_grad():
+        if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+            yield
+            return
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
 
 
 @contextmanager
