@@ -383,6 +383,32 @@ def test_run() -> None:
     assert "RAN [441.0, 441.0]" in result.output and "REFUSED run(hosts='elsewhere:2')" in result.output, result.output
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_loader_workers_find_the_drop_in(method: str) -> None:
+    result = drop_in(
+        f"""
+        import torch
+        import horovod.torch as hvd
+
+        class Data(torch.utils.data.Dataset):
+            def __len__(self):
+                return 6
+            def __getitem__(self, index):
+                import horovod.torch as mine
+                return mine.__name__ == "unidist.hvd" and mine.Sum == 1
+
+        if __name__ == "__main__":
+            hvd.init()
+            loader = torch.utils.data.DataLoader(Data(), 2, num_workers=2, multiprocessing_context="{method}")
+            assert all(bool(batch.all()) for batch in loader)
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+            print("LOADED", flush=True)
+        """,
+        ranks=2,
+    )
+    assert result.returncode == 0 and result.output.count("LOADED") == 2, result.output
+
+
 def test_init_again_after_shutdown() -> None:
     result = drop_in(
         """

@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from importlib.machinery import ModuleSpec
+from io import open_code
+from types import ModuleType
 
 from unidist.hvd import alias
 
@@ -30,7 +33,19 @@ def main(argv: list[str]) -> None:
     if not os.path.exists(rest[0]):
         sys.exit(f"{USAGE}\nthere is no file {rest[0]!r}")
     sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))
-    runpy.run_path(rest[0], run_name="__main__")
+    _run(os.path.abspath(rest[0]))
+
+
+def _run(path: str) -> None:
+    """Run a file as ``__main__``, under a name that the processes it spawns import."""
+    module = ModuleType("__main__")
+    module.__file__ = path
+    module.__spec__ = ModuleSpec("unidist.hvd.child", None)
+    sys.modules["__main__"] = module
+    os.environ[alias.SCRIPT] = path
+    with open_code(path) as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, module.__dict__)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     env = os.environ
     open_session(
         knobs.horovod_number(env, "HOROVOD_FUSION_THRESHOLD", 64 * 2**20, whole=True),
+        knobs.horovod_number(env, "HOROVOD_CYCLE_TIME", 1) / 1000,
         Patience(
             0.0 if knobs.horovod_flag(env, "HOROVOD_STALL_CHECK_DISABLE")
             else knobs.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60),

@@ -113,15 +113,17 @@ class Session:
     Args:
         backend: the running engine.
         fusion: bytes up to which sums travel together.
+        cycle: seconds in which operations are gathered before they are told, unless somebody waits for one.
         patience: with ranks that do not come to an operation.
         timeline: where operations are recorded.
     """
 
-    def __init__(self, backend: Backend, fusion: int, patience: Patience, timeline: Timeline) -> None:
+    def __init__(self, backend: Backend, fusion: int, cycle: float, patience: Patience, timeline: Timeline) -> None:
         self.backend = backend
         self.place = backend.topology
         self.process = os.getpid()
         self.timeline = timeline
+        self._cycle = cycle
         self.rounds = GradientRounds(self._announce)
         self.groups: dict[int, ProcessGroup] = {GLOBAL: ProcessGroup(backend, tuple(range(self.place.world_size)))}
         self._line: Line = open_line(backend, Coordinator(self.place.world_size, fusion), patience)
@@ -250,6 +252,8 @@ class Session:
             self._wakeup.clear()
             if self._closed:
                 return
+            # Those that follow at once go in one letter, and their thread is left alone.
+            time.sleep(self._cycle)
             self._flush()
 
     # -------------------------------------------------------------------------------- from rank 0
@@ -405,10 +409,10 @@ def session() -> Session:
     return _session
 
 
-def open_session(fusion: int, patience: Patience, timeline: Timeline) -> None:
+def open_session(fusion: int, cycle: float, patience: Patience, timeline: Timeline) -> None:
     """Start one on the running engine. Collective."""
     global _session
-    _session = Session(context.current(), fusion, patience, timeline)
+    _session = Session(context.current(), fusion, cycle, patience, timeline)
 
 
 def close_session() -> None:
