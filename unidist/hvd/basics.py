@@ -65,7 +65,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         _timeline,
     )  # fmt: skip
     global_process_set.ranks = list(range(place.world_size))
-    if path := env.get("HOROVOD_TIMELINE"):
+    # DYNAMIC: when start_timeline() says so, which is so anyway.
+    if (path := env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
         start_timeline(path, knobs.horovod_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
