@@ -357,7 +357,7 @@ def test_timeline(tmp_path: Path) -> None:
     assert [event["ph"] for event in of_metric] == ["B", "E", "B", "E"]
     assert [event["name"] for event in of_metric if event["ph"] == "B"] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"]
     assert [event["ts"] for event in of_metric] == sorted(event["ts"] for event in of_metric)
-    assert "DistributedOptimizer.0.bucket.0" in rows
+    assert "DistributedOptimizer.0.0.bucket.0" in rows
     second = json.loads((tmp_path / "second.json").read_text())
     assert {"NEGOTIATE_BROADCAST", "BROADCAST", "CYCLE_START"} <= {event.get("name") for event in second}
 

@@ -93,6 +93,20 @@ def test_join_with_two_optimizers(rank: int, size: int) -> None:
         assert torch.allclose(c, torch.full((3,), -10.0 * average, dtype=torch.float64))
 
 
+@pytest.mark.skipif(REAL, reason="Horovod's Adasum does not know join")
+@pytest.mark.skipif("hvd.size() != 2", reason="Adasum takes a power of 2 of ranks, and join needs two")
+def test_join_with_adasum(rank: int, size: int) -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], 1.0), named_parameters=[("p", param)], op=hvd.Adasum)
+    for _ in range(2 * rank):
+        optimizer.zero_grad()
+        param.sum().backward()
+        optimizer.step()
+    hvd.join()
+    # The sum of a step and of nothing is the step.
+    assert torch.equal(param.detach(), torch.full((2,), -2.0 * rank))
+
+
 @pytest.mark.skipif("hvd.size() < 3", reason="needs ranks inside and outside a set")
 def test_join_with_optimizers_that_only_some_ranks_have(rank: int, size: int) -> None:
     some = hvd.add_process_set([0, 1])

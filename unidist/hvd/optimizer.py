@@ -24,7 +24,7 @@ from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 from unidist.hvd.mpi_ops import sparse_allreduce_async
 from unidist.hvd.process_sets import ProcessSet, global_process_set
-from unidist.hvd.session import GLOBAL, Session, session
+from unidist.hvd.session import GLOBAL, session
 
 _ENGINE_OPS: dict[int, Op] = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 #: MiB of gradients that travel together.
@@ -184,7 +184,11 @@ class _Adaptive(_Reducing):
         self._synchronized = False
         self._should_synchronize = True
         self._compression: type[Compressor] = compression
-        self._session: Session | None = None
+        self._join_session()
+
+    def _join_session(self) -> None:
+        self._session = session()
+        self._number = self._session.rounds.add(self, GLOBAL)
 
     def synchronize(self) -> None:
         """No-op: ``step`` combines."""
@@ -215,13 +219,12 @@ class _Adaptive(_Reducing):
 
     def with_nothing(self) -> None:
         """A round of the others, after this rank has joined."""
-        session().rounds.begin(self._number)
         self._combine([torch.zeros_like(p) for group in self.param_groups for p in group["params"] if p.requires_grad])
 
     def _combine(self, changes: list[Tensor]) -> None:
         running = session()
         if running is not self._session:
-            self._session, self._number = running, running.rounds.add(self, GLOBAL)
+            self._join_session()
         running.rounds.begin(self._number)
         group = running.groups[0].gradients
         wires, ctxs = zip(*(self._compression.compress(change) for change in changes))
@@ -315,6 +318,11 @@ class _Gradients:
         self._buckets = None
         self._waits = []
 
+    @property
+    def _label(self) -> str:
+        """Its name in operations and in the timeline."""
+        return "DistributedOptimizer.{}.{}".format(*self._number)
+
     def _accumulated(self, param: Tensor) -> None:
         if self._left[param] <= 0:
             raise AssertionError(
@@ -400,7 +408,7 @@ class _Gradients:
             restore = lambda: flat.copy_(FP16Compressor.decompress(wire, ctx))  # noqa: E731
         else:
             wire, restore = self._compressed(bucket)
-        timeline, row = self._session.timeline, f"DistributedOptimizer.{self._number}.bucket.{len(self._waits)}"
+        timeline, row = self._session.timeline, f"{self._label}.bucket.{len(self._waits)}"
         if timeline.on:
             timeline.begin(row, "ALLREDUCE")
         wait = _engine(lambda: backend.start_all_reduce(wire, _ENGINE_OPS[self._op], group))
@@ -439,7 +447,7 @@ class _Gradients:
                 )
             dense = not grad.is_sparse
             wire = grad.to_sparse(1) if dense else grad
-            name = f"{self._names[param]}.{self._number}"
+            name = f"{self._label}.{self._names[param]}"
             waits.append((param, dense, sparse_allreduce_async(wire.detach(), name, self._op, self._process_set)))
         for param, dense, finish in waits:
             result = finish()
