@@ -255,9 +255,17 @@ def test_learning_rate_schedules_and_loading(rank: int, size: int) -> None:
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
     state = copy.deepcopy(optimizer.state_dict())
-    again = distributed(copy.deepcopy(model))
+    twin = copy.deepcopy(model)
+    again = distributed(twin)
     again.load_state_dict(state)
     assert again.param_groups[0]["lr"] == 0.25 and len(again.state_dict()["state"]) == len(state["state"])
+    for net_, optimizer_ in ((model, optimizer), (twin, again)):
+        optimizer_.zero_grad()
+        loss_of(net_, rank, 1).backward()
+        optimizer_.step()
+    assert_same(model, twin)
+    gathered = hvd.allgather(twin.a.weight.detach().reshape(1, -1))
+    assert torch.equal(gathered, gathered[:1].expand_as(gathered))
 
 
 def test_sparse_gradients(rank: int, size: int) -> None:

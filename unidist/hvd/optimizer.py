@@ -169,7 +169,8 @@ class _Reducing(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._gradients, self._synchronized, self._should_synchronize, self._copied = None, False, True, True
+        if "_should_synchronize" not in vars(self):  # load_state_dict() comes here too
+            self._gradients, self._synchronized, self._should_synchronize, self._copied = None, False, True, True
 
 
 class _Adaptive(_Reducing):
