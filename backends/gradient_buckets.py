@@ -200,7 +200,7 @@ class BucketedDataParallel(DataParallel):
                 wrapper._accumulated_sparse(param)
 
         hooks += [param.register_post_accumulate_grad_hook(watch_sparse) for param in self._sparse]  # type: ignore[no-untyped-call]
-        weakref.finalize(self, _remove, hooks)
+        weakref.finalize(self, remove, hooks)
 
     def __getstate__(self) -> dict[str, Any]:
         # Buckets and hooks belong to this object's parameters; a copy makes its own.
@@ -324,10 +324,7 @@ class BucketedDataParallel(DataParallel):
     def _average_sparse(self, param: Tensor) -> None:
         grad = param.grad
         if grad is None:  # it was used on other ranks
-            rows = param.new_zeros((0, *param.shape[1:]))
-            grad = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64), rows, param.shape, device=param.device, check_invariants=False
-            )
+            grad = no_rows(param)
         if grad.is_sparse:
             param.grad = self._reducer.sparse_mean(grad)
         else:  # another layer uses it too
@@ -421,7 +418,16 @@ def cut(params: list[Tensor], cap_mb: float) -> list[list[Tensor]]:
     return pieces
 
 
-def _remove(hooks: Iterable[RemovableHandle]) -> None:
+def no_rows(param: Tensor) -> Tensor:
+    """The sparse gradient of a parameter that was not used."""
+    rows = param.new_zeros((0, *param.shape[1:]))
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.int64), rows, param.shape, device=param.device, check_invariants=False
+    )
+
+
+def remove(hooks: Iterable[RemovableHandle]) -> None:
+    """Take hooks off."""
     for hook in hooks:
         hook.remove()
 

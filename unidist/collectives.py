@@ -199,7 +199,7 @@ def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
     data = _pickled(obj)
     sizes = [counts[0] for counts in _exchange(backend, data, [data.numel()], group)]
     flat = backend.all_gather(data, sizes, group)
-    return [_unpickled(part) for part in torch.split(flat, sizes)]
+    return [unpickled(part) for part in torch.split(flat, sizes)]
 
 
 def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
@@ -216,7 +216,7 @@ def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
     if not is_src:
         data = torch.empty(int(size), dtype=torch.uint8)
     backend.broadcast(data, src, group)
-    return obj if is_src else _unpickled(data)
+    return obj if is_src else unpickled(data)
 
 
 def barrier(group: Group | None = None) -> None:
@@ -336,7 +336,8 @@ def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int
 
 
 # ------------------------------------------------------------------------------ to and from the wire
-def _carrier(backend: Backend, tensor: Tensor) -> torch.device:
+def carrier(backend: Backend, tensor: Tensor) -> torch.device:
+    """Where a tensor travels: on its own device if the engine takes that, else on the CPU."""
     return tensor.device if tensor.device.type in backend.device_types else torch.device("cpu")
 
 
@@ -351,7 +352,7 @@ def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
                 f"{op!r} of {dtype} is not supported: convert it first, for example with .float() or .long()."
             )
         dtype = _WIDER[dtype]
-    wire = torch.empty(tensor.shape, dtype=dtype, device=_carrier(backend, tensor)).copy_(tensor)
+    wire = torch.empty(tensor.shape, dtype=dtype, device=carrier(backend, tensor)).copy_(tensor)
     return to_ordered(wire, op) if dtype.is_floating_point and op in ("min", "max") else wire
 
 
@@ -395,7 +396,7 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _to_bytes(backend: Backend, tensor: Tensor, copy: bool = False) -> Tensor:
-    wire = tensor.resolve_conj().resolve_neg().to(device=_carrier(backend, tensor)).reshape(-1)
+    wire = tensor.resolve_conj().resolve_neg().to(device=carrier(backend, tensor)).reshape(-1)
     # One expanded element counts as contiguous with stride 0, which no byte view takes.
     if not wire.is_contiguous() or wire.stride(0) != 1 or (copy and wire.data_ptr() == tensor.data_ptr()):
         wire = wire.clone(memory_format=torch.contiguous_format)
@@ -424,6 +425,7 @@ def _pickled(obj: object) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
 
 
-def _unpickled(data: Tensor) -> Any:
+def unpickled(data: Tensor) -> Any:
+    """The object that was pickled into bytes."""
     # Tensor.numpy() would need NumPy, which torch does not.
     return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

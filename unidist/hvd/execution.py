@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from unidist.backends.base import Backend, Group, Op
+from unidist.backends.gradient_buckets import fill, flat_bytes
+from unidist.collectives import carrier
 from unidist.hvd.adasum import adasum
 from unidist.hvd.negotiation import Answer, Form
 
@@ -67,11 +69,16 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------
+def _after(form: Form, size: int) -> float:
+    """What a sum is multiplied with."""
+    return form.postscale / size if form.op == "average" else form.postscale
+
+
 def _all_reduce(
     backend: Backend, group: Group, forms: Sequence[Form], operations: Sequence[Operation | None]
 ) -> list[None]:
     form = forms[0]
-    after = form.postscale / len(group.ranks) if form.op == "average" else form.postscale
+    after = _after(form, len(group.ranks))
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
     for index, operation in enumerate(operations):
@@ -101,7 +108,7 @@ def _all_reduce_told(answer: Answer, operation: Operation | None, size: int) -> 
         data = bytearray().join(answer.table)  # type: ignore[arg-type]
         rows = torch.frombuffer(data, dtype=output.dtype).view(len(answer.table), -1)
         rows = scaled(rows.to(_WIDER.get(rows.dtype, rows.dtype)), form.prescale)
-        result = scaled(_ROWS[form.op](rows), form.postscale / size if form.op == "average" else form.postscale)
+        result = scaled(_ROWS[form.op](rows), _after(form, size))
         output.view(-1).copy_(result)
     return [None]
 
@@ -109,7 +116,7 @@ def _all_reduce_told(answer: Answer, operation: Operation | None, size: int) -> 
 def _combine(
     backend: Backend, group: Group, inputs: Sequence[Tensor], outputs: Sequence[Tensor], form: Form, after: float
 ) -> None:
-    alone = len(inputs) == 1 and inputs[0].dtype not in _WIDER and _carrier(backend, inputs[0]) == inputs[0].device
+    alone = len(inputs) == 1 and inputs[0].dtype not in _WIDER and carrier(backend, inputs[0]) == inputs[0].device
     if alone:
         flat = outputs[0].view(-1)
         parts = [flat]
@@ -132,7 +139,7 @@ def _wire(backend: Backend, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Ten
     """Flat copies side by side, in a dtype and on a device of the engine."""
     first = tensors[0]
     dtype = _WIDER.get(first.dtype, first.dtype)
-    flat = torch.cat([_flat(tensor) for tensor in tensors]).to(dtype=dtype, device=_carrier(backend, first))
+    flat = torch.cat([_flat(tensor) for tensor in tensors]).to(dtype=dtype, device=carrier(backend, first))
     # Ten times as fast as split: no record that the parts are views of one tensor.
     return flat, list(torch.unsafe_split_with_sizes(flat, [tensor.numel() for tensor in tensors]))
 
@@ -162,18 +169,10 @@ def _broadcast(backend: Backend, group: Group, root: int, operations: Sequence[O
         if target.numel():
             backend.broadcast(_bytes(target), root, group)
     else:
-        sizes = [target.nbytes for _, target in pairs]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=_carrier(backend, pairs[0][1]))
-        parts = torch.split(flat, sizes)
-        if mine:
-            torch._foreach_copy_(list(parts), [_bytes(source) for source, _ in pairs])
+        flat = flat_bytes([source for source, _ in pairs]).to(carrier(backend, pairs[0][1]))
         if flat.numel():
             backend.broadcast(flat, root, group)
-        for (source, target), part in zip(pairs, parts):
-            if not mine:
-                _bytes(target).copy_(part)
-            elif source.data_ptr() != target.data_ptr():
-                target.copy_(source)
+        fill([target for _, target in pairs], flat)
     return [None] * len(operations)
 
 
@@ -182,7 +181,7 @@ def _all_gather(backend: Backend, group: Group, answer: Answer, operation: Opera
     for index, tensor in enumerate(operation.inputs):
         rows = [own[index] for own in answer.table]
         row = tensor.shape[1:].numel() * tensor.element_size()
-        data = _bytes(tensor.to(_carrier(backend, tensor)))
+        data = _bytes(tensor.to(carrier(backend, tensor)))
         flat = backend.all_gather(data, [count * row for count in rows], group)
         results.append(_tensor(flat, tensor, (sum(rows), *tensor.shape[1:])))
     return results
@@ -193,7 +192,7 @@ def _all_to_all(backend: Backend, group: Group, answer: Answer, operation: Opera
     me = group.ranks.index(backend.topology.rank)
     send, receive = operation.own, [own[me] for own in answer.table]
     row = tensor.shape[1:].numel() * tensor.element_size()
-    data = _bytes(tensor.to(_carrier(backend, tensor)))[: sum(send) * row]
+    data = _bytes(tensor.to(carrier(backend, tensor)))[: sum(send) * row]
     flat = backend.all_to_all(data, [n * row for n in send], [n * row for n in receive], group)
     return _tensor(flat, tensor, (sum(receive), *tensor.shape[1:])), receive
 
@@ -212,13 +211,9 @@ def _reduce_scatter(backend: Backend, group: Group, operation: Operation) -> lis
         else:
             backend.all_reduce(flat, "sum", group)
             part = flat.view(tensor.shape).narrow(0, sum(counts[:me]), counts[me]).contiguous().view(-1)
-        scaled(part, form.postscale / size if form.op == "average" else form.postscale)
+        scaled(part, _after(form, size))
         results.append(part.to(dtype=tensor.dtype, device=tensor.device).view(counts[me], *tensor.shape[1:]))
     return results
-
-
-def _carrier(backend: Backend, tensor: Tensor) -> torch.device:
-    return tensor.device if tensor.device.type in backend.device_types else torch.device("cpu")
 
 
 def _bytes(tensor: Tensor) -> Tensor:

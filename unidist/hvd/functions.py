@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import pickle
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unidist import model as models
+from unidist.collectives import unpickled
 from unidist.hvd.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
 from unidist.hvd.process_sets import ProcessSet, global_process_set
 
@@ -80,7 +79,7 @@ def broadcast_object(
     if not is_root:
         data = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(data, root_rank, name and f"{name}.t", process_set)
-    return obj if is_root else _object(data)
+    return obj if is_root else unpickled(data)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -93,13 +92,8 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     data = _bytes(obj)
     lengths = allgather(torch.tensor([len(data)]), name and f"{name}.sz")
     whole = allgather(data, name and f"{name}.t")
-    return [_object(part) for part in torch.split(whole, lengths.tolist())]
+    return [unpickled(part) for part in torch.split(whole, lengths.tolist())]
 
 
 def _bytes(obj: Any) -> Tensor:
     return torch.frombuffer(bytearray(dumps(obj)), dtype=torch.uint8)
-
-
-def _object(data: Tensor) -> Any:
-    # Tensor.numpy() would need NumPy, which torch does not.
-    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

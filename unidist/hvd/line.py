@@ -24,6 +24,7 @@ from unidist.backends.base import Backend
 from unidist.backends.rendezvous import local_address
 from unidist.errors import BackendError
 from unidist.hvd.negotiation import Coordinator, told
+from unidist.hvd.rounds import Begun
 
 _log = logging.getLogger("unidist")
 #: Seconds within which every rank must have found rank 0's socket, and within which one that leaves waits for the others to listen.
@@ -43,7 +44,7 @@ class Leave(NamedTuple):
 class Rounds(NamedTuple):
     """Gradient rounds that have begun, for those who have joined: which reducer, and its how-manieth."""
 
-    begun: tuple[tuple[tuple[int, int], int], ...]
+    begun: Begun
 
 
 class End(NamedTuple):
@@ -200,7 +201,7 @@ class Hub:
         self._closing = True
         with suppress(RuntimeError):  # never started
             self._thread.join(_DRAIN_S)
-        self._leave(None)
+        self._deliver(None)
 
     # --------------------------------------------------------------------------------
     def _take(self, rank: int, items: Sequence[Any]) -> None:
@@ -237,7 +238,7 @@ class Hub:
 
     def _post(self, rank: int, letter: list[Any], blobs: dict[tuple[int, ...], bytes] | None = None) -> None:
         if rank == 0:
-            self._leave(letter)
+            self._deliver(letter)
         elif rank in self._connections:
             key = tuple(map(id, letter))
             blob = blobs.get(key) if blobs else None
@@ -248,7 +249,7 @@ class Hub:
             with suppress(OSError):  # gone; the listening thread hears of it
                 self._connections[rank].send_bytes(blob)
 
-    def _leave(self, letter: list[Any] | None) -> None:
+    def _deliver(self, letter: list[Any] | None) -> None:
         with self._posted:
             self._inbox.append(letter)
             self._posted.notify_all()

@@ -6,17 +6,16 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from unidist import collectives
-from unidist.backends.base import Op
-from unidist.backends.gradient_buckets import Bucket, cut
+from unidist.backends.base import Group, Op
+from unidist.backends.gradient_buckets import Bucket, cut, no_rows, remove
 from unidist.errors import UnidistError
 from unidist.hvd.adasum import adasum
 from unidist.hvd.basics import Adasum, Average, Max, Min, Product, Sum
@@ -274,7 +273,7 @@ class _Gradients:
                 gradients._accumulated(param)
 
         hooks = [param.register_post_accumulate_grad_hook(watch) for param in self._names]  # type: ignore[no-untyped-call]
-        weakref.finalize(self, _remove, hooks)
+        weakref.finalize(self, remove, hooks)
 
     def expect(self, passes: int) -> None:
         """So many backward passes before the next reduction."""
@@ -320,6 +319,10 @@ class _Gradients:
         self._waits = []
 
     @property
+    def _group(self) -> Group:
+        return self._session.groups[self._process_set.process_set_id or GLOBAL].gradients
+
+    @property
     def _label(self) -> str:
         """Its name in operations and in the timeline."""
         return "DistributedOptimizer.{}.{}".format(*self._number)
@@ -352,7 +355,7 @@ class _Gradients:
         sparse = [int(p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense) for p in self._names]
         mine = [f"{name} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for p, name in self._names.items()]
         code = zlib.crc32("\n".join(map(str, (self._op, self._compression.__name__, self._predivide, *mine))).encode())
-        group = self._session.groups[self._process_set.process_set_id or 0].gradients
+        group = self._group
         rows = collectives.all_gather_object((code, mine, sparse), group)
         for rank, row in zip(group.ranks, rows):
             if row[0] != rows[0][0]:
@@ -399,8 +402,7 @@ class _Gradients:
         self._waits.append(wait_and_restore)
 
     def _start(self, bucket: Bucket) -> Callable[[], None]:
-        group = self._session.groups[self._process_set.process_set_id or 0].gradients
-        backend, flat = self._session.backend, bucket.flat
+        backend, group, flat = self._session.backend, self._group, bucket.flat
         restore: Callable[[], object] | None = None
         if self._compression is NoneCompressor:
             wire = flat
@@ -440,12 +442,7 @@ class _Gradients:
     def _finish_sparse(self) -> None:
         waits = []
         for param in self._sparse:
-            grad = param.grad
-            if grad is None:
-                rows = param.new_zeros((0, *param.shape[1:]))
-                grad = torch.sparse_coo_tensor(
-                    torch.empty((1, 0), dtype=torch.int64), rows, param.shape, check_invariants=False
-                )
+            grad = no_rows(param) if param.grad is None else param.grad
             dense = not grad.is_sparse
             wire = grad.to_sparse(1) if dense else grad
             name = f"{self._label}.{self._names[param]}"
@@ -520,8 +517,3 @@ def _check_groups(groups: int | list[list[Tensor]] | None) -> None:
         if param in seen:
             raise ValueError("A parameter can only appear once in groups.")
         seen.add(param)
-
-
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()

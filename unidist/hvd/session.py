@@ -376,8 +376,11 @@ def _as_submitted(operations: Sequence[Operation | None]) -> Iterator[None]:
 @contextmanager
 def _in_turn(form: Form, operations: Sequence[Operation | None]) -> Iterator[None]:
     """On a GPU: after what its inputs wait for, and done when it is left; another thread's stream is not this one's."""
+    if form.device != "cuda":
+        yield
+        return
     inputs = [tensor for operation in operations if operation is not None for tensor in operation.inputs]
-    if form.device != "cuda" or not inputs:
+    if not inputs:
         yield
         return
     with torch.cuda.device(inputs[0].device):
