@@ -17,10 +17,11 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
 from unidist.bench.measure import OURS, Case
 from unidist.bench.models import WORKLOADS, Workload
+from unidist.bench.step import training_step
 from unidist.cli import worlds
 
 #: Launcher and engine of the drop-in, and the launcher of the Horovod beside it.
@@ -77,7 +78,7 @@ def _rank(module: str, turns: int) -> None:
     hvd.shutdown()
 
 
-def _calls(hvd: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+def _calls(hvd: Any) -> Iterator[tuple[str, Callable[[], object]]]:
     for name, workload in WORKLOADS.items():
         yield name, _step(hvd, workload)
     tensor = torch.zeros(1)
@@ -100,19 +101,12 @@ def _calls(hvd: Any) -> Iterator[tuple[str, Callable[[], None]]]:
     yield f"{MANY} named allreduces", named
 
 
-def _step(hvd: Any, workload: Workload) -> Callable[[], None]:
+def _step(hvd: Any, workload: Workload) -> Callable[[], object]:
     torch.manual_seed(0)
     model = workload.make()
     plain = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
-    inputs, labels = workload.batch()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        torch.autograd.backward(F.cross_entropy(model(inputs), labels))
-        optimizer.step()
-
-    return step
+    return training_step(model, optimizer, Tensor.backward, *workload.batch())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
             torch.manual_seed(0)
             model = workload.make().to(unidist.device())
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-            contenders[contender] = _step(*prepare(model, optimizer), *(part.to(unidist.device()) for part in batch))
+            contenders[contender] = training_step(
+                *prepare(model, optimizer), *(part.to(unidist.device()) for part in batch)
+            )
         yield Case("step", world, name, alternate(contenders, rounds))
 
 
@@ -33,7 +35,9 @@ def _ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> peers.Prepared:
     return unidist.wrap_model(model), optimizer, Tensor.backward
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, backward: peers.Backward, inputs: Tensor, labels: Tensor) -> Step:  # fmt: skip
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, backward: peers.Backward, inputs: Tensor, labels: Tensor) -> Step:  # fmt: skip
+    """What is measured."""
+
     def step() -> None:
         optimizer.zero_grad()
         backward(F.cross_entropy(model(inputs), labels))
