@@ -216,9 +216,19 @@ def test_without_a_launcher_and_without_horovod() -> None:
     assert result.returncode == 0 and "ALONE 1 1.0 0" in result.output, result.output
 
 
-def test_horovod_as_the_engine_is_refused() -> None:
-    result = run_world("python", 1, ["-c", "import unidist.hvd as hvd; hvd.init()"], backend="horovod")
-    assert result.returncode != 0 and "UNIDIST_BACKEND=horovod: this is the drop-in" in result.output
+def test_under_the_alias_horovod_is_refused_as_the_engine() -> None:
+    argv = ["-m", "unidist.hvd", "tests/legacy/plain.py", "unused"]
+    result = run_world("python", 1, argv, backend="horovod")
+    assert result.returncode != 0 and "in this process `horovod` means the drop-in" in result.output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [("torchrun", "gloo"), ("mpirun", "mpi"), ("horovodrun --gloo", "horovod")]
+)
+def test_in_the_world_of_unidist_init(launcher: str, backend: str) -> None:
+    """Without ``hvd.init()``, mixed with unidist's own calls, on every engine."""
+    result = run_world(launcher, 2, ["tests/programs/hvd_in_unidist.py"], backend=backend)
+    assert result.returncode == 0 and result.output.count("MIXED") == 2, result.output
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit(3)", "raise ValueError('broken')", "import os; os._exit(3)"])

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -44,6 +44,7 @@ _log = logging.getLogger("unidist")
 _current: Backend | None = None
 _asked: dict[str, object] = {}
 _sessions = 0
+_closers: list[Callable[[], None]] = []
 _process = os.getpid()
 
 
@@ -122,12 +123,21 @@ def shutdown() -> None:
     """
     if _current is not None and sys.exc_info()[0] is None:
         _current.barrier()
-    _leave()
+    leave()
+
+
+def before_leaving(close: Callable[[], None]) -> Callable[[], None]:
+    """Call this each time before the engine is left: it has something open on it. A decorator."""
+    _closers.append(close)
+    return close
 
 
 @atexit.register
-def _leave() -> None:
+def leave() -> None:
+    """``shutdown`` without waiting for the other ranks."""
     global _current, _asked
+    for close in _closers:
+        close()
     backend, _current, _asked = _current, None, {}
     # A child that was forked off is no rank: it leaves the parent's engine alone.
     if backend is not None and os.getpid() == _process:

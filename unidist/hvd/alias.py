@@ -32,8 +32,13 @@ def install() -> None:
     loaded = sys.modules.get("horovod")
     if loaded is not None and not isinstance(loaded.__spec__ and loaded.__spec__.loader, _Aliases):
         raise ImportError("Horovod itself has been imported in this process: ask for the drop-in before that.")
-    if not any(isinstance(finder, _Aliases) for finder in sys.meta_path):
+    if not is_installed():
         sys.meta_path.insert(0, _Aliases())
+
+
+def is_installed() -> bool:
+    """Whether ``horovod`` means the drop-in in this process."""
+    return any(isinstance(finder, _Aliases) for finder in sys.meta_path)
 
 
 def _target(name: str) -> str | None:

@@ -12,16 +12,14 @@ import torch
 
 from unidist import context, knobs
 from unidist.errors import BackendError
-from unidist.hvd.line import Patience
-from unidist.hvd.process_sets import ProcessSet, add_process_set, global_process_set
-from unidist.hvd.session import close_session, is_open, open_session, session
-from unidist.hvd.timeline import Timeline
+from unidist.hvd import alias
+from unidist.hvd.process_sets import ProcessSet, add_process_set
+from unidist.hvd.session import close_session, is_open, open_session, timeline, uninitialized
 from unidist.topology import NONE, Topology, detect
 
 #: The reduction operations, by Horovod's numbers.
 Average, Sum, Adasum, Min, Max, Product = range(6)
 
-_timeline = Timeline()
 _started_engine = False
 
 
@@ -29,7 +27,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     """Join the world that the launcher declared, on ``torch.distributed``. Collective. A second call is a no-op.
 
     The engine is that of ``UNIDIST_BACKEND``, else one that runs already, else nccl where CUDA is available, else gloo; one
-    process without a launcher is a world of its own.
+    process without a launcher is a world of its own. After ``unidist.init()`` this call is needless.
 
     Args:
         comm: the ranks of the world, all of them; None is the same.
@@ -53,31 +51,17 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         raise NotImplementedError(
             f"init(comm={comm!r}): the world is that of the launcher. Start as many processes as are meant, or use a process set."
         )
-    env = os.environ
-    open_session(
-        knobs.horovod_number(env, "HOROVOD_FUSION_THRESHOLD", 64 * 2**20, whole=True),
-        knobs.horovod_number(env, "HOROVOD_CYCLE_TIME", 1) / 1000,
-        Patience(
-            0.0 if knobs.horovod_flag(env, "HOROVOD_STALL_CHECK_DISABLE")
-            else knobs.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60),
-            knobs.horovod_number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0),
-        ),
-        _timeline,
-    )  # fmt: skip
-    global_process_set.ranks = list(range(place.world_size))
-    # DYNAMIC: when start_timeline() says so, which is so anyway.
-    if (path := env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
-        start_timeline(path, knobs.horovod_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
+    open_session()
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
 
 
 def _engine() -> str:
     wanted = knobs.backend(os.environ)
-    if wanted == "horovod":
+    if wanted == "horovod" and alias.is_installed():
         raise BackendError(
-            f"{knobs.BACKEND}=horovod: this is the drop-in that needs no Horovod; it runs on gloo, nccl or mpi. Unset the variable, or "
-            "import horovod.torch itself."
+            f"{knobs.BACKEND}=horovod: in this process `horovod` means the drop-in, so Horovod itself cannot be the engine. Unset the "
+            "variable, or start the script without `-m unidist.hvd`."
         )
     if wanted != "auto":
         return wanted
@@ -96,16 +80,19 @@ def shutdown() -> None:
     close_session()
     if _started_engine:
         _started_engine = False
-        context._leave()
+        context.leave()
 
 
 def is_initialized() -> bool:
-    """Whether ``init`` has been called, and ``shutdown`` not since."""
-    return is_open()
+    """Whether ``init`` (or ``unidist.init``) has been called, and ``shutdown`` not since."""
+    return context.is_initialized()
 
 
 def _place() -> Topology:
-    return session().place
+    # No collective: one rank alone may ask before the session is open.
+    if not context.is_initialized():
+        raise uninitialized()
+    return context.current().topology
 
 
 def size() -> int:
@@ -151,13 +138,13 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         mark_cycles: mark the times at which operations begin together.
     """
     if rank() == 0:
-        _timeline.open(file_path, mark_cycles)
+        timeline.open(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
     """End the file that ``start_timeline`` began."""
     _place()
-    _timeline.close()
+    timeline.close()
 
 
 # ------------------------------------------------------------------------------------ what is there

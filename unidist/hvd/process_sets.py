@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from unidist import context
 from unidist.hvd.negotiation import Form
 from unidist.hvd.session import GLOBAL, Operation, ProcessGroup, session
 
@@ -51,9 +52,19 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
 
-#: All ranks; its list of them is filled by ``init``.
-global_process_set = ProcessSet([])
-global_process_set.process_set_id = GLOBAL
+class _World(ProcessSet):
+    process_set_id = GLOBAL
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def ranks(self) -> list[int]:  # type: ignore[override]
+        return list(range(context.current().topology.world_size)) if context.is_initialized() else []
+
+
+#: All ranks; empty before ``init``.
+global_process_set = _World()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unidist import context
+from unidist import context, knobs
 from unidist.backends.base import Backend, Group
 from unidist.hvd import execution
 from unidist.hvd.common.exceptions import HorovodInternalError
@@ -399,25 +399,48 @@ def _fail(operations: Sequence[Operation | None], error: Exception) -> None:
 
 
 _session: Session | None = None
+#: Of this process, on rank 0; it may be begun and ended at any time.
+timeline = Timeline()
 
 
 def session() -> Session:
-    """The running one.
+    """The running one; the first call after ``unidist.init()`` opens it, and is collective then.
 
     Raises:
-        ValueError: ``init`` has not been called.
+        ValueError: neither ``init`` nor ``unidist.init`` has been called.
     """
     if _session is None:
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
+        open_session()
+    assert _session is not None
     return _session
 
 
-def open_session(fusion: int, cycle: float, patience: Patience, timeline: Timeline) -> None:
-    """Start one on the running engine. Collective."""
+def uninitialized() -> ValueError:
+    """What a call before ``init`` raises."""
+    return ValueError("Horovod has not been initialized; use hvd.init().")
+
+
+def open_session() -> None:
+    """Start one on the running engine, by the settings in the environment. Collective."""
     global _session
+    if not context.is_initialized():
+        raise uninitialized()
+    close_session()
+    env = os.environ
+    patience = Patience(
+        0.0 if knobs.horovod_flag(env, "HOROVOD_STALL_CHECK_DISABLE")
+        else knobs.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60),
+        knobs.horovod_number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0),
+    )  # fmt: skip
+    fusion = knobs.horovod_number(env, "HOROVOD_FUSION_THRESHOLD", 64 * 2**20, whole=True)
+    cycle = knobs.horovod_number(env, "HOROVOD_CYCLE_TIME", 1) / 1000
     _session = Session(context.current(), fusion, cycle, patience, timeline)
+    # DYNAMIC: when start_timeline() says so, which is so anyway.
+    if _session.place.rank == 0 and (path := env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
+        timeline.open(path, knobs.horovod_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
 
 
+@context.before_leaving
 def close_session() -> None:
     """End it; no-op without one."""
     global _session
