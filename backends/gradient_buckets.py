@@ -292,6 +292,10 @@ class BucketedDataParallel(DataParallel):
 
     def _finish(self) -> None:
         """End of the backward pass: every gradient becomes the mean."""
+        if not any(param.requires_grad for param in self._names):
+            # Frozen for this pass, as a GAN's discriminator that only passes gradients on: there is nothing to average.
+            self._reset()
+            return
         unused = {b.params[i] for b in self._buckets for i in b.pending} | self._sparse_pending
         if unused and not self.options.find_unused_parameters:
             self._reset()

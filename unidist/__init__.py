@@ -43,7 +43,14 @@ from unidist.join import join
 from unidist.launch import spawn
 from unidist.meters import Accuracy, Mean, Sum, wrap_metric
 from unidist.metrics import allreduce_metric
-from unidist.model import assert_in_sync, broadcast_optimizer_state, global_mean, unwrap, wrap_model
+from unidist.model import (
+    assert_in_sync,
+    broadcast_model_state,
+    broadcast_optimizer_state,
+    global_mean,
+    unwrap,
+    wrap_model,
+)
 from unidist.seed import set_seed
 
 __version__ = "0.1.0"
@@ -71,6 +78,7 @@ __all__ = [
     "backend_name",
     "barrier",
     "broadcast",
+    "broadcast_model_state",
     "broadcast_object",
     "broadcast_optimizer_state",
     "device",

@@ -156,6 +156,26 @@ def global_mean(loss_sum: Tensor, count: float | Tensor, group: Group | None = N
     return loss_sum * (len(current().ranks(group)) / total if total else 0.0)
 
 
+def broadcast_model_state(model: nn.Module, src: int = 0, group: Group | None = None) -> None:
+    """Give every rank the parameters and buffers of rank ``src``. Collective.
+
+    For a model that is not wrapped, or weights that only rank ``src`` has loaded since; ``wrap_model`` itself begins with rank 0's.
+
+    Args:
+        model: wrapped or not, the same architecture on every rank.
+        src: a global rank of the group.
+        group: the ranks that take part.
+
+    Raises:
+        MismatchError: on every rank, when the models differ; names the first difference.
+    """
+    model = unwrap(model)
+    _check_same(model, group)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(broadcast(tensor.detach(), src, group))
+
+
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, group: Group | None = None) -> None:
     """Give every rank the optimizer state of rank ``src``: hyperparameters and per-parameter state. Collective.
 

@@ -317,6 +317,29 @@ def test_sync_bn_of_a_layer_with_two_names() -> None:
     assert model.a is model.b and type(model.a).__name__ == "SyncBatchNorm"
 
 
+def test_a_model_frozen_for_one_pass_passes_gradients_on() -> None:
+    """A GAN's discriminator in its generator's step; afterwards it trains as before."""
+    front, back = unidist.wrap_model(make_model()), unidist.wrap_model(nn.Linear(3, 1))
+    inputs, _ = my_batch(0)
+    for _ in range(2):
+        back.requires_grad_(False)
+        back(front(inputs)).sum().backward()
+        assert back.module.weight.grad is None
+        assert_same_gradients(front)
+        back.requires_grad_(True)
+        back(front(inputs).detach()).sum().backward()
+        assert_same_gradients(back)
+        front.zero_grad()
+        back.zero_grad()
+
+
+def assert_same_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        everyone = unidist.all_gather(param.grad.reshape(1, -1))
+        assert torch.equal(everyone, everyone[:1].expand_as(everyone)) and everyone.abs().sum() > 0
+
+
 def test_a_frozen_parameter_that_thaws_is_told() -> None:
     """Nobody would average its gradient; wrapped again, it trains."""
     inner = make_model().requires_grad_(False)

@@ -1,0 +1,236 @@
+"""Rules for single calls: where a process stands, and the collectives."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unidist.migrate.code import is_pure
+from unidist.migrate.dtypes import is_floating
+from unidist.migrate.loaders import has_even_loops
+from unidist.migrate.site import Arguments, Site, is_constant
+
+#: Calls without arguments, and unidist's names for them.
+PLACE = {
+    "init": "init",
+    "shutdown": "shutdown",
+    "is_initialized": "is_initialized",
+    "rank": "rank",
+    "size": "world_size",
+    "local_rank": "local_rank",
+    "local_size": "local_size",
+    "cross_rank": "node_rank",
+    "cross_size": "num_nodes",
+    "barrier": "barrier",
+}
+#: Collectives whose arguments carry over: the name, and which argument is what.
+COLLECTIVES = {
+    "allgather": ("all_gather", "tensor"),
+    "allgather_object": ("all_gather_object", "obj"),
+    "alltoall": ("all_to_all", "tensor"),
+    "broadcast": ("broadcast", "tensor"),
+    "broadcast_object": ("broadcast_object", "obj"),
+}
+#: Arguments that change nothing of the result.
+_IDLE = {"name", "ignore_name_scope"}
+OPS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
+#: Functions and classes that deal with figures, by their names.
+_FIGURES = re.compile(r"metric|average|avg|meter|accuracy|loss|score|mean|reduce|track", re.IGNORECASE)
+_GRADIENTS = re.compile(r"grad", re.IGNORECASE)
+#: What Horovod does with whole numbers.
+TRUNCATED = "Horovod cuts the average of whole numbers off towards 0; allreduce_metric gives the exact mean as float32"
+
+
+def change_places(site: Site) -> None:
+    """``hvd.rank()`` and the like; ``hvd.rank() == 0`` is ``unidist.is_main()``."""
+    for use in list(site.uses(*PLACE)):
+        call = site.code.parent(use)
+        called = isinstance(call, cst.Call) and call.func is use
+        if called and isinstance(call, cst.Call) and call.args:
+            continue
+        if called and site.symbol(use) == "rank" and _is_compared_with_zero(site, call):
+            site.edits.replace(site.code.parent(call), cst.Call(site.native(use, "is_main")))
+        else:
+            site.edits.replace(use, site.native(use, PLACE[site.names.symbols[use]]))
+        site.settle(use)
+
+
+def _is_compared_with_zero(site: Site, call: cst.CSTNode) -> bool:
+    comparison = site.code.parent(call)
+    return (
+        isinstance(comparison, cst.Comparison)
+        and comparison.left is call
+        and len(comparison.comparisons) == 1
+        and isinstance(comparison.comparisons[0].operator, cst.Equal)
+        and is_constant(comparison.comparisons[0].comparator, 0)
+        and not comparison.lpar
+    )
+
+
+def change_collectives(site: Site) -> None:
+    """Gathers and broadcasts whose results are new."""
+    for call in list(site.calls(*COLLECTIVES)):
+        arguments = site.arguments(call)
+        name, first = COLLECTIVES[site.names.symbols[call.func]]
+        if arguments is None or first not in arguments or set(arguments) - {first, "root_rank", *_IDLE}:
+            continue
+        values = [cst.Arg(arguments[first])]
+        if "root_rank" in arguments and not is_constant(arguments["root_rank"], 0):
+            values.append(keyword("src", arguments["root_rank"]))
+        _put(site, call, name, [arguments[first], arguments.get("root_rank")], values)
+    for call in list(site.calls("broadcast_")):
+        arguments = site.arguments(call)
+        if arguments is None or set(arguments) - {"tensor", "root_rank", *_IDLE} or not _is_settable(site, arguments):
+            continue
+        values = [] if is_constant(arguments["root_rank"], 0) else [("src", arguments["root_rank"])]
+        _put_in_place(site, call, arguments["tensor"], "broadcast", values)
+
+
+def change_allreduce(site: Site) -> None:
+    """``allreduce`` of figures and of tensors; its default stays the average."""
+    for call in list(site.calls("allreduce", "allreduce_")):
+        arguments = site.arguments(call)
+        if arguments is None or set(arguments) - {"tensor", "average", "op", "compression", *_IDLE}:
+            continue
+        op = operation(site, arguments)
+        if op is None or site.symbol(arguments.get("compression")) not in (None, "Compression.none"):
+            continue
+        if "compression" in arguments and site.symbol(arguments["compression"]) is None:
+            continue
+        tensor = arguments["tensor"]
+        figure = op in ("mean", "sum", "min", "max") and _is_figure(site, call, tensor)
+        floating = is_floating(site.code, tensor)
+        if not figure and ((op == "mean" and not floating) or _may_be_bool(site, tensor)):
+            continue
+        in_place = site.symbol(call.func) == "allreduce_"
+        if in_place and not _is_settable(site, arguments):
+            continue
+        name = "allreduce_metric" if figure else "all_reduce"
+        default = "mean" if figure else "sum"
+        options = [] if op == default else [("op", cst.SimpleString(f'"{op}"'))]
+        if in_place:
+            _put_in_place(site, call, tensor, name, options)
+        else:
+            _put(site, call, name, [tensor], [cst.Arg(tensor), *(keyword(*option) for option in options)])
+            if figure and op == "mean" and not floating:
+                site.note(call, TRUNCATED, "nothing, unless this figure is a whole number and was meant to be cut off")
+
+
+def operation(site: Site, arguments: Arguments) -> str | None:
+    """The reduction that a call asks for, by unidist's name; None where it has none or cannot be told."""
+    average, op = arguments.get("average"), arguments.get("op")
+    if op is not None and not is_constant(op, None):
+        return OPS.get(site.symbol(op) or "")
+    if average is None or is_constant(average, None, True) or _is_name(site, average):
+        return "mean"  # hvd.allreduce(x, "name"): any true value asks for the average
+    return "sum" if is_constant(average, False) else None
+
+
+def _is_name(site: Site, node: cst.BaseExpression) -> bool:
+    """Whether a string stands here, by its form or by what its variable is called."""
+    if isinstance(node, (cst.SimpleString, cst.FormattedString, cst.ConcatenatedString)):
+        return True
+    if isinstance(node, cst.BinaryOperation):
+        return _is_name(site, node.left) or _is_name(site, node.right)
+    if isinstance(node, cst.Call):
+        return site.text(node.func) == "str" or site.text(node.func).endswith(".format")
+    return bool(re.search(r"(name|tag|key|label)$", site.text(node), re.IGNORECASE))
+
+
+def _is_figure(site: Site, call: cst.Call, tensor: cst.BaseExpression) -> bool:
+    """Whether a call combines a figure for people, and not something that training goes on with."""
+    text = site.text(tensor)
+    if ".grad" in text or _GRADIENTS.search(text):
+        return False
+    above = [node.name.value for node in site.code.parents(call) if isinstance(node, (cst.FunctionDef, cst.ClassDef))]
+    if any(_GRADIENTS.search(name) for name in above):
+        return False
+    parent = site.code.parent(call)
+    item = isinstance(parent, cst.Attribute) and parent.attr.value in ("item", "tolist")
+    return item or ".detach()" in text or ".item()" in text or any(_FIGURES.search(name) for name in above)
+
+
+def _may_be_bool(site: Site, tensor: cst.BaseExpression) -> bool:
+    return isinstance(tensor, cst.Comparison) or ".bool()" in site.text(tensor)
+
+
+def _is_settable(site: Site, arguments: Arguments) -> bool:
+    """Whether ``x.copy_(...)`` does to a tensor what an operation in place does."""
+    tensor = arguments["tensor"]
+    if not is_pure(tensor):
+        return False
+    if isinstance(tensor, cst.Attribute) and tensor.attr.value in ("grad", "data"):
+        return True
+    made = is_floating(site.code, tensor, made=True)
+    return made is not None
+
+
+def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
+    """``name=value``."""
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    return cst.Arg(value, cst.Name(name), equal=equal)
+
+
+def _put(site: Site, call: cst.Call, name: str, kept: list[cst.BaseExpression | None], values: list[cst.Arg]) -> None:
+    """A call of unidist in a call's place; the arguments' own changes are made too."""
+    site.edits.replace(call, lambda updated: _rebuilt(site, call, updated, cst.Call(site.native(call.func, name), values)))
+    site.settle(call.func)
+    for argument in call.args:
+        if all(argument.value is not each for each in kept):
+            site.settle(argument)
+
+
+def _put_in_place(site: Site, call: cst.Call, tensor: cst.BaseExpression, name: str, options: list[tuple[str, cst.BaseExpression]]) -> None:  # fmt: skip
+    values = [cst.Arg(tensor.deep_clone()), *(keyword(*option) for option in options)]
+    copy = cst.Attribute(tensor.deep_clone(), cst.Name("copy_"))
+    site.edits.replace(call, cst.Call(copy, [cst.Arg(cst.Call(site.native(call.func, name), values))]))
+    site.settle(call)
+
+
+def _rebuilt(site: Site, original: cst.Call, updated: cst.Call, new: cst.Call) -> cst.Call:
+    """The new call, with each original argument in it replaced by what became of that."""
+    became = {before.value: after.value for before, after in zip(original.args, updated.args)}
+    args = [arg.with_changes(value=became.get(arg.value, arg.value), comma=cst.MaybeSentinel.DEFAULT) for arg in new.args]
+    return new.with_changes(args=args, lpar=updated.lpar, rpar=updated.rpar)
+
+
+def change_barriers(site: Site) -> None:
+    """``hvd.join()`` where all ranks come to it together."""
+    for call in list(site.calls("join")):
+        if is_barrier(site, call):
+            site.edits.replace(call.func, site.native(call.func, "barrier"))
+            site.settle(call.func)
+
+
+#: Calls after which all ranks are at the same place.
+_MEETING = {"init", "barrier", "join", "broadcast_parameters", "broadcast_optimizer_state", "broadcast_object", "broadcast", "allreduce", "allgather", "allgather_object"}  # fmt: skip
+_STDLIB = ("os", "sys", "time", "logging", "print", "torch", "json", "shutil", "pathlib", "Path", "len", "str", "int")
+
+
+def is_barrier(site: Site, call: cst.Call) -> bool:
+    """Whether a ``join()`` is one at which all ranks arrive with nothing under way."""
+    statement = site.code.is_statement(call)
+    if statement is None or call.args:
+        return False
+    return has_even_loops(site) or _follows_a_meeting(site, statement)
+
+
+def _follows_a_meeting(site: Site, statement: cst.CSTNode) -> bool:
+    """Whether only harmless statements stand between a collective call and this one."""
+    block = site.code.block(statement)
+    if block is None:
+        return False
+    place = next(index for index, each in enumerate(block.body) if each is statement)
+    for each in reversed(block.body[:place]):
+        if any(isinstance(node, (cst.For, cst.While)) for node in site.code.nodes if site.code.is_inside(node, each)):
+            return False
+        calls = list(site.code.all(cst.Call, inside=each))
+        top = isinstance(each, cst.SimpleStatementLine)
+        if top and any(site.symbol(node.func) in _MEETING for node in calls):
+            return True
+        for node in calls:
+            first = site.text(node.func).split(".")[0].split("(")[0]
+            if first not in _STDLIB and site.symbol(node.func) not in PLACE:
+                return False
+    return False

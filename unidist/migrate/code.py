@@ -1,0 +1,180 @@
+"""A module's syntax tree, and what its names stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, TypeVar
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+from libcst.metadata import (
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    QualifiedNameProvider,
+    QualifiedNameSource,
+)
+
+Node = TypeVar("Node", bound=cst.CSTNode)
+Function = cst.FunctionDef | cst.Lambda | cst.Module
+#: Statements that stand in a block.
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+Block = cst.Module | cst.IndentedBlock
+
+
+class Code:
+    """One module of a legacy code base. Nodes are those of ``module``; the tree is not changed.
+
+    Raises:
+        libcst.ParserSyntaxError: the text does not parse.
+    """
+
+    def __init__(self, text: str) -> None:
+        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+        self.module = wrapper.module
+        self._parents: Any = wrapper.resolve(ParentNodeProvider)
+        self._positions: Any = wrapper.resolve(PositionProvider)
+        self._qualified: Any = wrapper.resolve(QualifiedNameProvider)
+
+    @cached_property
+    def nodes(self) -> list[cst.CSTNode]:
+        """All nodes, parents first, in the order of the text."""
+        found: list[cst.CSTNode] = []
+        stack: list[cst.CSTNode] = [self.module]
+        while stack:
+            node = stack.pop()
+            found.append(node)
+            stack.extend(reversed(node.children))
+        return found
+
+    def all(self, kind: type[Node], inside: cst.CSTNode | None = None) -> Iterator[Node]:
+        """The nodes of a class, in the order of the text."""
+        for node in self.nodes:
+            if isinstance(node, kind) and (inside is None or self.is_inside(node, inside)):
+                yield node
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The node above; the module is its own."""
+        above: cst.CSTNode = self._parents.get(node, node)
+        return above
+
+    def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes above, nearest first."""
+        while (above := self.parent(node)) is not node:
+            yield above
+            node = above
+
+    def is_inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
+        """Whether a node is another, or in it."""
+        return node is outer or any(above is outer for above in self.parents(node))
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The line on which a node begins, from 1."""
+        return int(self._positions[node].start.line)
+
+    def place(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Line and column: nodes of one function are executed about in this order."""
+        start = self._positions[node].start
+        return start.line, start.column
+
+    def text(self, node: cst.CSTNode) -> str:
+        """A node as it is written, without the white space and comments before it."""
+        if isinstance(node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
+            node = node.with_changes(leading_lines=[])
+        return self.module.code_for_node(node).strip()
+
+    # -------------------------------------------------------------------------------- names
+    def imported(self, node: cst.CSTNode) -> set[str]:
+        """Full names of what a dotted name stands for by imports."""
+        return self._names(node, QualifiedNameSource.IMPORT) if full_name(node) else set()
+
+    def variable(self, node: cst.CSTNode) -> str | None:
+        """What tells a variable from others: a name with its scope, or ``.attr`` for that attribute of any object."""
+        if isinstance(node, cst.Attribute):
+            return None if self.imported(node) else f".{node.attr.value}"
+        if not isinstance(node, cst.Name):
+            return None
+        return next(iter(sorted(self._names(node, QualifiedNameSource.LOCAL))), None)
+
+    def _names(self, node: cst.CSTNode, source: QualifiedNameSource) -> set[str]:
+        found = self._qualified.get(node, ())
+        return {each.name for each in (found() if callable(found) else found) if each.source is source}
+
+    # -------------------------------------------------------------------------------- statements
+    def statement(self, node: cst.CSTNode) -> Statement | None:
+        """The statement that a node is in; None where it shares a line with others or with its ``if``."""
+        for above in (node, *self.parents(node)):
+            if isinstance(above, cst.SimpleStatementSuite):
+                return None
+            if isinstance(above, cst.SimpleStatementLine):
+                return above if len(above.body) == 1 else None
+            if isinstance(above, cst.BaseCompoundStatement):
+                return above
+        return None
+
+    def is_statement(self, call: cst.CSTNode) -> Statement | None:
+        """The statement that consists of this expression alone."""
+        statement = self.statement(call)
+        if isinstance(statement, cst.SimpleStatementLine) and isinstance(self.parent(call), cst.Expr):
+            return statement
+        return None
+
+    def block(self, statement: cst.CSTNode) -> Block | None:
+        """The list of statements that one is in."""
+        above = self.parent(statement)
+        return above if isinstance(above, (cst.Module, cst.IndentedBlock)) else None
+
+    def function(self, node: cst.CSTNode) -> Function:
+        """The function that a node's execution belongs to, or the module."""
+        return next(above for above in self.parents(node) if isinstance(above, (cst.FunctionDef, cst.Lambda, cst.Module)))
+
+    def loop(self, node: cst.CSTNode) -> cst.For | cst.While | None:
+        """The innermost loop of the same function that repeats a node."""
+        child = node
+        for above in self.parents(node):
+            if isinstance(above, (cst.FunctionDef, cst.Lambda)):
+                return None
+            if isinstance(above, (cst.For, cst.While)) and child is above.body:
+                return above
+            child = above
+        return None
+
+    @cached_property
+    def functions(self) -> dict[str, cst.FunctionDef]:
+        """Functions and methods by their qualified names."""
+        return {name: node for node in self.all(cst.FunctionDef) for name in self._names(node, QualifiedNameSource.LOCAL)}
+
+    def is_method(self, function: cst.FunctionDef) -> bool:
+        """Whether its first parameter is the object."""
+        in_class = isinstance(self.parent(self.parent(function)), cst.ClassDef)
+        static = any(full_name(each.decorator) == "staticmethod" for each in function.decorators)
+        return in_class and not static
+
+
+def full_name(node: cst.CSTNode) -> str:
+    """A dotted name as a string; empty for what is none."""
+    if isinstance(node, cst.Attribute):
+        value = full_name(node.value)
+        return f"{value}.{node.attr.value}" if value else ""
+    return node.value if isinstance(node, cst.Name) else (get_full_name_for_node(node) or "" if isinstance(node, cst.ImportAlias) else "")
+
+
+def dotted(name: str) -> cst.Attribute | cst.Name:
+    """A dotted name as code."""
+    first, *rest = name.split(".")
+    node: cst.Attribute | cst.Name = cst.Name(first)
+    for part in rest:
+        node = cst.Attribute(node, cst.Name(part))
+    return node
+
+
+def is_pure(node: cst.BaseExpression) -> bool:
+    """Whether evaluating it twice is the same as once: names, attributes, constant subscripts."""
+    if isinstance(node, cst.Attribute):
+        return is_pure(node.value)
+    if isinstance(node, cst.Subscript):
+        return is_pure(node.value) and all(
+            isinstance(part.slice, cst.Index) and is_pure(part.slice.value) for part in node.slice
+        )
+    return isinstance(node, (cst.Name, cst.Integer, cst.SimpleString))

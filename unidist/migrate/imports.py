@@ -1,0 +1,273 @@
+"""The imports: of unidist where Horovod's names are gone, of the drop-in where some are left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from unidist.migrate.code import dotted, full_name
+from unidist.migrate.names import IMPORTERS, is_horovod, moved, symbol
+from unidist.migrate.site import Site
+
+_FINDERS = {*IMPORTERS, "find_spec", "importorskip"}
+_NO_PLACE = "it has no place in the drop-in, which stands for horovod.torch alone"
+_BY_HAND = "replace it by hand, or keep Horovod for it"
+
+
+def change_imports(site: Site) -> None:
+    """Move every import of Horovod's; what the drop-in has no name for stays and is reported."""
+    imports = _Imports(site)
+    for node in site.code.nodes:
+        if isinstance(node, cst.Import):
+            imports.plain(node)
+        elif isinstance(node, cst.ImportFrom):
+            imports.names(node)
+        elif isinstance(node, cst.Attribute):
+            imports.attribute(node)
+        elif isinstance(node, cst.SimpleString):
+            imports.string(node)
+        elif isinstance(node, (cst.Name,)):
+            imports.module(node)
+    imports.finish()
+
+
+class _Imports:
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._code = site.code
+        #: Names by which something of Horovod's is still used.
+        self._left = {_first(use) for use in site.left()}
+        if not site.through_holders:
+            self._left |= {_first(node) for node in site.names.modules}
+        #: What hangs on the bare package and cannot move.
+        self._bare = {name for node in self._longest() for name in self._code.imported(node) if _is_bare(name)}
+        self._present = {
+            id(self._code.block(statement)) for node in self._code.all(cst.Import)
+            if (statement := self._code.statement(node)) and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
+        }  # fmt: skip
+        self._native = bool(set(site.names.symbols) - set(site.left())) or site.names.modules != [] and site.through_holders
+
+    # -------------------------------------------------------------------------------- statements
+    def plain(self, node: cst.Import) -> None:
+        """``import horovod.torch as hvd``."""
+        aliases: list[cst.ImportAlias] = []
+        own = False
+        for alias in node.names:
+            name, bound = full_name(alias.name), full_name(alias.asname.name) if alias.asname else None
+            if symbol(name) is None and not is_horovod(name):
+                aliases.append(alias)
+            elif symbol(name) is not None:
+                new, needs_own = self._module(alias, name, bound)
+                aliases += new
+                own = own or needs_own
+            elif name == "horovod" and not self._bare:
+                own = own or "horovod" not in self._left
+                aliases += [alias.with_changes(name=dotted("unidist.hvd"))] if "horovod" in self._left else []
+            elif moved(name) is not None:
+                aliases.append(alias.with_changes(name=dotted(moved(name) or "")))
+            else:
+                aliases.append(alias)
+                self._stays(node, name)
+        if list(node.names) != aliases or own:
+            self._put(node, [node.with_changes(names=_closed(aliases))] if aliases else [], own)
+
+    def _module(self, alias: cst.ImportAlias, name: str, bound: str | None) -> tuple[list[cst.ImportAlias], bool]:
+        """What stands for ``horovod.torch``, and whether ``import unidist`` does too."""
+        target = moved(name) or name
+        kept = alias if target == name else alias.with_changes(name=dotted(target))
+        mixed = bound is not None and bound not in self._site.names.clean
+        if mixed and self._site.through_holders:
+            return [alias.with_changes(name=cst.Name("unidist"))], False
+        first = bound or name.split(".")[0]
+        if first in self._left or (mixed and not self._site.through_holders):
+            return [kept], self._native and self._is_used(first) and not mixed
+        if name != target or self._is_used(first):
+            return [], True
+        return ([kept], False) if not self._native else ([], True)
+
+    def _is_used(self, first: str) -> bool:
+        return any(_first(use) == first and self._site.is_settled(use) for use in self._site.names.symbols)
+
+    def names(self, node: cst.ImportFrom) -> None:
+        """``from horovod.torch import rank``."""
+        module = full_name(node.module) if node.module is not None and not node.relative else ""
+        if not is_horovod(module) and symbol(module) is None and module != "unidist":
+            return
+        if isinstance(node.names, cst.ImportStar):
+            if moved(module) is None and is_horovod(module):
+                self._stays(node, f"{module}.*")
+            elif is_horovod(module):
+                self._put(node, [node.with_changes(module=dotted(moved(module) or module))], False)
+            return
+        places: dict[str, list[cst.ImportAlias]] = {}
+        own = False
+        for alias in node.names:
+            name = full_name(alias.name)
+            bound = full_name(alias.asname.name) if alias.asname else name
+            whole = f"{module}.{name}"
+            meaning = symbol(whole)
+            if meaning is not None and bound not in self._left:
+                if meaning == "" and bound not in self._site.names.clean:
+                    if self._site.through_holders and is_horovod(whole):
+                        renamed = cst.Import([cst.ImportAlias(cst.Name("unidist"), cst.AsName(cst.Name(bound)))])
+                        self._put(node, [renamed], False)
+                        return
+                elif self._is_used(bound) or is_horovod(whole):
+                    own = True
+                    continue
+            target = moved(whole)
+            if target is None:
+                if is_horovod(whole):
+                    self._stays(node, whole)
+                places.setdefault(module, []).append(alias)
+                continue
+            own = own or (meaning == "" and self._is_used(bound))
+            parent, _, last = target.rpartition(".")
+            if last != name:  # `from horovod import torch`: what it is called here stays
+                asname = alias.asname or cst.AsName(cst.Name(name))
+                alias = alias.with_changes(name=cst.Name(last), asname=None if full_name(asname.name) == last else asname)
+            places.setdefault(parent, []).append(alias)
+        if not own and list(places) == [module] and len(places[module]) == len(node.names):
+            return
+        statements = [
+            node.with_changes(
+                module=dotted(place), names=aliases if len(aliases) == len(node.names) else _closed(aliases),
+                **({} if len(aliases) == len(node.names) else {"lpar": None, "rpar": None}),
+            )
+            for place, aliases in places.items()
+        ]  # fmt: skip
+        self._put(node, statements, own)
+
+    def _put(self, node: cst.Import | cst.ImportFrom, statements: Sequence[cst.BaseSmallStatement], own: bool) -> None:
+        """Other imports in the place of one."""
+        statement = self._code.statement(node)
+        block = self._code.block(statement) if statement is not None else None
+        at_top = self._site.needs_import and self._code.module is not block
+        own = own and not (at_top and isinstance(self._code.function(node), cst.FunctionDef))
+        added = own and id(block) not in self._present
+        if added and block is not None:
+            self._present.add(id(block))
+        new = [*([cst.Import([cst.ImportAlias(cst.Name("unidist"))])] if added else []), *statements]
+        if statement is None:  # it shares its line
+            fallback = [cst.Import([cst.ImportAlias(cst.Name("unidist"))])] if own else [cst.Pass()]
+            self._site.edits.replace(node, cst.FlattenSentinel(new or fallback))
+        elif not new:
+            self._remove(statement)
+        else:
+            lines = [cst.SimpleStatementLine([each]) for each in new]
+
+            def change(updated: cst.SimpleStatementLine) -> cst.FlattenSentinel[cst.SimpleStatementLine]:
+                first = lines[0].with_changes(leading_lines=updated.leading_lines)
+                *rest, last = [first, *lines[1:]]
+                return cst.FlattenSentinel([*rest, last.with_changes(trailing_whitespace=updated.trailing_whitespace)])
+
+            self._site.edits.replace(statement, change)
+
+    def _remove(self, statement: cst.SimpleStatementLine | cst.BaseCompoundStatement) -> None:
+        """Take an import away, and the ``try`` that was there for it alone."""
+        above = self._code.parent(self._code.parent(statement))
+        alone = isinstance(above, cst.Try) and above.orelse is None and above.finalbody is None and len(above.body.body) == 1
+        self._site.edits.remove(above if alone and isinstance(above, cst.Try) else statement)
+
+    # -------------------------------------------------------------------------------- uses
+    def attribute(self, node: cst.Attribute) -> None:
+        """``horovod.torch.rank()`` after ``import horovod.torch``: the name is part of the import."""
+        written = full_name(node)
+        parent = self._code.parent(node)
+        if not written.startswith("horovod.") or written not in self._code.imported(node):
+            return
+        if isinstance(parent, cst.Attribute) and parent.value is node and moved(full_name(parent)):
+            return  # the longest name decides
+        if any(isinstance(above, (cst.Import, cst.ImportFrom)) for above in self._code.parents(node)):
+            return
+        stays = self._bare and not written.startswith(("horovod.torch", "horovod.common"))
+        if self._site.edits.is_changed(node) or moved(written) is None or stays:
+            return
+        self._site.edits.replace(node, dotted(moved(written) or ""))
+
+    def module(self, node: cst.Name) -> None:
+        """``self.hvd = hvd``: the module itself."""
+        site = self._site
+        if node in site.names.modules and site.through_holders and node.value in site.names.clean and node.value not in self._left:
+            site.edits.replace(node, lambda updated: updated.with_changes(value="unidist"))
+
+    def string(self, node: cst.SimpleString) -> None:
+        """``importlib.import_module("horovod.torch")``."""
+        value = node.evaluated_value
+        if not isinstance(value, str) or (not is_horovod(value) and value != "unidist.hvd"):
+            return
+        argument = self._code.parent(node)
+        call = self._code.parent(argument)
+        if not isinstance(argument, cst.Arg) or not isinstance(call, cst.Call) or full_name(call.func).split(".")[-1] not in _FINDERS:
+            return
+        gone = self._site.through_holders and self._native
+        target = "unidist" if (symbol(value) == "" and gone) else "unidist.hvd" if value == "horovod" else moved(value)
+        if target is None:
+            self._stays(node, value)
+        elif target != value:
+            self._site.edits.replace(node, node.with_changes(value=node.value.replace(value, target)))
+
+    # --------------------------------------------------------------------------------
+    def finish(self) -> None:
+        """``import unidist`` at the top, for code that needs the name where no import of Horovod's stood."""
+        site, module = self._site, self._code.module
+        wanted = ["contextlib"] if site.needs_contextlib and not self._imports("contextlib") else []
+        if site.needs_import and id(module) not in self._present:
+            wanted.append("unidist")
+        if not wanted:
+            return
+        last = None
+        for statement in module.body:
+            if not _is_head(statement):
+                break
+            last = statement
+        for name in wanted:
+            if last is not None:
+                site.edits.append(last, f"import {name}")
+            else:
+                site.edits.insert(module.body[0], f"import {name}")
+
+    def _imports(self, name: str) -> bool:
+        return any(
+            full_name(alias.name) == name and alias.asname is None
+            for node in self._code.all(cst.Import) for alias in node.names
+            if self._code.block(self._code.statement(node) or node) is self._code.module
+        )  # fmt: skip
+
+    def _longest(self) -> list[cst.Attribute]:
+        found = []
+        for node in self._code.all(cst.Attribute):
+            parent = self._code.parent(node)
+            inside = any(isinstance(above, (cst.Import, cst.ImportFrom)) for above in self._code.parents(node))
+            longer = isinstance(parent, cst.Attribute) and self._code.imported(parent)
+            if not inside and not longer:
+                found.append(node)
+        return found
+
+    def _stays(self, node: cst.CSTNode, name: str) -> None:
+        self._site.edits.note(node, name, _NO_PLACE, _BY_HAND)
+
+
+def _first(node: cst.BaseExpression) -> str:
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node.value if isinstance(node, cst.Name) else ""
+
+
+def _is_bare(name: str) -> bool:
+    return name.startswith("horovod.") and moved(name) is None
+
+
+def _is_head(statement: cst.CSTNode) -> bool:
+    """The docstring and the imports with which a module begins."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    first = statement.body[0]
+    docstring = isinstance(first, cst.Expr) and isinstance(first.value, (cst.SimpleString, cst.ConcatenatedString))
+    return docstring or isinstance(first, (cst.Import, cst.ImportFrom))
+
+
+def _closed(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
+    """Without a comma behind the last."""
+    return [*aliases[:-1], aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]

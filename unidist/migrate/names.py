@@ -1,0 +1,145 @@
+"""Horovod's names in a module: how it gets hold of them, and what each use means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from unidist.migrate.code import Code, full_name
+from unidist.migrate.flow import destinations, follow, is_target
+
+#: Modules of Horovod, and what the drop-in has in their place; longer names first.
+MODULES = {
+    "horovod.common.process_sets": "unidist.hvd.process_sets",
+    "horovod.common.basics": "unidist.hvd.basics",
+    "horovod.common": "unidist.hvd.common",
+    "horovod.torch": "unidist.hvd",
+}
+#: Where horovod.torch keeps the calls that it has under its own name too.
+_INNER = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
+#: What code calls to import a module by its name.
+IMPORTERS = ("import_module", "__import__")
+
+
+def moved(name: str) -> str | None:
+    """The drop-in's name for one of Horovod's; None where it has none."""
+    if name in ("horovod.run", "horovod.runner.run"):
+        return "unidist.hvd.run"
+    for old, new in MODULES.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name[len(old) :]
+    return None
+
+
+def is_horovod(name: str) -> bool:
+    """Whether a dotted name is Horovod's."""
+    return name == "horovod" or name.startswith("horovod.")
+
+
+def symbol(name: str) -> str | None:
+    """A full name's part within ``horovod.torch``: ``""`` for the module, ``allreduce``, ``Compression.fp16``; else None.
+
+    The drop-in's names mean the same.
+    """
+    for prefix in ("horovod.torch", "unidist.hvd"):
+        if name == prefix:
+            return ""
+        if name.startswith(f"{prefix}."):
+            inner, _, rest = name[len(prefix) + 1 :].partition(".")
+            return rest if inner in _INNER else name[len(prefix) + 1 :]
+    return None
+
+
+@dataclass
+class Names:
+    """Horovod's names in a module."""
+
+    #: Uses of the calls and constants, longest names only: ``hvd.rank``, ``self.hvd.Compression.fp16``, ``rank``.
+    symbols: dict[cst.BaseExpression, str] = field(default_factory=dict)
+    #: The module itself as a value: ``self.hvd = hvd``, ``if hvd:``.
+    modules: list[cst.BaseExpression] = field(default_factory=list)
+    #: Names that are bound to the module, or to one of its calls, by imports and nothing else.
+    clean: set[str] = field(default_factory=set)
+    #: Variables that hold the module, by assignment or beside it.
+    holders: set[str] = field(default_factory=set)
+    #: Where the module goes and cannot be followed.
+    escapes: list[cst.BaseExpression] = field(default_factory=list)
+
+
+def find(code: Code) -> Names:
+    """All uses of Horovod's names."""
+    names = Names()
+    bound = imported_names(code)
+    set_otherwise = {
+        node.value for node in code.all(cst.Name)
+        if node.value in bound and code.variable(node) is not None and any(symbol(name) is not None for name in code.imported(node))
+    }  # fmt: skip
+    set_otherwise |= {item.name.value for node in code.all(cst.Global) for item in node.names} & bound
+    names.clean = bound - set_otherwise
+    starts = {
+        variable for node in code.all(cst.Name)
+        if node.value in set_otherwise and (variable := code.variable(node))
+    }  # fmt: skip
+    for node in code.nodes:
+        if not isinstance(node, (cst.Name, cst.Attribute, cst.Call)) or _in_import(code, node):
+            continue
+        is_module = any(symbol(name) == "" for name in code.imported(node)) and not isinstance(node, cst.Call)
+        if (is_module and not isinstance(code.parent(node), cst.Attribute)) or _imports_module(code, node):
+            found = destinations(code, node)
+            starts |= set(found or ())
+            if found is None:
+                names.escapes.append(node)
+    flow = follow(code, starts)
+    names.holders, names.escapes = flow.variables, [*names.escapes, *flow.escapes]
+    for node in code.nodes:
+        if not isinstance(node, (cst.Name, cst.Attribute)) or is_target(code, node) or _in_import(code, node):
+            continue
+        found = _symbol(code, names, node)
+        if found is None or (isinstance(code.parent(node), cst.Attribute) and _symbol(code, names, code.parent(node)) is not None):
+            continue
+        if found:
+            names.symbols[node] = found
+        else:
+            names.modules.append(node)
+    return names
+
+
+def imported_names(code: Code) -> set[str]:
+    """Names that imports bind to ``horovod.torch``, or to something in it."""
+    found = set()
+    for statement in code.nodes:
+        if isinstance(statement, cst.Import):
+            for alias in statement.names:
+                if symbol(full_name(alias.name)) is not None and alias.asname:
+                    found.add(full_name(alias.asname.name))
+        elif isinstance(statement, cst.ImportFrom) and statement.module and not isinstance(statement.names, cst.ImportStar):
+            for alias in statement.names:
+                if symbol(f"{full_name(statement.module)}.{full_name(alias.name)}") is not None:
+                    found.add(full_name(alias.asname.name) if alias.asname else full_name(alias.name))
+    return found
+
+
+def _imports_module(code: Code, value: cst.CSTNode) -> bool:
+    """``importlib.import_module("horovod.torch")``."""
+    if not isinstance(value, cst.Call) or full_name(value.func).split(".")[-1] not in IMPORTERS or not value.args:
+        return False
+    name = value.args[0].value
+    return isinstance(name, cst.SimpleString) and symbol(str(name.evaluated_value)) == ""
+
+
+def _in_import(code: Code, node: cst.CSTNode) -> bool:
+    return any(isinstance(above, (cst.Import, cst.ImportFrom)) for above in code.parents(node))
+
+
+def _symbol(code: Code, names: Names, node: cst.CSTNode) -> str | None:
+    for name in code.imported(node):
+        if (found := symbol(name)) is not None and isinstance(node, (cst.Name, cst.Attribute)):
+            return found
+    if code.variable(node) in names.holders:
+        return ""
+    if isinstance(node, cst.Attribute):
+        above = _symbol(code, names, node.value)
+        if above is not None and not code.imported(node):
+            return f"{above}.{node.attr.value}" if above else node.attr.value
+    return None

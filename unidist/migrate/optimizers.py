@@ -1,0 +1,369 @@
+"""Rules for ``DistributedOptimizer`` and what belongs to it: both halves become unidist's, or neither."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from unidist.migrate.accumulation import accumulate
+from unidist.migrate.calls import is_barrier, keyword
+from unidist.migrate.code import Statement, full_name
+from unidist.migrate.flow import Flow, assignments, follow, results
+from unidist.migrate.models import Use, examine
+from unidist.migrate.site import Arguments, Site, is_constant
+
+COMPRESSION = {"Compression.none": "None", "Compression.fp16": '"fp16"'}
+#: Methods that only Horovod's optimizers have.
+_METHODS = {"synchronize", "skip_synchronize", "set_backward_passes_per_step"}
+#: Arguments that change how gradients travel, and nothing of what they are.
+_TRAVEL = {"num_groups", "groups"}
+_KEPT = "it stays Horovod's optimizer, through the drop-in"
+
+
+@dataclass
+class Optimizer:
+    """One ``DistributedOptimizer(...)`` and how it is replaced."""
+
+    call: cst.Call
+    statement: Statement
+    #: What it is assigned to; None where a function returns it.
+    target: cst.BaseExpression | None
+    arguments: Arguments
+    model: cst.BaseExpression
+    #: Where the model is wrapped, in the place of this statement.
+    wrap: Statement
+    broadcast: Statement | None
+    compression: cst.BaseExpression | None
+    use: Use
+    flow: Flow
+
+
+@dataclass
+class Refusal(Exception):
+    """Why the optimizers of a file stay Horovod's."""
+
+    node: cst.CSTNode
+    why: str
+    remedy: str = field(default="write unidist.wrap_model and a plain optimizer by hand, see docs/migrating.md")
+
+
+def change_optimizers(site: Site) -> None:
+    """All of a file, or none of them."""
+    try:
+        optimizers = [_plan(site, call) for call in site.calls("DistributedOptimizer")]
+        _check_together(site, optimizers)
+        compressions = _compressions(site, optimizers)
+    except Refusal as refusal:
+        site.note(refusal.node, f"{refusal.why}; {_KEPT}", refusal.remedy)
+        return
+    for optimizer in optimizers:
+        _change(site, optimizer)
+    for node in compressions:
+        site.edits.replace(node, cst.parse_expression(COMPRESSION[site.names.symbols[node]]))
+        site.settle(node)
+    change_broadcasts(site)
+
+
+def has_optimizer(site: Site) -> bool:
+    """Whether an optimizer of Horovod's stays in this file."""
+    return any(site.symbol(use) == "DistributedOptimizer" for use in site.left())
+
+
+# ------------------------------------------------------------------------------------ one optimizer
+def _plan(site: Site, call: cst.Call) -> Optimizer:
+    code = site.code
+    arguments = site.arguments(call)
+    statement = code.statement(call)
+    if arguments is None:
+        raise Refusal(call, "its arguments cannot be told")
+    target, variables = _result(site, call)
+    if not isinstance(statement, cst.SimpleStatementLine) or (target is not None and isinstance(code.parent(target), cst.Element)):
+        raise Refusal(call, "it shares its statement with something else", "give it a statement of its own, then migrate again")
+    compression = _check_arguments(site, call, arguments)
+    model = _model(site, call, arguments)
+    broadcast = _broadcast_of(site, model, statement)
+    wrap = max(statement, broadcast or statement, key=code.place)
+    use = examine(site, model, wrap)
+    if use.problem is not None:
+        raise Refusal(use.problem[0], use.problem[1])
+    flow = follow(code, variables)
+    return Optimizer(call, statement, target, arguments, model, wrap, broadcast, compression, use, flow)
+
+
+def _result(site: Site, call: cst.Call) -> tuple[cst.BaseExpression | None, list[str]]:
+    """What the optimizer is assigned to, and the variables that hold it.
+
+    Raises:
+        Refusal: it goes elsewhere.
+    """
+    code = site.code
+    assigned = [target for value, target in assignments(code) if value is call]
+    parent = code.parent(call)
+    if len(assigned) == 1 and (variable := code.variable(assigned[0])) is not None:
+        return assigned[0], [variable]
+    if isinstance(parent, cst.Return) and (variables := results(code, parent, None)):
+        return None, variables
+    raise Refusal(call, "its result is not assigned to a variable", "assign it to a variable, then migrate again")
+
+
+def _check_arguments(site: Site, call: cst.Call, arguments: Arguments) -> cst.BaseExpression | None:
+    """The compression.
+
+    Raises:
+        Refusal: an argument has no counterpart.
+    """
+    op = arguments.get("op")
+    if op is not None and site.symbol(op) != "Average":
+        raise Refusal(call, f"op={site.text(op)}: wrap_model averages gradients and does nothing else", "if the average will do, take out op=, then migrate again")
+    if "process_set" in arguments:
+        raise Refusal(call, "process_set=: a part of the ranks trains", "use unidist.new_group and wrap_model(group=...)")
+    if not is_constant(arguments.get("sparse_as_dense"), None, False):
+        raise Refusal(call, "sparse_as_dense=: wrap_model averages sparse gradients as they are", "take it out, then migrate again")
+    predivide = arguments.get("gradient_predivide_factor")
+    if predivide is not None and not is_constant(predivide, 1):
+        why = "gradient_predivide_factor has no counterpart: the average is the same but for rounding"
+        site.note(call, why, "nothing", f"gradient_predivide_factor={site.text(predivide)}")
+    compression = arguments.get("compression")
+    return None if compression is None or site.symbol(compression) == "Compression.none" else compression
+
+
+def _model(site: Site, call: cst.Call, arguments: Arguments) -> cst.BaseExpression:
+    """The model whose parameters are trained.
+
+    Raises:
+        Refusal: it cannot be told, or it is more than one.
+    """
+    named = arguments.get("named_parameters")
+    if isinstance(named, cst.Call) and full_name(named.func) in ("list", "tuple", "iter") and len(named.args) == 1:
+        named = named.args[0].value
+    if named is not None and not is_constant(named, None):
+        found = _owner(named, "named_parameters")
+        if found is None:
+            raise Refusal(call, f"named_parameters={site.text(named)} is not that of one model")
+        return found
+    made = arguments["optimizer"]
+    variable = site.code.variable(made)
+    values = [value for value, target in assignments(site.code) if variable and site.code.variable(target) == variable]
+    owners = []
+    for value in values if variable else [made]:
+        first = value.args[0].value if isinstance(value, cst.Call) and value is not call and value.args else None
+        if (found := _owner(first, "parameters")) is not None:
+            owners.append(found)
+    if len({site.text(owner) for owner in owners}) != 1:
+        raise Refusal(call, "the model that it trains cannot be told", "pass named_parameters=model.named_parameters(), then migrate again")
+    return owners[0]
+
+
+def _owner(node: cst.BaseExpression | None, method: str) -> cst.BaseExpression | None:
+    """``model`` of ``model.named_parameters()``."""
+    if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+        return None
+    return node.func.value if node.func.attr.value == method and isinstance(node.func.value, (cst.Name, cst.Attribute)) else None
+
+
+def broadcast_model(site: Site, call: cst.Call) -> cst.BaseExpression | None:
+    """The model whose state a ``broadcast_parameters`` sends from rank 0, or None."""
+    arguments = site.arguments(call) or {}
+    sent = arguments.get("params")
+    return (_owner(sent, "state_dict") or _owner(sent, "named_parameters")) if sent is not None else None
+
+
+def _broadcast_of(site: Site, model: cst.BaseExpression, statement: Statement) -> Statement | None:
+    """The statement of the same block that sends the model from rank 0."""
+    for call in site.calls("broadcast_parameters"):
+        found, own = broadcast_model(site, call), site.code.is_statement(call)
+        if found is None or own is None or site.text(found) != site.text(model):
+            continue
+        root = (site.arguments(call) or {}).get("root_rank")
+        if site.code.block(own) is site.code.block(statement) and is_constant(root, 0):
+            return own
+    return None
+
+
+# ------------------------------------------------------------------------------------ all of a file
+def _check_together(site: Site, optimizers: list[Optimizer]) -> None:
+    """
+    Raises:
+        Refusal: something else in the file needs Horovod's optimizer.
+    """
+    models = [site.code.variable(each.model) for each in optimizers]
+    for each, model in zip(optimizers, models):
+        if models.count(model) > 1:
+            raise Refusal(each.call, "two optimizers train one model")
+    for use in site.uses("DistributedOptimizer"):
+        if not isinstance(site.code.parent(use), cst.Call):
+            raise Refusal(use, "the class is used otherwise than by calling it")
+    if optimizers:
+        for call in site.calls("join"):
+            if not is_barrier(site, call):
+                why = "join() lets ranks run out of batches at different steps"
+                raise Refusal(call, why, "train inside `with unidist.join(model):`, see docs/semantics.md, or shard the data evenly")
+    known = {id(use) for each in optimizers for use in each.flow.uses}
+    for node in site.code.all(cst.Attribute):
+        if node.attr.value in ("skip_synchronize", "synchronize") and optimizers and id(node.value) not in known:
+            if not site.code.imported(node) and site.symbol(node) is None and "cuda" not in site.text(node):
+                raise Refusal(node, f"`{site.text(node)}` is of an optimizer that cannot be followed")
+    for each in optimizers:
+        for use in each.flow.uses:
+            _check_method(site, use)
+
+
+def _check_method(site: Site, use: cst.BaseExpression) -> None:
+    code = site.code
+    method = code.parent(use)
+    if not isinstance(method, cst.Attribute) or method.attr.value not in _METHODS:
+        return
+    call = code.parent(method)
+    item = code.parent(call)
+    is_with = isinstance(item, cst.WithItem) and method.attr.value == "skip_synchronize"
+    if not (isinstance(call, cst.Call) and call.func is method and (code.is_statement(call) or is_with)):
+        raise Refusal(method, f"`{site.text(method)}` is used otherwise than as a statement")
+    if is_with and len(code.parent(item).items) != 1:  # type: ignore[attr-defined]
+        raise Refusal(method, "skip_synchronize() shares its `with` with something else")
+
+
+def _compressions(site: Site, optimizers: list[Optimizer]) -> list[cst.BaseExpression]:
+    """The uses of ``hvd.Compression`` that become ``wrap_model``'s words.
+
+    Raises:
+        Refusal: one is no constant of Horovod's, or goes elsewhere too.
+    """
+    if not optimizers:
+        return []
+    found: list[cst.BaseExpression] = []
+    for each in optimizers:
+        if each.compression is not None:
+            found += _constants(site, each.call, each.compression)
+    others = [use for use in site.uses() if site.names.symbols[use].startswith("Compression") and use not in found]
+    outside = [use for use in others if not any(site.code.is_inside(use, each.call) for each in optimizers)]
+    if found and outside:
+        raise Refusal(outside[0], "this compression goes elsewhere than to the optimizer")
+    return found
+
+
+def _constants(site: Site, call: cst.Call, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    if site.symbol(node) in COMPRESSION:
+        return [node]
+    if isinstance(node, cst.IfExp):
+        return [*_constants(site, call, node.body), *_constants(site, call, node.orelse)]
+    variable = site.code.variable(node)
+    values = [value for value, target in assignments(site.code) if variable and site.code.variable(target) == variable]
+    if isinstance(node, cst.Name) and values and variable and not any(value is call for value in values):
+        uses = follow(site.code, [variable]).uses
+        if all(site.code.is_inside(use, call) for use in uses):
+            return [constant for value in values for constant in _constants(site, call, value)]
+    raise Refusal(call, f"compression={site.text(node)} is none of Horovod's own", "use wrap_model(compression='fp16') or 'bf16'")
+
+
+# ------------------------------------------------------------------------------------ the change
+def _change(site: Site, each: Optimizer) -> None:
+    code, edits = site.code, site.edits
+    accumulate(site, each.arguments.get("backward_passes_per_step"), each.flow, each.model, each.wrap)
+    inner = each.arguments["optimizer"]
+    wrapped = cst.Assign([cst.AssignTarget(each.model.deep_clone())], _wrap_call(site, each))
+    if each.target is not None and site.text(inner) == site.text(each.target):
+        edits.remove(each.statement)
+    else:
+        became = _Became(site, inner)
+        edits.replace(each.call, lambda updated: became.of(each.call, updated))
+    if each.broadcast is not None:
+        edits.remove(each.broadcast)
+        site.settle(each.broadcast)
+    line = cst.SimpleStatementLine([wrapped])
+    edits.insert(each.wrap, line)
+    for node in (each.call.func, *(value for name, value in each.arguments.items() if name not in ("optimizer", "compression"))):
+        site.settle(node)
+    if site.symbol(each.arguments.get("compression")) == "Compression.none":
+        site.settle(each.arguments["compression"])
+    for use in each.use.unwrapped:
+        edits.replace(use, lambda updated: cst.Call(site.own("unwrap"), [cst.Arg(updated)]))
+        site.own("unwrap")
+    for use in each.flow.uses:
+        _change_method(site, use)
+    for loaded in code.all(cst.Attribute):
+        before = loaded.attr.value == "load_state_dict" and site.text(loaded.value) == site.text(inner)
+        same = code.function(loaded) is code.function(each.call) and code.place(loaded) < code.place(each.call)
+        if before and same and isinstance(inner, cst.Name):
+            why = "Horovod's optimizer forgets state that was loaded before wrapping (momentum starts anew); now it is kept"
+            site.note(loaded, why, "nothing, if the state was meant to be loaded")
+
+
+def _wrap_call(site: Site, each: Optimizer) -> cst.Call:
+    options = [cst.Arg(each.model.deep_clone())]
+    if each.compression is not None:
+        value: cst.BaseExpression = each.compression.deep_clone()
+        if site.symbol(each.compression) in COMPRESSION:
+            value = cst.parse_expression(COMPRESSION[site.names.symbols[each.compression]])
+        elif isinstance(each.compression, cst.IfExp):
+            text = site.text(each.compression)
+            for node in _constants(site, each.call, each.compression):
+                text = text.replace(site.text(node), COMPRESSION[site.names.symbols[node]])
+            value = cst.parse_expression(text)
+        options.append(keyword("compression", value))
+    # Horovod leaves BatchNorm's statistics to each rank.
+    options.append(keyword("broadcast_buffers", cst.Name("False")))
+    return cst.Call(site.native(each.call.func, "wrap_model"), options)
+
+
+class _Became:
+    """An argument's node after the changes inside it."""
+
+    def __init__(self, site: Site, node: cst.BaseExpression) -> None:
+        self._node = node
+
+    def of(self, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        pairs = zip(call.args, updated.args)
+        return next(after.value for before, after in pairs if before.value is self._node)
+
+
+def _change_method(site: Site, use: cst.BaseExpression) -> None:
+    code = site.code
+    method = code.parent(use)
+    if not isinstance(method, cst.Attribute) or method.attr.value not in _METHODS:
+        return
+    call = code.parent(method)
+    statement = code.is_statement(call)
+    if statement is not None:
+        site.edits.remove(statement)
+        return
+    above = code.parent(code.parent(call))
+    if isinstance(above, cst.With):
+        site.edits.replace(above, _without_with)
+
+
+def _without_with(updated: cst.With) -> cst.BaseCompoundStatement | cst.FlattenSentinel[cst.BaseStatement]:
+    body = updated.body
+    if isinstance(body, cst.SimpleStatementSuite):
+        lines: list[cst.BaseStatement] = [cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)]
+    else:
+        lines = list(body.body)  # type: ignore[arg-type]
+    first = lines[0]
+    before = [*updated.leading_lines, *getattr(first, "leading_lines", ())]
+    if isinstance(body, cst.IndentedBlock) and body.header.comment is not None:
+        before.append(cst.EmptyLine(comment=body.header.comment))
+    return cst.FlattenSentinel([first.with_changes(leading_lines=before), *lines[1:]])
+
+
+def change_broadcasts(site: Site) -> None:
+    """The state of models and optimizers from another rank, where no wrapping stands for it."""
+    if has_optimizer(site):
+        return
+    for call in list(site.calls("broadcast_parameters", "broadcast_optimizer_state")):
+        arguments = site.arguments(call)
+        if arguments is None:
+            continue
+        if site.symbol(call.func) == "broadcast_parameters":
+            sent: cst.BaseExpression | None = broadcast_model(site, call)
+            name = "broadcast_model_state"
+        else:
+            sent, name = arguments["optimizer"], "broadcast_optimizer_state"
+        if sent is None:
+            continue
+        values = [cst.Arg(sent.deep_clone())]
+        if not is_constant(arguments.get("root_rank"), 0):
+            values.append(keyword("src", arguments["root_rank"].deep_clone()))
+        if any(site.code.is_inside(use, call) for use in site.uses() if use is not call.func):
+            continue  # the root is computed by a call of Horovod's
+        site.edits.replace(call, cst.Call(site.native(call.func, name), values))
+        site.settle(call)
