@@ -19,6 +19,7 @@ from unidist.errors import UnidistError
 
 # The help lines stand here, so that `unidist --help` imports no command.
 COMMANDS = {
+    "migrate": "Turn code that uses Horovod into unidist's, with a diff and a report.",
     "bench": "Measure unidist beside the raw libraries and its peers.",
     "doctor": "Tell what this machine can run, and what to mend.",
     "build-horovod": "Build Horovod for the installed PyTorch.",

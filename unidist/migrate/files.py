@@ -8,29 +8,31 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+Kind = Literal["python", "notebook", "shell"]
 #: Folders that hold no code of the user's.
-SKIPPED = {".git", ".hg", ".svn", ".tox", ".venv", "venv", "__pycache__", "node_modules", "site-packages"}
-SUFFIXES = {".py", ".pyi", ".ipynb", ".sh", ".bash", ".slurm", ".sbatch", ".pbs"}
+SKIPPED = {".git", ".hg", ".svn", ".tox", ".nox", ".venv", "venv", "__pycache__", "node_modules", "site-packages"}
+SUFFIXES: dict[str, Kind] = {
+    ".py": "python", ".pyi": "python", ".pyw": "python", ".ipynb": "notebook",
+    ".sh": "shell", ".bash": "shell", ".zsh": "shell", ".slurm": "shell", ".sbatch": "shell", ".pbs": "shell", ".lsf": "shell",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file's text, and how its bytes are made of it."""
+    """A file's text, with its own line ends, and the encoding of its bytes."""
 
     path: Path
     text: str
-    encoding: str = "utf-8"
-    #: Line ends of the file; the text has plain ones.
-    newline: str = "\n"
-
-    def encode(self, text: str) -> bytes:
-        """The bytes of another text for this file."""
-        return text.replace("\n", self.newline).encode(self.encoding)
+    encoding: str
 
 
 def find(paths: Iterable[Path]) -> Iterator[Path]:
-    """The files under some paths, in order, each once; links to folders are not followed, and files given by name are always there."""
+    """The files under some paths, in order, each once.
+
+    Links to folders are not followed. Files given by name are always there; of a folder, those whose suffix or first line tells a kind.
+    """
     seen: set[Path] = set()
     for path in paths:
         for file in _walk(path) if path.is_dir() else [path]:
@@ -45,33 +47,43 @@ def _walk(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if name not in SKIPPED)
         for name in sorted(names):
             file = Path(place, name)
-            if file.suffix in SUFFIXES and file.is_file():
+            if file.is_file() and kind(file) is not None:
                 yield file
 
 
-def read(path: Path) -> Source:
+def kind(path: Path) -> Kind | None:
+    """What a file is, by its suffix, or without one by its first line."""
+    if path.suffix:
+        return SUFFIXES.get(path.suffix.lower())
+    try:
+        with path.open("rb") as file:
+            first = file.readline(200)
+    except OSError:
+        return None
+    if not first.startswith(b"#!"):
+        return None
+    return "python" if b"python" in first else "shell" if first.rstrip().endswith(b"sh") else None
+
+
+def read(path: Path, data: bytes, what: Kind) -> Source:
     """A file's text by its own declaration of the encoding (PEP 263), else UTF-8.
 
     Raises:
         UnicodeDecodeError, SyntaxError: the bytes are not of that encoding, or it is unknown.
     """
-    data = path.read_bytes()
-    encoding = "utf-8"
-    if path.suffix in (".py", ".pyi"):
+    encoding = "utf-8-sig" if data.startswith(b"\xef\xbb\xbf") else "utf-8"
+    if what == "python":
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    elif data.startswith(b"\xef\xbb\xbf"):
-        encoding = "utf-8-sig"
-    text = data.decode(encoding)
-    newline = "\r\n" if text.count("\r\n") * 2 > text.count("\n") else "\n"
-    if newline == "\r\n":
-        text = text.replace("\r\n", "\n")
-    return Source(path, text, encoding, newline)
+    return Source(path, data.decode(encoding), encoding)
 
 
 def write(source: Source, text: str) -> None:
     """Replace a file's content; all of it or nothing. Links stay links, and permissions stay."""
     real = source.path.resolve()
-    part = real.with_name(f".{real.name}.unidist")
-    part.write_bytes(source.encode(text))
-    part.chmod(real.stat().st_mode)
-    part.replace(real)
+    part = real.with_name(f".{real.name}.{os.getpid()}.unidist")
+    try:
+        part.write_bytes(text.encode(source.encoding))
+        part.chmod(real.stat().st_mode)
+        part.replace(real)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,96 @@
+"""Notebooks: all code cells are one module, since they share their names; magics keep their places."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import libcst as cst
+
+from unidist.migrate.report import Finding
+
+#: Statements that stand for a cell's beginning, and for a line that is not Python.
+_CELL, _LINE = "__unidist_cell__", "__unidist_line__"
+_MAGIC = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
+#: Magics whose cell is Python all the same.
+_PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")
+Migrate = Callable[[str], tuple[str, list[Finding]]]
+
+
+def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Finding]]:
+    """A notebook with its cells migrated.
+
+    Raises:
+        ValueError: it is no notebook.
+        libcst.ParserSyntaxError: its cells do not make a module.
+    """
+    book = json.loads(text)
+    if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
+        raise ValueError("there are no cells in it: a notebook of version 4 has a list of them")
+    module, lines, left = _as_module(book["cells"])
+    changed, findings = migrate(module)
+    sources = _as_cells(changed, lines)
+    starts = {number: module[: module.index(f"{_CELL}({number})\n")].count("\n") + 1 for number in sources}
+    for number, source in sources.items():
+        cell = book["cells"][number]
+        if source != "".join(cell["source"]):
+            cell["source"] = source.splitlines(keepends=True) if isinstance(cell["source"], list) else source
+    placed = [_in_cell(finding, starts) for finding in findings] + left
+    return (_written(text, book) if changed != module else text), placed
+
+
+def _as_module(cells: list[Any]) -> tuple[str, list[str], list[Finding]]:
+    """The text of all code cells, the lines in it that are not Python, and cells that do not parse."""
+    parts: list[str] = []
+    lines: list[str] = []
+    left: list[Finding] = []
+
+    def hide(match: re.Match[str], line: str) -> str:
+        lines.append(line[len(match[1]) :])
+        return f"{match[1]}{_LINE}({len(lines) - 1})"
+
+    for number, cell in enumerate(cells):
+        source = "".join(cell.get("source", []))
+        if cell.get("cell_type") != "code" or (source.startswith("%%") and not source.startswith(_PYTHON)):
+            continue
+        hidden = "\n".join(hide(match, line) if (match := _MAGIC.match(line)) else line for line in source.split("\n"))
+        try:
+            cst.parse_module(hidden)
+        except cst.ParserSyntaxError as error:
+            if "horovod" in source:
+                why = f"the cell does not parse: {error.message.splitlines()[0]}"
+                left.append(Finding(error.raw_line, source.split("\n")[0], why, "mend it, then migrate again", number + 1))
+            continue
+        parts.append(f"{_CELL}({number})\n{hidden}\n")
+    return "".join(parts), lines, left
+
+
+def _as_cells(module: str, lines: list[str]) -> dict[int, str]:
+    """The cells' sources by their numbers."""
+    before, *parts = re.split(rf"^{_CELL}\((\d+)\)\n", module, flags=re.MULTILINE)
+    found = {int(number): source.removesuffix("\n") for number, source in zip(parts[::2], parts[1::2])}
+    if before and found:
+        first = min(found)
+        found[first] = before + found[first]
+    return {
+        number: re.sub(rf"{_LINE}\((\d+)\)", lambda match: lines[int(match[1])], source) for number, source in found.items()
+    }
+
+
+def _in_cell(finding: Finding, starts: dict[int, int]) -> Finding:
+    number = max((each for each in starts if starts[each] < finding.line), key=lambda each: starts[each], default=min(starts))
+    return replace(finding, line=max(1, finding.line - starts[number]), cell=number + 1)
+
+
+def _written(text: str, book: Any) -> str:
+    """The notebook's text in the form that it had."""
+    end = "\n" if text.endswith("\n") else ""
+    before = json.loads(text)
+    for indent in (1, 2, 4, None):
+        for ascii_only in (False, True):
+            if json.dumps(before, indent=indent, ensure_ascii=ascii_only) + end == text:
+                return json.dumps(book, indent=indent, ensure_ascii=ascii_only) + end
+    return json.dumps(book, indent=1, ensure_ascii=False) + end

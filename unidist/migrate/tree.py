@@ -1,0 +1,107 @@
+"""A whole code base: each file that names Horovod, migrated in memory."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import libcst as cst
+
+from unidist.migrate import files
+from unidist.migrate.files import Kind
+from unidist.migrate.jobs import find_launches
+from unidist.migrate.native import Level, migrate
+from unidist.migrate.notebooks import migrate_notebook
+from unidist.migrate.report import FileReport, Finding
+
+_NAMED = re.compile(rb"horovod|unidist\.hvd|from unidist import .*hvd")
+_LAUNCHED = re.compile(rb"horovodrun|mpirun|mpiexec")
+_IMPORTS = re.compile(r"^\s*(?:>>>\s*)?(?:from\s+horovod\b|import\s+(?:[\w.]+\s*,\s*)*horovod\b)", re.MULTILINE)
+_LOADED = re.compile(r"import_module\(\s*['\"]horovod|__import__\(\s*['\"]horovod")
+
+
+def migrate_files(paths: Iterable[Path], level: Level) -> Iterator[FileReport]:
+    """A report of each file that names Horovod or starts it; nothing is written."""
+    for path in paths:
+        report = migrate_file(path, level)
+        if report is not None:
+            yield report
+
+
+def migrate_file(path: Path, level: Level) -> FileReport | None:
+    """One file's report; None if Horovod is not in it."""
+    what = files.kind(path) or "python"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return _failed(path, 1, f"it cannot be read: {error.strerror}", "see to it that it can")
+    if what == "shell":
+        return _jobs(path, data) if _LAUNCHED.search(data) else None
+    if not _NAMED.search(data):
+        return None
+    try:
+        source = files.read(path, data, what)
+    except (UnicodeDecodeError, SyntaxError, LookupError) as error:
+        report = _failed(path, 1, f"its bytes are no text: {error}", "declare its encoding (PEP 263)")
+        report.needs_horovod = bool(_IMPORTS.search(data.decode("latin-1")))
+        return report
+    return _migrated(path, source.text, what, level)
+
+
+def _migrated(path: Path, text: str, what: Kind, level: Level) -> FileReport:
+    rules = partial(migrate, level=level)
+    try:
+        after, findings = migrate_notebook(text, rules) if what == "notebook" else rules(text)
+    except cst.ParserSyntaxError as error:
+        report = _failed(path, error.raw_line, f"it does not parse: {error.message.splitlines()[0]}", "mend it, then migrate again")
+    except (ValueError, RecursionError) as error:
+        report = _failed(path, 1, f"it cannot be read: {error}", "migrate it by hand")
+    else:
+        report = FileReport(path, "changed" if after != text else "unchanged", findings, before=text, after=after)
+    code = _code_of(report.after or text, what)
+    report.needs_horovod = imports_horovod(code)
+    report.uses_drop_in = "unidist.hvd" in code or bool(re.search(r"from unidist import .*\bhvd\b", code))
+    if report.needs_horovod and not report.findings:
+        report.findings.append(Finding(1, "import horovod", "the file still imports Horovod", "replace what it uses by hand"))
+    return report
+
+
+def _jobs(path: Path, data: bytes) -> FileReport:
+    findings = []
+    for launch in find_launches(data.decode("utf-8", errors="replace")):
+        why = "; ".join(["unidist runs under it as it is, and under torchrun", *launch.notes])
+        findings.append(Finding(launch.line, launch.command.splitlines()[0], why, launch.torchrun or "none in one line"))
+    return FileReport(path, "unchanged", findings)
+
+
+def _failed(path: Path, line: int, why: str, remedy: str) -> FileReport:
+    return FileReport(path, "failed", [Finding(line, path.name, why, remedy)])
+
+
+def _code_of(text: str, what: Kind) -> str:
+    if what != "notebook":
+        return text
+    parts: list[str] = []
+    try:
+        migrate_notebook(text, lambda code: (parts.append(code) or code, []))  # type: ignore[func-returns-value]
+    except (ValueError, cst.ParserSyntaxError):
+        return text
+    return "\n".join(parts)
+
+
+def imports_horovod(code: str) -> bool:
+    """Whether a module imports Horovod itself; of one that does not parse, whether a line looks so."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError):
+        return bool(_IMPORTS.search(code) or _LOADED.search(code))
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.append(node.module)
+        if any(name.split(".")[0] == "horovod" for name in names):
+            return True
+    return bool(_LOADED.search(code))
