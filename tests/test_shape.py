@@ -27,7 +27,8 @@ BELOW = {
     "context": {"errors", "knobs", "topology", "seed", "backends"},
     **{name: {"errors", "knobs", "context", "tree", "backends", *FEATURES} for name in FEATURES},
     "bench": {"bench", "cli", "wrap_model", "hvd"},
-    "cli": {"errors", "knobs", "topology", "context", "bench", "cli"},
+    "cli": {"errors", "knobs", "topology", "context", "bench", "cli", "compare"},
+    "compare": {"topology", "seed", "hvd", "compare"},
     "hvd": {
         "errors",
         "knobs",
@@ -52,7 +53,16 @@ LIBRARIES = {
 }
 #: These measure and look at the libraries themselves.
 LOOKING = {"bench/peers.py", "bench/startup.py", "bench/memory.py", "cli/bench.py", "cli/checkup.py"}
-FOLDERS = ("unidist", "unidist/cli", "unidist/bench", "unidist/data", "unidist/hvd", "unidist/hvd/common", "backends")
+FOLDERS = (
+    "unidist",
+    "unidist/cli",
+    "unidist/bench",
+    "unidist/compare",
+    "unidist/data",
+    "unidist/hvd",
+    "unidist/hvd/common",
+    "backends",
+)
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
 
 
@@ -194,6 +204,7 @@ def test_readme_commands_are_run_by_tests() -> None:
         "unidist build-horovod --install": "Makefile",
         "unidist doctor --run": "tests/test_doctor.py",
         "unidist bench all --quick": "tests/test_bench.py",
+        "unidist compare examples/digits_horovod.py --steps 20": "tests/test_compare.py",
         "python examples/digits.py": "tests/test_matrix.py",
         "torchrun --nproc-per-node 2 examples/digits.py": "tests/test_matrix.py",
         "horovodrun -np 2 python examples/digits.py": "tests/test_matrix.py",

@@ -21,6 +21,7 @@ from unidist.errors import UnidistError
 COMMANDS = {
     "migrate": "Turn code that uses Horovod into unidist's, with a diff and a report.",
     "bench": "Measure unidist beside the raw libraries and its peers.",
+    "compare": "Train on two engines, and tell where they first differ.",
     "doctor": "Tell what this machine can run, and what to mend.",
     "build-horovod": "Build Horovod for the installed PyTorch.",
 }

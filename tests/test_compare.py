@@ -1,0 +1,429 @@
+"""``unidist compare``: in real worlds, and its parts in this process."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.worlds import PYTHON, ROOT, environment
+from unidist.compare.difference import Difference, Tolerance, differences, drift, match
+from unidist.compare.naming import names
+from unidist.compare.recorder import Recorder
+from unidist.compare.recording import Rank, Recording, Trained, read
+from unidist.compare.report import Comparison, Side, notes, verdict
+from unidist.compare.series import final, largest, points
+from unidist.compare.sketch import distance, gap, sketches
+
+LEGACY, PROGRAMS = ROOT / "tests/legacy", ROOT / "tests/programs"
+CLOSE = Tolerance(1e-4, 1e-6)
+
+
+def compare(folder: Path, *argv: Any, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [PYTHON, "-m", "unidist.cli", "compare", *map(str, argv)]
+    whole = environment("python", {"COLUMNS": "300", "PYTHONPATH": str(ROOT), **env})
+    return subprocess.run(command, cwd=folder, env=whole, capture_output=True, text=True, timeout=300)
+
+
+# ------------------------------------------------------------------------------------ worlds
+def test_unchanged_scripts_on_horovod_and_on_the_drop_in(tmp_path: Path) -> None:
+    """Two optimizers with the same names, scaled losses, several losses a step, weight decay, uneven ranks."""
+    scripts = [
+        LEGACY / f"{name}.py" for name in ("plain", "gan", "grad_scaler", "accumulation", "subclass", "join_uneven")
+    ]
+    for side in ("left", "right"):
+        (tmp_path / side).mkdir()
+    done = compare(tmp_path, PROGRAMS / "run_legacy.py", "--json", "all.json", "--", "{side}", *scripts)
+    assert done.returncode == 0 and "THE SAME: 41 steps" in done.stdout, done.stdout + done.stderr
+    assert "drop-in:gloo" in done.stdout and "wrote all.json and compare.png" in done.stdout
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (tmp_path / "right").iterdir()} == {f"{path.stem}.pt" for path in scripts}
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert found["agree"] and found["first_difference"] is None and found["final"]["relative"] < 1e-5
+    assert [point["optimizer"] for point in found["steps"][6:12]] == [1, 2] * 3
+    left, right = found["sides"]["left"], found["sides"]["right"]
+    # plain.py and grad_scaler.py broadcast the state of an optimizer that is new.
+    assert (left["idle_steps"], right["idle_steps"]) == ([2, 2], [0, 0])
+    assert [[len(losses) for losses in side["losses"]] for side in (left, right)] == [[41, 40]] * 2
+    assert {len(losses) for losses in left["losses"][0][24:30]} == {2}
+    assert all(0.5 < losses[0] < 2 for losses in left["losses"][0][18:24])  # not 1024 times that
+    kinds = ["SGD", "RMSprop", "RMSprop", "SGD", "SGD", "AdamW", "SGD"]
+    assert [trained["kind"] for trained in right["optimizers"]] == kinds
+    assert list(right["optimizers"][0]["parameters"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_the_example_of_the_readme(tmp_path: Path) -> None:
+    """A script that imports its neighbour, and ends after the steps asked for."""
+    done = compare(tmp_path, ROOT / "examples/digits_horovod.py", "--steps", "20", "--plot", "d.svg")
+    assert done.returncode == 0 and "THE SAME: 20 steps" in done.stdout, done.stdout + done.stderr
+    assert not (tmp_path / "digits.pt").exists() and (tmp_path / "d.svg").exists()
+    assert json.loads((tmp_path / "compare.json").read_text())["arguments"] == []
+
+
+def test_one_weight_that_a_migrated_script_changes(tmp_path: Path) -> None:
+    argv = [LEGACY / "plain.py", PROGRAMS / "migrated.py", "--left", "horovod", "--right", "gloo", "-np", "2"]
+    done = compare(tmp_path, *argv, "--", "{side}.pt", "nudge")
+    assert done.returncode == 1 and "DIFFERENT at step 4 (before it, no more than" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert "weights of 2.bias: norms: left 0.397" in done.stdout and "another optimizer or its state" in done.stdout
+    found = json.loads((tmp_path / "compare.json").read_text())
+    first = found["first_difference"]
+    assert (first["kind"], first["step"], first["parameter"], first["parameters"]) == ("weights", 4, "2.bias", 1)
+    assert first["distance"] == pytest.approx(0.01, rel=0.5) and not found["agree"]
+    assert max(value for point in found["steps"][:3] for value in point["apart"].values()) < 1e-6
+    saved = [torch.load(tmp_path / f"{side}.pt") for side in ("left", "right")]
+    most = max((saved[0][name] - saved[1][name]).abs().max().item() for name in saved[0])
+    assert found["final"]["most"] == pytest.approx(most)
+
+
+def test_ranks_that_drift_apart(tmp_path: Path) -> None:
+    """Two more launchers and another engine; sides that are wrong in the same way agree."""
+    argv = ["--left", "gloo@spawn", "--right", "mpi", PROGRAMS / "migrated.py", "--", "{side}.pt", "never averages"]
+    done = compare(tmp_path, *argv)
+    assert done.returncode == 0 and "THE SAME: 6 steps" in done.stdout, done.stdout + done.stderr
+    assert "the ranks of the left side drift apart: after step 1, " in done.stdout
+    assert "the ranks of the right side drift apart" in done.stdout
+
+
+def test_a_side_that_fails_or_does_not_train(tmp_path: Path) -> None:
+    done = compare(tmp_path, "--left", "gloo", PROGRAMS / "migrated.py", "--", "{side}.pt", "crash")
+    assert done.returncode == 1 and "the left side (gloo under torchrun) ended with status 1" in done.stderr
+    assert "RuntimeError: this script fails" in done.stderr and not list(tmp_path.iterdir())
+    (tmp_path / "empty.py").write_text("import time, sys; time.sleep(float(sys.argv[1]))")
+    done = compare(tmp_path, "--left", "gloo", "-np", "1", "empty.py", "--", "0")
+    assert done.returncode == 1 and "no training step was seen on rank 0" in done.stderr
+    done = compare(tmp_path, "--left", "gloo", "-np", "1", "--timeout", "2", "empty.py", "--", "60")
+    assert done.returncode == 1 and "did not end within 2 s (--timeout)" in done.stderr
+
+
+def test_wrong_usage(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from unidist.cli import main
+
+    script = str(LEGACY / "plain.py")
+    for argv, message in [
+        (["no.py"], "'no.py' does not exist"),
+        ([script, "--left", "smoke"], "'smoke' is no engine"),
+        ([script, "--left", "gloo@smoke"], "'smoke' is no launcher"),
+        ([script, "--right", "drop-in:horovod"], "stands for Horovod"),
+        ([script, "--json", f"{tmp_path}/no/x.json"], "is no folder: make it first"),
+        ([script, "--plot", "x.txt"], "must end in .png"),
+        ([script, "-np", "0"], "0 is not in the range"),
+        (["--", script], "Missing argument 'LEFT.py'"),
+    ]:
+        done = CliRunner().invoke(main, ["compare", *argv])
+        assert done.exit_code == 2 and message in done.output, done.output
+    if torch.cuda.device_count() < 2:
+        done = CliRunner().invoke(main, ["compare", script, "--left", "nccl"])
+        assert (
+            done.exit_code == 1
+            and "the left side (nccl under torchrun) cannot run here: 2 ranks on nccl" in done.output
+        )
+
+
+def test_a_plot_needs_matplotlib_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unidist.cli import compare as module
+
+    assert module._plot_path(None) == Path("compare.png")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert module._plot_path(None) is None
+    with pytest.raises(module.click.UsageError, match="pip install 'unidist-torch"):
+        module._plot_path(Path("x.png"))
+
+
+# ------------------------------------------------------------------------------------ the recorder
+def model() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def train(
+    change: Callable[[int, nn.Module], None] = lambda step, net: None,
+    steps: int = 5,
+    lr: float = 0.1,
+    factor: float = 1.0,
+) -> None:
+    """A small training; ``change`` may touch the model between backward and step."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    draw = torch.Generator().manual_seed(1)
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        (net(torch.randn(6, 3, generator=draw) * factor).square().mean()).backward()
+        change(step, net)
+        optimizer.step()
+
+
+def record(folder: Path, script: Callable[[], None], limit: int | None = None) -> Recording:
+    folder.mkdir(exist_ok=True)
+    with Recorder(folder, 0, limit):
+        script()
+    return read(folder, 1)
+
+
+def first(tmp_path: Path, left: Callable[[], None], right: Callable[[], None]) -> Difference | None:
+    sides = record(tmp_path / "left", left), record(tmp_path / "right", right)
+    return next(differences(*sides, CLOSE), None)
+
+
+def test_the_first_difference_is_named(tmp_path: Path) -> None:
+    def change(at: int, touch: Callable[[nn.Module], None]) -> Callable[[], None]:
+        def at_step(step: int, net: nn.Module) -> None:
+            if step == at:
+                with torch.no_grad():
+                    touch(net)
+
+        return lambda: train(at_step)
+
+    def swap(net: nn.Module) -> None:
+        weight = net[0].weight  # type: ignore[index]
+        weight[0, 0], weight[1, 1] = weight[1, 1].clone(), weight[0, 0].clone()
+
+    assert first(tmp_path, train, train) is None
+    for right, kind, step, parameter in [
+        (lambda: train(lr=0.11), "weights", 1, None),
+        (lambda: train(factor=1.01), "loss", 1, None),
+        (change(3, lambda net: net[0].weight.grad.mul_(1.01)), "gradient", 3, "0.weight"),  # type: ignore[index]
+        (change(3, lambda net: net[2].bias.add_(1e-3)), "weights", 3, "2.bias"),  # type: ignore[index]
+        (change(2, swap), "weights", 2, "0.weight"),
+        (change(4, lambda net: net[2].bias.fill_(torch.nan)), "weights", 4, "2.bias"),  # type: ignore[index]
+        (lambda: train(steps=7), "steps", 6, None),
+        (lambda: train(steps=3), "steps", 4, None),
+    ]:
+        found = first(tmp_path, train, right)
+        assert found and (found.kind, found.step) == (kind, step), found
+        assert found.parameter == parameter or not parameter
+
+
+def test_what_is_different_before_the_first_step_and_after_the_last(tmp_path: Path) -> None:
+    def other(net: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
+        kept.append(net)
+        optimizer = kind(net.parameters(), lr=0.1)  # type: ignore[call-arg]
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    def shifted(by: float) -> nn.Module:
+        net = model()
+        with torch.no_grad():
+            net[0].bias[2] += by
+        return net
+
+    def late() -> None:
+        other(model())
+        with torch.no_grad():
+            kept[-1][2].weight[0, 0] += 0.5
+
+    kept: list[Any] = []
+    found = first(tmp_path, lambda: other(model()), lambda: other(shifted(0.01)))
+    assert found and (found.kind, found.step, found.parameter) == ("start", 0, "0.bias")
+    assert first(tmp_path, lambda: other(model()), lambda: other(shifted(1e-7))) is None
+    found = first(tmp_path, lambda: other(model()), late)
+    assert found and (found.kind, found.parameter) == ("final", "2.weight")
+    ends = final(read(tmp_path / "left", 1), read(tmp_path / "right", 1))
+    assert ends and ends.most == pytest.approx(0.5) and ends.parameter == "2.weight"
+    found = first(tmp_path, lambda: other(model()), lambda: other(nn.Linear(3, 1)))
+    assert found and (found.kind, found.parameter, found.left, found.right) == ("parameters", "0.weight", 12, 0)
+    assert final(read(tmp_path / "left", 1), read(tmp_path / "right", 1)) is None
+    found = first(tmp_path, lambda: other(model()), lambda: other(model(), torch.optim.Adam))
+    assert found and (found.kind, found.step) == ("weights", 1)
+
+
+def test_optimizers_in_turn_and_losses_between_steps(tmp_path: Path) -> None:
+    def gan(second_first: bool = False) -> None:
+        nets = model(), model()
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        for step in range(3):
+            for net, optimizer in list(zip(nets, optimizers))[:: -1 if second_first and step else 1]:
+                optimizer.zero_grad()
+                for _ in range(2):
+                    (net(torch.ones(1, 3)) / 2).sum().backward()
+                optimizer.step()
+
+    found = record(tmp_path / "a", gan)
+    (rank,) = found.ranks
+    assert [step.optimizer for step in rank.steps] == [0, 1] * 3 and {len(step.losses) for step in rank.steps} == {2}
+    assert found.loss(0) == pytest.approx(sum(rank.steps[0].losses))
+    assert [list(trained.names) for trained in rank.optimizers] == [["0.weight", "0.bias", "2.weight", "2.bias"]] * 2
+    first = next(differences(found, record(tmp_path / "b", lambda: gan(True)), CLOSE))
+    assert (first.kind, first.step, first.left, first.right) == ("order", 3, 0, 1)
+
+
+def test_steps_that_are_none(tmp_path: Path) -> None:
+    """Horovod's step with zeros; the one that a scaler leaves out; one inside another; one inside backward."""
+    net = model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    def script() -> None:
+        optimizer = Outer(net.parameters(), lr=0.1)
+        for param in net.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        for factor in (1.0, torch.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((net(torch.ones(1, 3)) * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        hook = net[0].weight.register_hook(lambda grad: optimizer.step())
+        net(torch.ones(1, 3)).sum().backward()
+        hook.remove()
+        optimizer.step(lambda: net(torch.ones(1, 3)).sum().backward())
+
+    torch.optim.SGD(model().parameters())  # its step is hooked, as well as that of the class above
+    (rank,) = record(tmp_path / "a", script).ranks
+    assert rank.idle == 1 and [len(step.losses) for step in rank.steps] == [1, 2, 2]
+    assert abs(rank.steps[0].losses[0]) < 2  # not times 64
+
+
+def test_names_are_the_models_own() -> None:
+    net = model()
+    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"module": net})})
+    groups = [{"params": net[2].parameters()}, {"params": [*net[0].parameters(), nn.Parameter(torch.ones(1))]}]
+    assert names(torch.optim.SGD(groups)) == ["2.weight", "2.bias", "0.weight", "0.bias", "group 1, number 2"]
+    del wrapped
+    twins = model(), model()
+    assert names(torch.optim.SGD([param for net in twins for param in net[2].parameters()], lr=1.0)) == [
+        "2.weight", "2.bias", "2.weight #2", "2.bias #2"
+    ]  # fmt: skip
+
+
+def test_the_script_is_not_disturbed(tmp_path: Path) -> None:
+    before, exit_, scale = torch.autograd.backward, os._exit, torch.amp.GradScaler.scale
+    torch.manual_seed(0)
+    train()
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    with pytest.raises(SystemExit) as ended:
+        record(tmp_path / "a", train, limit=2)
+    assert ended.value.code == 0 and len(read(tmp_path / "a", 1).ranks[0].steps) == 2
+    torch.manual_seed(0)
+    record(tmp_path / "a", train)
+    assert torch.equal(torch.rand(3), expected)
+    assert (torch.autograd.backward, os._exit, torch.amp.GradScaler.scale) == (before, exit_, scale)
+
+
+def test_a_script_sees_itself_alone(tmp_path: Path) -> None:
+    """Its arguments, its folder's modules, its files, and an end without cleaning up; worker processes record nothing."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/neighbour.py").write_text("steps = 3")
+    (tmp_path / "here.txt").write_text("")
+    (tmp_path / "code/script.py").write_text(
+        "import os, random, sys, neighbour, numpy, torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "if __name__ == '__main__':\n"
+        "    assert sys.argv == ['code/script.py', '--steps', '9', '--'] and os.path.exists('here.txt'), sys.argv\n"
+        "    assert __file__.endswith('code/script.py')\n"
+        "    print(random.random(), numpy.random.rand(), torch.rand(1).item())\n"
+        "    net = torch.nn.Linear(1, 1)\n"
+        "    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "    for x in DataLoader(torch.ones(neighbour.steps, 1), num_workers=1):\n"
+        "        net(x).sum().backward(); optimizer.step()\n"
+        "    os._exit(0)\n"
+    )
+    command = [sys.executable, "-m", "unidist.compare", "--seed", "3", ".", "code/script.py", "--steps", "9", "--"]
+    env = environment("python", {"PYTHONPATH": str(ROOT)})
+    runs = [subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True) for _ in range(2)]
+    assert runs[0].returncode == 0 and runs[0].stdout == runs[1].stdout != "", runs[0].stderr
+    found = read(tmp_path, 1)
+    assert found.steps == 3 and [len(params) for params in found.final] == [2]
+
+
+# ------------------------------------------------------------------------------------ the comparison
+def test_sketches_tell_distances() -> None:
+    draw = torch.Generator().manual_seed(0)
+    for shape in [(1,), (3,), (40, 50), (70_000,)]:
+        a, d = torch.randn(shape, generator=draw), 1e-5 * torch.randn(shape, generator=draw)
+        mine, other = sketches([a, a + d])
+        assert 0.3 < distance(mine, other) / d.norm().item() < 3
+        assert distance(mine, mine) == 0 and mine[0] == pytest.approx(a.norm().item())
+    for shape in [(4,), (200, 200)]:
+        a = torch.randn(shape, generator=draw)
+        one, moved = a.clone(), a.flip(0)
+        one.view(-1)[2] += 0.01
+        mine, *others = sketches([a, one, moved])
+        assert distance(mine, others[0]) == pytest.approx(0.01, rel=0.5) and distance(mine, others[1]) > 0.1
+    none, zeros, sparse = sketches([None, torch.zeros(3), torch.eye(3).to_sparse()])
+    assert none == zeros and sparse == sketches([torch.eye(3)])[0] and sketches([torch.zeros(0)])[0][0] == 0
+    assert sketches([]) == [] and sketches([torch.tensor([3 + 4j])])[0][0] == pytest.approx(5)
+    nan = float("nan")
+    assert (gap(nan, nan), gap(nan, 1.0), gap(torch.inf, torch.inf), gap(2.0, 1.0)) == (0, torch.inf, 0, 1)
+
+
+def test_parameters_belong_together() -> None:
+    def trained(**shapes: list[int]) -> Trained:
+        return Trained("SGD", list(shapes), list(shapes.values()), [])
+
+    assert match(trained(a=[2], b=[3]), trained(b=[3], a=[2])) == [1, 0]
+    assert match(trained(a=[2], b=[3]), trained(x=[2], y=[3])) == [0, 1]
+    assert match(trained(a=[2], b=[3]), trained(a=[2], b=[4])) is None
+    assert match(trained(a=[2], b=[3]), trained(x=[3], y=[2])) is None
+    assert match(trained(a=[2]), trained(a=[2], b=[3])) is None
+
+
+def test_several_ranks(tmp_path: Path) -> None:
+    """The loss is a mean; weights are compared rank by rank, and with rank 0's."""
+    (one,) = record(tmp_path / "a", train).ranks
+    (other,) = record(tmp_path / "b", lambda: train(lr=0.2)).ranks
+    shorter = Rank(one.optimizers, one.steps[:2])
+    twice = replace(one.steps[0], losses=[3 * one.steps[0].losses[0]])
+    both = Recording([one, Rank(one.optimizers, [twice, *one.steps[1:]])])
+    assert both.loss(0) == pytest.approx(2 * one.steps[0].losses[0])
+    assert next(differences(both, both, CLOSE), None) is None and drift(both, CLOSE) is None
+    mixed = Recording([one, other])
+    found = next(differences(Recording([one, one]), mixed, CLOSE))
+    assert (found.kind, found.step, found.rank) == ("weights", 1, 1)
+    apart = drift(mixed, CLOSE)
+    assert apart and (apart.step, apart.rank, apart.parameter) == (1, 1, found.parameter)
+    uneven = Recording([one, shorter])
+    assert next(differences(uneven, uneven, CLOSE), None) is None and drift(uneven, CLOSE) is None
+    found = next(differences(Recording([one, one]), uneven, CLOSE))
+    assert (found.kind, found.step, found.rank, found.left, found.right) == ("steps", 3, 1, 5, 2)
+    series = points(Recording([one, one]), mixed)
+    assert len(series) == 5 and largest(series[:1], "loss") == (0.0, 1) and largest([], "loss") is None
+    most = largest(series, "weights")
+    assert most and most[0] == max(point.apart["weights"] or 0 for point in series)
+
+
+def test_what_is_said(tmp_path: Path) -> None:
+    (one,) = record(tmp_path / "a", train).ranks
+    (other,) = record(tmp_path / "b", lambda: train(lr=0.2)).ranks
+    lonely = Rank([replace(one.optimizers[0], horovod=True)], one.steps, idle=1)
+    left = Side("a.py", "horovod", "mpirun", 1.0, Recording([one] * 3))
+    right = Side("b.py", "gloo", "torchrun", 1.0, Recording([lonely, lonely, other]))
+    found = Comparison(left, right, CLOSE)
+    assert verdict(found).startswith("DIFFERENT at step 1: weights of ") and "on rank 2" in verdict(found)
+    said = "\n".join(notes(found))
+    assert "the ranks of the right side drift apart: after step 1" in said and "left side" not in said
+    assert "--right drop-in:gloo runs it on the drop-in" in said and "0 at the left, 1 at the right" in said
+    for recording, text in [
+        (Recording([Rank(one.optimizers, one.steps[:4])] * 3), "the number of steps of rank 0: left 5, right 4"),
+        (
+            Recording([Rank(one.optimizers, [replace(s, losses=[9.0]) for s in one.steps])] * 3),
+            "step 1: the loss: left",
+        ),
+        (
+            Recording([Rank([replace(one.optimizers[0], shapes=[[9]] * 4)], one.steps)] * 3),
+            "elements of 0.weight: left 12",
+        ),
+    ]:
+        found = Comparison(left, replace(right, recording=recording), CLOSE)
+        assert text in verdict(found), verdict(found)
+        json.dumps(found.as_json(), allow_nan=False)
+
+
+def test_ranks_without_records(tmp_path: Path) -> None:
+    record(tmp_path / "a", train)
+    with pytest.raises(ValueError, match=r"2 ranks were started, and those that said so of themselves are \[0\]"):
+        read(tmp_path / "a", 2)

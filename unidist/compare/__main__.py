@@ -1,0 +1,48 @@
+"""``python -m unidist.compare FOLDER SCRIPT ARGS...``: one rank of a side, recorded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+from unidist.compare.recorder import Recorder
+from unidist.seed import set_seed
+from unidist.topology import detect
+
+
+def main(argv: list[str]) -> None:
+    """Run the script as ``__main__``, with its records in the folder."""
+    parser = argparse.ArgumentParser("python -m unidist.compare", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="end after so many")
+    parser.add_argument("--drop-in", action="store_true", help="horovod is unidist.hvd")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    with suppress(ImportError):
+        import_module("numpy")  # set_seed() seeds it where it is loaded, and the script would load it later
+    set_seed(options.seed)
+    with Recorder(options.folder, detect(os.environ).rank, options.steps):
+        run([options.script, *options.args], options.drop_in)
+
+
+def run(program: list[str], drop_in: bool) -> None:
+    """Run a script as ``python`` would, or as ``python -m unidist.hvd`` would."""
+    if drop_in:
+        from unidist.hvd.__main__ import main as with_the_drop_in
+
+        with_the_drop_in(program)
+        return
+    sys.argv[:] = program
+    sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
+    runpy.run_path(program[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,169 @@
+"""Where two recordings first differ; pure functions of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from unidist.compare.recording import Recording, Step, Trained
+from unidist.compare.sketch import Sketch, distance, gap, norm, sketches
+
+Kind = Literal["parameters", "start", "loss", "gradient", "weights", "order", "steps", "final"]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two tensors may be apart, element by element on the root of the mean square; numbers count as one element."""
+
+    rtol: float
+    atol: float
+
+    def allows(self, left: float, right: float, count: int = 1) -> float:
+        """The greatest distance of tensors of ``count`` elements with these norms."""
+        larger = max(abs(left), abs(right))
+        return self.atol * math.sqrt(count) + (self.rtol * larger if math.isfinite(larger) else 0.0)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two values that are further apart than the tolerance allows."""
+
+    kind: Kind
+    #: From 1; 0 is before the first.
+    step: int
+    #: The two losses; the norms of a gradient or of weights; for ``steps`` the numbers, for ``order`` the optimizers.
+    left: float
+    right: float
+    distance: float = math.inf
+    allowed: float = 0.0
+    optimizer: int = 0
+    parameter: str | None = None
+    rank: int | None = None
+    #: Number of parameters of the step that differ like this one, which differs most.
+    parameters: int = 1
+
+
+def differences(left: Recording, right: Recording, tolerance: Tolerance) -> Iterator[Difference]:
+    """All of them, first things first: in a step the loss, the gradients that made it, the weights that it made."""
+    pairs = list(enumerate(zip(left.ranks, right.ranks)))
+    matched = matches(left, right)
+    for optimizer, order in matched.items():
+        trained = left.ranks[0].optimizers[optimizer]
+        if order is None:
+            yield _other_parameters(optimizer, trained, right.ranks[0].optimizers[optimizer])
+            continue
+        for rank, (a, b) in pairs:
+            starts = a.optimizers[optimizer].start, b.optimizers[optimizer].start
+            yield from _apart("start", 0, optimizer, rank, trained, order, *starts, tolerance)
+    for step in range(min(left.steps, right.steps)):
+        yield from _in_step(left, right, step, matched, tolerance)
+    for rank, (a, b) in pairs:
+        if len(a.steps) != len(b.steps):
+            counts = len(a.steps), len(b.steps)
+            yield Difference("steps", min(counts) + 1, counts[0], counts[1], rank=rank)
+    for (optimizer, order), *weights in zip(matched.items(), left.final, right.final):
+        if order is not None:
+            ours, theirs = (sketches(side) for side in weights)
+            trained = left.ranks[0].optimizers[optimizer]
+            yield from _apart("final", left.steps, optimizer, 0, trained, order, ours, theirs, tolerance)
+
+
+def matches(left: Recording, right: Recording) -> dict[int, list[int] | None]:
+    """For each optimizer of both, the place at the right of each parameter at the left; None if they have other parameters.
+
+    They belong together by their names; if these differ, by their places, as long as the shapes agree.
+    """
+    pairs = zip(left.ranks[0].optimizers, right.ranks[0].optimizers)
+    return {number: match(*pair) for number, pair in enumerate(pairs)}
+
+
+def match(left: Trained, right: Trained) -> list[int] | None:
+    """As ``matches``, for one optimizer."""
+    order = list(range(len(left.names)))
+    if sorted(left.names) == sorted(right.names):
+        order = [list(right.names).index(name) for name in left.names]
+    elif len(left.names) != len(right.names):
+        return None
+    same = all(list(shape) == list(right.shapes[place]) for shape, place in zip(left.shapes, order))
+    return order if same else None
+
+
+def drift(side: Recording, tolerance: Tolerance) -> Difference | None:
+    """Where the weights of a rank are first other than rank 0's, which are ``left`` in what is returned."""
+    first = side.ranks[0]
+    for number in range(side.steps):
+        for rank, other in enumerate(side.ranks[1:], 1):
+            if number >= min(len(first.steps), len(other.steps)):
+                continue
+            a, b = first.steps[number], other.steps[number]
+            ours = first.optimizers[a.optimizer]
+            if a.optimizer == b.optimizer and len(a.weights) == len(b.weights):
+                own = list(range(len(a.weights)))
+                found = _apart("weights", number + 1, a.optimizer, rank, ours, own, a.weights, b.weights, tolerance)
+                for difference in found:
+                    return difference
+    return None
+
+
+def _in_step(
+    left: Recording, right: Recording, step: int, matched: Mapping[int, Sequence[int] | None], tolerance: Tolerance
+) -> Iterator[Difference]:
+    both = list(at(left, right, step))
+    optimizer = both[0][1].optimizer if both else 0
+    ours, theirs = left.loss(step), right.loss(step)
+    if ours is not None and theirs is not None:
+        between, allowed = gap(ours, theirs), tolerance.allows(ours, theirs)
+        if between > allowed:
+            yield Difference("loss", step + 1, ours, theirs, between, allowed, optimizer)
+    for rank, a, b in both:
+        if a.optimizer != b.optimizer:
+            yield Difference("order", step + 1, a.optimizer, b.optimizer, rank=rank)
+            return
+    kinds: tuple[Kind, Kind] = ("gradient", "weights")
+    for kind in kinds:
+        for rank, a, b in both:
+            order = matched.get(a.optimizer)
+            if order is not None:
+                trained = left.ranks[0].optimizers[a.optimizer]
+                figures = (a.gradients, b.gradients) if kind == "gradient" else (a.weights, b.weights)
+                yield from _apart(kind, step + 1, a.optimizer, rank, trained, order, *figures, tolerance)
+
+
+def at(left: Recording, right: Recording, step: int) -> Iterator[tuple[int, Step, Step]]:
+    """A step, counted from 0, of the ranks that took it on both sides."""
+    for rank, (a, b) in enumerate(zip(left.ranks, right.ranks)):
+        if step < min(len(a.steps), len(b.steps)):
+            yield rank, a.steps[step], b.steps[step]
+
+
+def _apart(
+    kind: Kind,
+    step: int,
+    optimizer: int,
+    rank: int,
+    trained: Trained,
+    order: Sequence[int],
+    left: Sequence[Sketch],
+    right: Sequence[Sketch],
+    tolerance: Tolerance,
+) -> Iterator[Difference]:
+    """The parameter that differs most, if one does."""
+    found = []
+    for name, shape, a, place in zip(trained.names, trained.shapes, left, order):
+        b = right[place]
+        between, allowed = distance(a, b), tolerance.allows(norm(a), norm(b), math.prod(shape))
+        if between > allowed:
+            found.append(Difference(kind, step, norm(a), norm(b), between, allowed, optimizer, name, rank))
+    if found:
+        most = max(found, key=lambda one: one.distance / one.allowed if one.allowed else math.inf)
+        yield replace(most, parameters=len(found))
+
+
+def _other_parameters(optimizer: int, left: Trained, right: Trained) -> Difference:
+    """The first parameter that the other side has not, or has in another shape; the values are numbers of elements."""
+    ours, theirs = ({name: list(shape) for name, shape in zip(side.names, side.shapes)} for side in (left, right))
+    name = next(name for name in (*left.names, *right.names) if ours.get(name) != theirs.get(name))
+    sizes = [math.prod(shapes[name]) if name in shapes else 0 for shapes in (ours, theirs)]
+    return Difference("parameters", 0, sizes[0], sizes[1], optimizer=optimizer, parameter=name)

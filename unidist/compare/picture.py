@@ -1,0 +1,41 @@
+"""A comparison as a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unidist.compare.report import SERIES, Comparison, verdict
+
+
+def plot(found: Comparison, path: Path) -> None:
+    """Both losses, and under them the relative distances; written to ``path``, whose ending gives the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(10, 7), sharex=True, layout="constrained")
+    for (name, side), style in zip(found.sides.items(), ({"linewidth": 3.5, "alpha": 0.4}, {"linewidth": 1.2})):
+        losses = [side.recording.loss(step) for step in range(side.recording.steps)]
+        known = [(step, loss) for step, loss in enumerate(losses, 1) if loss is not None]
+        label = f"{name}: {Path(side.script).name}, {side.engine} under {side.launcher}"
+        upper.plot([step for step, _ in known], [loss for _, loss in known], label=label, **style)
+    upper.set(ylabel="loss, mean over the ranks", title=verdict(found).splitlines()[0].split(":")[0].split(" (")[0])
+    for index, (key, name) in enumerate(SERIES.items()):
+        values = [(point.step, value) for point in found.points if (value := point.apart[key]) is not None]
+        lower.plot(
+            [step for step, _ in values], [value for _, value in values], ".-", color=f"C{index + 2}", label=name
+        )
+    lower.axhline(found.tolerance.rtol, color="black", linewidth=1, linestyle="--", label="rtol")
+    # Equal sides have a distance of 0, which a plain logarithmic axis cannot show.
+    lower.set_yscale("symlog", linthresh=1e-9)
+    lower.set(xlabel="step", ylabel="relative difference")
+    lower.set_ylim(bottom=0)
+    lower.xaxis.get_major_locator().set_params(integer=True)
+    for axis in (upper, lower):
+        if found.first and found.first.step:
+            axis.axvline(found.first.step, color="C3", linewidth=1, label="first difference")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=9)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)

@@ -1,0 +1,172 @@
+"""Writes down the training of a rank: losses, gradients and weights of each step.
+
+Hooks of torch alone, so the script needs no change. A step is the outermost ``step()``, when it returns: Horovod's optimizer
+averages the gradients and then calls ``step()`` of its base class, which torch reports as two, one inside the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from unidist.compare.naming import names, parameters
+from unidist.compare.sketch import norm, sketches
+
+#: Where a loss keeps the factor by which a GradScaler has scaled it.
+FACTOR = "_unidist_factor"
+
+
+class Recorder:
+    """Records this process while it is entered; leaving it writes the final weights."""
+
+    def __init__(self, folder: Path, rank: int, limit: int | None = None) -> None:
+        """
+        Args:
+            folder: gets ``rank-N.jsonl``, a line each time something happens, and from rank 0 ``final.pt``.
+            rank: of this process.
+            limit: number of steps after which the process ends, with status 0.
+        """
+        self._file = (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
+        self._final = folder / "final.pt" if rank == 0 else None
+        self._limit = limit
+        self._pid = os.getpid()
+        self._steps = 0
+        #: How many ``step()`` and ``backward()`` are under way.
+        self._in_step = 0
+        self._in_backward = 0
+        #: What backward() was called with since the last step of any optimizer.
+        self._losses: list[Tensor] = []
+        #: Number of calls of backward(): in all, and when an optimizer last took a step.
+        self._backwards = 0
+        self._backwards_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        #: The parameters of each that has taken a step, and its number among them.
+        self._parameters: list[list[Tensor]] = []
+        self._numbers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._starts: WeakKeyDictionary[Optimizer, list[list[float]]] = WeakKeyDictionary()
+        self._undo: list[Any] = []
+
+    def __enter__(self) -> Recorder:
+        for handle in (register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)):
+            self._undo.append(handle.remove)
+        self._wrap(torch.autograd, "backward", self._backward)
+        self._wrap(torch.amp.GradScaler, "scale", _scale)
+        # It ends the process without what Python does at its end.
+        self._wrap(os, "_exit", self._leave)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        self._finish()
+
+    def _wrap(self, owner: Any, name: str, around: Any) -> None:
+        original = getattr(owner, name)
+
+        # A function, and no partial: as an attribute of a class it has to become a method.
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(owner, name, wrapper)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def _leave(self, original: Any, status: int) -> None:
+        self._finish()
+        original(status)
+
+    def _finish(self) -> None:
+        if os.getpid() == self._pid and not self._file.closed:
+            self._file.close()
+            if self._final is not None:
+                torch.save([[p.detach().cpu().clone() for p in params] for params in self._parameters], self._final)
+
+    def _write(self, **what: Any) -> None:
+        self._file.write(json.dumps(what) + "\n")
+
+    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        # One inside another is that of activation checkpoints.
+        if not self._in_backward:
+            self._backwards += 1
+            self._losses += [
+                _loss(t) for t in ([tensors] if isinstance(tensors, Tensor) else tensors) if t.numel() == 1
+            ]
+        self._in_backward += 1
+        try:
+            original(tensors, *args, **kwargs)
+        finally:
+            self._in_backward -= 1
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # Inside backward, Horovod's Adasum steps a parameter at a time, for its own use.
+        if self._in_backward or os.getpid() != self._pid:
+            return
+        self._in_step += 1
+        if self._in_step == 1 and optimizer not in self._numbers:
+            self._starts[optimizer] = sketches(parameters(optimizer))
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._in_backward or os.getpid() != self._pid:
+            return
+        self._in_step -= 1
+        if self._in_step == 0:
+            self._record(optimizer)
+            if self._steps == self._limit:
+                sys.exit(0)
+
+    def _record(self, optimizer: Optimizer) -> None:
+        params = parameters(optimizer)
+        gradients = sketches([param.grad for param in params])
+        if self._is_idle(optimizer, gradients):
+            self._write(idle=type(optimizer).__name__)
+            return
+        self._backwards_at[optimizer] = self._backwards
+        number = self._number(optimizer, params)
+        losses = [loss.item() for loss in self._losses]
+        self._losses = []
+        self._steps += 1
+        self._write(optimizer=number, losses=losses, gradients=gradients, weights=sketches(params))
+
+    def _is_idle(self, optimizer: Optimizer, gradients: Sequence[Sequence[float]]) -> bool:
+        """Whether a step is none of the training: Horovod takes one with zeros, to have a state to broadcast."""
+        trained = self._backwards > self._backwards_at.get(optimizer, self._backwards)
+        return not trained and all(norm(gradient) == 0 for gradient in gradients)
+
+    def _number(self, optimizer: Optimizer, params: list[Tensor]) -> int:
+        """The optimizer's number; it gets another one when it gets more parameters."""
+        number = self._numbers.get(optimizer)
+        if number is None or len(self._parameters[number]) != len(params):
+            start = self._starts.pop(optimizer, None)
+            number = self._numbers[optimizer] = len(self._parameters)
+            self._parameters.append(params)
+            self._write(
+                kind=type(optimizer).__name__,
+                names=names(optimizer),
+                shapes=[list(param.shape) for param in params],
+                start=start,
+                horovod=getattr(sys.modules.get("horovod.torch"), "__name__", None) == "horovod.torch",
+            )
+        return number
+
+
+def _loss(tensor: Tensor) -> Tensor:
+    # A copy without graph; its value is asked for later, so that a GPU need not be waited for here.
+    return tensor.detach().double() / getattr(tensor, FACTOR, 1.0)
+
+
+def _scale(original: Any, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+    scaled = original(scaler, outputs)
+    if isinstance(scaled, Tensor):
+        setattr(scaled, FACTOR, scaler.get_scale())
+    return scaled

@@ -1,0 +1,217 @@
+"""A comparison for people and for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from unidist.compare.difference import Difference, Tolerance, differences, drift
+from unidist.compare.recording import Recording
+from unidist.compare.series import Final, Point, final, largest, points
+
+#: What it means that this is what differs first.
+WHY = {
+    "parameters": "the optimizers have other parameters",
+    "start": "the weights differ before the first step: the models start from other values",
+    "loss": "the weights before were the same, the loss is not: other data, another order, or dropout",
+    "gradient": "the loss was the same, the gradients that the update used are not: averaging, accumulation or clipping",
+    "weights": "the gradients were the same, the weights after the update are not: learning rate, weight decay, momentum, "
+    "another optimizer or its state",
+    "order": "the optimizers take turns in another order",
+    "steps": "one side goes on when the other has ended",
+    "final": "all steps were the same: something changes the weights after the last",
+}
+SERIES = {"loss": "loss", "gradient": "gradients", "weights": "weights"}
+
+
+@dataclass
+class Side:
+    """How a side was run, and what it recorded."""
+
+    script: str
+    engine: str
+    launcher: str
+    seconds: float
+    recording: Recording
+
+
+class Comparison:
+    """Two sides, and how they stand to each other."""
+
+    def __init__(self, left: Side, right: Side, tolerance: Tolerance) -> None:
+        a, b = left.recording, right.recording
+        self.sides = {"left": left, "right": right}
+        self.tolerance = tolerance
+        self.first: Difference | None = next(differences(a, b, tolerance), None)
+        self.drifts = {name: drift(side.recording, tolerance) for name, side in self.sides.items()}
+        self.points: list[Point] = points(a, b)
+        self.final: Final | None = final(a, b)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it: the series by step, and those of each parameter on rank 0; ``inf`` and ``nan`` as text, as JSON has none."""
+        first = self.first
+        found: dict[str, Any] = _strict(
+            {
+                "agree": first is None,
+                "first_difference": first and {**asdict(first), "why": WHY[first.kind]},
+                "tolerance": asdict(self.tolerance),
+                "final": self.final and asdict(self.final),
+                "steps": [asdict(point) for point in self.points],
+                "sides": {name: _side(side, self.drifts[name]) for name, side in self.sides.items()},
+            }
+        )
+        return found
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _side(side: Side, apart: Difference | None) -> dict[str, Any]:
+    recording = side.recording
+    return {
+        "script": side.script,
+        "engine": side.engine,
+        "launcher": side.launcher,
+        "seconds": side.seconds,
+        "drift": apart and asdict(apart),
+        "idle_steps": [rank.idle for rank in recording.ranks],
+        "losses": [[list(step.losses) for step in rank.steps] for rank in recording.ranks],
+        "optimizers": [
+            {
+                "kind": trained.kind,
+                "parameters": {
+                    name: {
+                        "shape": list(trained.shapes[place]),
+                        "gradient": [step.gradients[place][0] for step in steps],
+                        "weights": [trained.start[place][0], *(step.weights[place][0] for step in steps)],
+                    }
+                    for place, name in enumerate(trained.names)
+                },
+            }
+            for number, trained in enumerate(recording.ranks[0].optimizers)
+            for steps in [[step for step in recording.ranks[0].steps if step.optimizer == number]]
+        ],
+    }
+
+
+def tables(found: Comparison) -> Iterator[Table]:
+    """The sides, and the distances between them."""
+    sides = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("", *found.sides):
+        sides.add_column(name, overflow="fold")
+    rows = [_facts(side) for side in found.sides.values()]
+    for name in rows[0]:
+        sides.add_row(name, *(row[name] for row in rows))
+    yield sides
+    distances = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("largest relative difference", "", "step"):
+        distances.add_column(name, justify="left" if name.startswith("largest") else "right")
+    for key, name in SERIES.items():
+        most = largest(found.points, key)
+        distances.add_row(name, *((f"{most[0]:.2g}", str(most[1]) if most[0] else "-") if most else ("-", "-")))
+    if found.final:
+        distances.add_row("weights at the end", f"{found.final.relative:.2g}", "-")
+    yield distances
+
+
+def _facts(side: Side) -> dict[str, str]:
+    recording = side.recording
+    losses = [loss for step in range(recording.steps) if (loss := recording.loss(step)) is not None]
+    steps = list(dict.fromkeys(len(rank.steps) for rank in recording.ranks))
+    return {
+        "script": side.script,
+        "engine": side.engine,
+        "launcher": side.launcher,
+        "steps": " or ".join(map(str, steps)),
+        "seconds": f"{side.seconds:.1f}",
+        "first loss": f"{losses[0]:.6g}" if losses else "-",
+        "last loss": f"{losses[-1]:.6g}" if losses else "-",
+    }
+
+
+def notes(found: Comparison) -> Iterator[str]:
+    """What is worth knowing beside the verdict."""
+    if found.final and found.final.most:
+        yield f"at the end no weight is further apart than {found.final.most:.2g} ({found.final.parameter})"
+    for name, side in found.sides.items():
+        if apart := found.drifts[name]:
+            yield (
+                f"the ranks of the {name} side drift apart: after step {apart.step}, {_place(apart, side.recording)} has the norm "
+                f"{apart.left:.9g} on rank 0 and {apart.right:.9g} on rank {apart.rank}"
+            )
+        if side.engine != "horovod" and any(t.horovod for rank in side.recording.ranks for t in rank.optimizers):
+            yield (
+                f"the {name} script used Horovod itself, which this launcher does not start: each rank may have been a world "
+                f"of its own; --{name} drop-in:{side.engine} runs it on the drop-in"
+            )
+    first = found.first
+    idle = [side.recording.ranks[0].idle for side in found.sides.values()]
+    if first and idle[0] != idle[1]:
+        yield (
+            f"steps without a backward pass, which do not count here: {idle[0]} at the left, {idle[1]} at the right; "
+            "Horovod's broadcast_optimizer_state() takes one, which decays weights and advances Adam's count of steps"
+        )
+    if first and first.step > 1 and len(found.sides["left"].recording.ranks) > 2:
+        yield (
+            "engines add the numbers of more than 2 ranks in different orders, and training makes more of the rounding: "
+            "on 2 ranks (-np 2) both add the same way"
+        )
+
+
+def verdict(found: Comparison) -> str:
+    """Whether the sides agree, and where not."""
+    first, tolerance = found.first, found.tolerance
+    within = f"rtol {tolerance.rtol:g}, atol {tolerance.atol:g}"
+    if first is None:
+        steps = found.sides["left"].recording.steps
+        return f"THE SAME: {steps} steps, each loss, gradient and weight ({within})"
+    place = (
+        "before the first step"
+        if first.step == 0
+        else "at the end"
+        if first.kind == "final"
+        else f"at step {first.step}"
+    )
+    values = f"left {first.left:.9g}, right {first.right:.9g}"
+    if first.step > 1:
+        before = [
+            value
+            for point in found.points
+            if point.step < first.step
+            for value in point.apart.values()
+            if value is not None
+        ]
+        place += f" (before it, no more than {max(before, default=0):.2g} apart)"
+    if first.parameter is None:
+        what = {"loss": "the loss", "order": "the optimizer", "steps": f"the number of steps of rank {first.rank}"}[
+            first.kind
+        ]
+        return f"DIFFERENT {place}: {what}: {values} ({within})\n{WHY[first.kind]}"
+    what = {"gradient": "gradient of ", "parameters": "elements of "}.get(first.kind, "weights of ")
+    rank = f" on rank {first.rank}" if first.rank else ""
+    others = f"; {first.parameters - 1} more parameters differ there" if first.parameters > 1 else ""
+    norms = (
+        ""
+        if first.kind == "parameters"
+        else f"norms: {values}; {first.distance:.3g} apart, {first.allowed:.3g} allowed"
+    )
+    return (
+        f"DIFFERENT {place}: {what}{_place(first, found.sides['left'].recording)}{rank}: {norms or values}{others} ({within})\n"
+        f"{WHY[first.kind]}"
+    )
+
+
+def _place(difference: Difference, recording: Recording) -> str:
+    """The parameter, and the optimizer where there are several."""
+    several = len(recording.ranks[0].optimizers) > 1
+    return f"{difference.parameter}" + (f" (optimizer {difference.optimizer + 1})" if several else "")
