@@ -16,18 +16,28 @@ _COMMENTS = ["# TODO: tune", "# Horovod: see the docs", "# noqa", "#", "# æøå
 def alias(text: str, draw: random.Random) -> str:
     """``hvd`` is called otherwise."""
     name = draw.choice(["h", "horo", "dist", "_hvd", "HVD"])
-    return re.sub(r"(?<![.\w\"'-])hvd(?=\b)(?!\s*=\s*hvd\b)", name, text) if "self.hvd" not in text and "hvd=hvd" not in text else text
+    return (
+        re.sub(r"(?<![.\w\"'-])hvd(?=\b)(?!\s*=\s*hvd\b)", name, text)
+        if "self.hvd" not in text and "hvd=hvd" not in text
+        else text
+    )
 
 
 def form(text: str, draw: random.Random) -> str:
     """The import has another form."""
-    forms = ["from horovod import torch as hvd", "import horovod.torch as hvd, sys as _sys", "from horovod import (\n    torch as hvd,\n)"]
+    forms = [
+        "from horovod import torch as hvd",
+        "import horovod.torch as hvd, sys as _sys",
+        "from horovod import (\n    torch as hvd,\n)",
+    ]
     return re.sub(r"^import horovod\.torch as hvd$", draw.choice(forms), text, flags=re.MULTILINE)
 
 
 def full(text: str, draw: random.Random) -> str:
     """The module is not renamed by its import."""
-    if not re.search(r"^import horovod\.torch as hvd$", text, re.MULTILINE) or re.search(r"(=|\()\s*hvd\b(?!\.)|self\.hvd", text):
+    if not re.search(r"^import horovod\.torch as hvd$", text, re.MULTILINE) or re.search(
+        r"(=|\()\s*hvd\b(?!\.)|self\.hvd", text
+    ):
         return text
     text = re.sub(r"^import horovod\.torch as hvd$", "import horovod.torch", text, flags=re.MULTILINE)
     return re.sub(r"(?<![.\w])hvd\.", "horovod.torch.", text)
@@ -39,7 +49,11 @@ def variables(text: str, draw: random.Random) -> str:
         if draw.random() < 0.7:
             other = draw.choice(others)
             if re.search(rf"\b{other}\b", text) is None:
-                text = re.sub(rf"(?<![.\w'\"]){name}\b(?!['\"])(?!=)", other, text) if f"{name}=" not in text and f".{name}" not in text else text
+                text = (
+                    re.sub(rf"(?<![.\w'\"]){name}\b(?!['\"])(?!=)", other, text)
+                    if f"{name}=" not in text and f".{name}" not in text
+                    else text
+                )
     return text
 
 
@@ -49,7 +63,11 @@ def order(text: str, draw: random.Random) -> str:
     for index in range(1, len(lines)):
         before, line = lines[index - 1], lines[index]
         pairs = (_MOVABLE, _IMPORT)
-        if any(kind.match(before) and kind.match(line) for kind in pairs) and "__future__" not in before and draw.random() < 0.6:
+        if (
+            any(kind.match(before) and kind.match(line) for kind in pairs)
+            and "__future__" not in before
+            and draw.random() < 0.6
+        ):
             lines[index - 1], lines[index] = line, before
     return "\n".join(lines)
 
@@ -61,11 +79,24 @@ def comments(text: str, draw: random.Random) -> str:
     quoted = False
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
-        if not open_ and not quoted and line.strip() and draw.random() < 0.25 and not line.strip().startswith(("else", "elif", "except", "finally")):
+        if (
+            not open_
+            and not quoted
+            and line.strip()
+            and draw.random() < 0.25
+            and not line.strip().startswith(("else", "elif", "except", "finally"))
+        ):
             lines.append(draw.choice(["", indent + draw.choice(_COMMENTS)]))
         quoted ^= line.count('"""') % 2 == 1
         open_ += sum(line.count(sign) for sign in "([{") - sum(line.count(sign) for sign in ")]}")
-        whole = not open_ and not quoted and line.strip() and "#" not in line and not line.endswith("\\") and '"""' not in line
+        whole = (
+            not open_
+            and not quoted
+            and line.strip()
+            and "#" not in line
+            and not line.endswith("\\")
+            and '"""' not in line
+        )
         lines.append(line + ("  " + draw.choice(_COMMENTS) if whole and draw.random() < 0.15 else ""))
     return "\n".join(lines)
 

@@ -38,14 +38,16 @@ def command(paths: tuple[Path, ...], level: str, write: bool, force: bool, check
     if not find_spec("libcst"):
         raise click.ClickException("unidist migrate needs libcst: pip install 'unidist-torch[cli]'")
     from unidist.migrate import files
-    from unidist.migrate.tree import migrate_files
+    from unidist.migrate.tree import find_exports, migrate_files
 
     if write and check:
         raise click.UsageError("--check changes nothing: leave out --write")
     found = list(files.find(paths))
     console = Console(stderr=True)
-    watched = track(found, "reading", console=console, transient=True, disable=not console.is_terminal or len(found) < 20)
-    reports = list(migrate_files(watched, level))  # type: ignore[arg-type]
+    watched = track(
+        found, "reading", console=console, transient=True, disable=not console.is_terminal or len(found) < 20
+    )
+    reports = list(migrate_files(watched, level, find_exports(found)))  # type: ignore[arg-type]
     changed = [report for report in reports if report.status == "changed"]
     if write:
         if not force and (dirty := _uncommitted([report.path for report in changed])):
@@ -54,7 +56,9 @@ def command(paths: tuple[Path, ...], level: str, write: bool, force: bool, check
                 "from them and undone, or pass --force"
             )
         for report in changed:
-            files.write(files.read(report.path, report.path.read_bytes(), files.kind(report.path) or "python"), report.after)
+            files.write(
+                files.read(report.path, report.path.read_bytes(), files.kind(report.path) or "python"), report.after
+            )
     if as_json:
         written = {"unidist": unidist.__version__, "to": level, "written": write, "summary": summary(reports)}
         click.echo(json.dumps({**written, "files": [report.as_json() for report in reports]}, indent=1))

@@ -12,7 +12,9 @@ _SLOWER = "gradients are now averaged in every backward pass: the result is the 
 _REMEDY = "put all passes but the last into `with model.no_sync():`"
 
 
-def accumulate(site: Site, passes: cst.BaseExpression | None, optimizer: Flow, model: cst.BaseExpression, wrap: Statement) -> None:
+def accumulate(
+    site: Site, passes: cst.BaseExpression | None, optimizer: Flow, model: cst.BaseExpression, wrap: Statement
+) -> None:
     """Leave out the sums of all passes but the last; without this the result is the same."""
     if passes is None or is_constant(passes, 1):
         return
@@ -43,7 +45,11 @@ def _calls(site: Site, method: str, inside: cst.CSTNode | None = None) -> list[c
 
 def _steps(site: Site, optimizer: Flow) -> list[cst.Call]:
     """The calls of the optimizer's ``step()``."""
-    return [call for call in _calls(site, "step") if isinstance(call.func, cst.Attribute) and call.func.value in optimizer.uses]
+    return [
+        call
+        for call in _calls(site, "step")
+        if isinstance(call.func, cst.Attribute) and call.func.value in optimizer.uses
+    ]
 
 
 def _inner_loop(site: Site, optimizer: Flow) -> Found | None:
@@ -53,7 +59,12 @@ def _inner_loop(site: Site, optimizer: Flow) -> Found | None:
     if len(backwards) != 1 or len(steps) != 1:
         return None
     loop, step = code.loop(backwards[0]), code.statement(steps[0])
-    if not isinstance(loop, cst.For) or step is None or code.is_inside(step, loop) or code.block(step) is not code.block(loop):
+    if (
+        not isinstance(loop, cst.For)
+        or step is None
+        or code.is_inside(step, loop)
+        or code.block(step) is not code.block(loop)
+    ):
         return None
     counter, whole = loop.target, loop.iter
     if not isinstance(counter, cst.Name) or not isinstance(whole, cst.Call) or full_name(whole.func) != "range":
@@ -76,7 +87,12 @@ def _modulo(site: Site, optimizer: Flow) -> Found | None:
         return None
     loop = code.loop(backwards[0])
     branch = next((above for above in code.parents(steps[0]) if isinstance(above, cst.If)), None)
-    if not isinstance(loop, cst.For) or branch is None or branch.orelse is not None or not isinstance(loop.body, cst.IndentedBlock):
+    if (
+        not isinstance(loop, cst.For)
+        or branch is None
+        or branch.orelse is not None
+        or not isinstance(loop.body, cst.IndentedBlock)
+    ):
         return None
     statement = code.statement(backwards[0])
     if statement is None or code.block(statement) is not loop.body or code.block(branch) is not loop.body:
@@ -106,7 +122,11 @@ def _is_steady(node: cst.BaseExpression) -> bool:
 
 
 def _leaves(site: Site, loop: cst.For) -> bool:
-    return any(isinstance(node, (cst.Continue, cst.Break, cst.Return)) for node in site.code.nodes if site.code.is_inside(node, loop.body))
+    return any(
+        isinstance(node, (cst.Continue, cst.Break, cst.Return))
+        for node in site.code.nodes
+        if site.code.is_inside(node, loop.body)
+    )
 
 
 def _is_set(site: Site, name: cst.Name, block: cst.CSTNode) -> bool:

@@ -38,6 +38,7 @@ OPS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "
 #: Functions and classes that deal with figures, by their names.
 _FIGURES = re.compile(r"metric|average|avg|meter|accuracy|loss|score|mean|reduce|track", re.IGNORECASE)
 _GRADIENTS = re.compile(r"grad", re.IGNORECASE)
+Options = list[tuple[str, cst.BaseExpression]]
 #: What Horovod does with whole numbers.
 TRUNCATED = "Horovod cuts the average of whole numbers off towards 0; allreduce_metric gives the exact mean as float32"
 
@@ -75,7 +76,7 @@ def change_collectives(site: Site) -> None:
         name, first = COLLECTIVES[site.names.symbols[call.func]]
         if arguments is None or first not in arguments or set(arguments) - {first, "root_rank", *_IDLE}:
             continue
-        values = [cst.Arg(arguments[first])]
+        values: list[cst.Arg] = [cst.Arg(arguments[first])]
         if "root_rank" in arguments and not is_constant(arguments["root_rank"], 0):
             values.append(keyword("src", arguments["root_rank"]))
         _put(site, call, name, [arguments[first], arguments.get("root_rank")], values)
@@ -83,8 +84,8 @@ def change_collectives(site: Site) -> None:
         arguments = site.arguments(call)
         if arguments is None or set(arguments) - {"tensor", "root_rank", *_IDLE} or not _is_settable(site, arguments):
             continue
-        values = [] if is_constant(arguments["root_rank"], 0) else [("src", arguments["root_rank"])]
-        _put_in_place(site, call, arguments["tensor"], "broadcast", values)
+        source: Options = [] if is_constant(arguments["root_rank"], 0) else [("src", arguments["root_rank"])]
+        _put_in_place(site, call, arguments["tensor"], "broadcast", source)
 
 
 def change_allreduce(site: Site) -> None:
@@ -108,7 +109,7 @@ def change_allreduce(site: Site) -> None:
             continue
         name = "allreduce_metric" if figure else "all_reduce"
         default = "mean" if figure else "sum"
-        options = [] if op == default else [("op", cst.SimpleString(f'"{op}"'))]
+        options: Options = [] if op == default else [("op", cst.SimpleString(f'"{op}"'))]
         if in_place:
             _put_in_place(site, call, tensor, name, options)
         else:
@@ -174,14 +175,19 @@ def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
 
 def _put(site: Site, call: cst.Call, name: str, kept: list[cst.BaseExpression | None], values: list[cst.Arg]) -> None:
     """A call of unidist in a call's place; the arguments' own changes are made too."""
-    site.edits.replace(call, lambda updated: _rebuilt(site, call, updated, cst.Call(site.native(call.func, name), values)))
+    statement = site.code.statement(call)
+    if statement is not None:
+        site.edits.keep_comments(statement, call, but=[each for each in kept if each is not None])
+    site.edits.replace(
+        call, lambda updated: _rebuilt(site, call, updated, cst.Call(site.native(call.func, name), values))
+    )
     site.settle(call.func)
     for argument in call.args:
         if all(argument.value is not each for each in kept):
             site.settle(argument)
 
 
-def _put_in_place(site: Site, call: cst.Call, tensor: cst.BaseExpression, name: str, options: list[tuple[str, cst.BaseExpression]]) -> None:  # fmt: skip
+def _put_in_place(site: Site, call: cst.Call, tensor: cst.BaseExpression, name: str, options: Options) -> None:
     values = [cst.Arg(tensor.deep_clone()), *(keyword(*option) for option in options)]
     copy = cst.Attribute(tensor.deep_clone(), cst.Name("copy_"))
     site.edits.replace(call, cst.Call(copy, [cst.Arg(cst.Call(site.native(call.func, name), values))]))
@@ -191,7 +197,9 @@ def _put_in_place(site: Site, call: cst.Call, tensor: cst.BaseExpression, name: 
 def _rebuilt(site: Site, original: cst.Call, updated: cst.Call, new: cst.Call) -> cst.Call:
     """The new call, with each original argument in it replaced by what became of that."""
     became = {before.value: after.value for before, after in zip(original.args, updated.args)}
-    args = [arg.with_changes(value=became.get(arg.value, arg.value), comma=cst.MaybeSentinel.DEFAULT) for arg in new.args]
+    args = [
+        arg.with_changes(value=became.get(arg.value, arg.value), comma=cst.MaybeSentinel.DEFAULT) for arg in new.args
+    ]
     return new.with_changes(args=args, lpar=updated.lpar, rpar=updated.rpar)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, TypeVar
@@ -37,22 +38,39 @@ class Code:
         self._positions: Any = wrapper.resolve(PositionProvider)
         self._qualified: Any = wrapper.resolve(QualifiedNameProvider)
 
-    @cached_property
-    def nodes(self) -> list[cst.CSTNode]:
-        """All nodes, parents first, in the order of the text."""
-        found: list[cst.CSTNode] = []
-        stack: list[cst.CSTNode] = [self.module]
+        #: All nodes, parents first, in the order of the text.
+        self.nodes: list[cst.CSTNode] = []
+        #: From a node's place among them to behind its last part.
+        self._spans: dict[cst.CSTNode, tuple[int, int]] = {}
+        self._list(self.module)
+        self._kinds: dict[type[cst.CSTNode], list[int]] = {}
+
+    def _list(self, root: cst.CSTNode) -> None:
+        stack: list[tuple[cst.CSTNode, bool]] = [(root, False)]
         while stack:
-            node = stack.pop()
-            found.append(node)
-            stack.extend(reversed(node.children))
-        return found
+            node, over = stack.pop()
+            if over:
+                self._spans[node] = (self._spans[node][0], len(self.nodes))
+                continue
+            self._spans[node] = (len(self.nodes), 0)
+            self.nodes.append(node)
+            stack.append((node, True))
+            stack.extend((child, False) for child in reversed(node.children))
 
     def all(self, kind: type[Node], inside: cst.CSTNode | None = None) -> Iterator[Node]:
         """The nodes of a class, in the order of the text."""
-        for node in self.nodes:
-            if isinstance(node, kind) and (inside is None or self.is_inside(node, inside)):
-                yield node
+        if kind not in self._kinds:
+            self._kinds[kind] = [place for place, node in enumerate(self.nodes) if isinstance(node, kind)]
+        places = self._kinds[kind]
+        first, end = self._spans[inside or self.module]
+        for place in places[bisect_left(places, first) : bisect_left(places, end)]:
+            node = self.nodes[place]
+            assert isinstance(node, kind)
+            yield node
+
+    def span(self, node: cst.CSTNode) -> tuple[int, int]:
+        """A node's place among all, and that behind its last part."""
+        return self._spans[node]
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         """The node above; the module is its own."""
@@ -67,7 +85,8 @@ class Code:
 
     def is_inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
         """Whether a node is another, or in it."""
-        return node is outer or any(above is outer for above in self.parents(node))
+        first, end = self._spans[outer]
+        return first <= self._spans[node][0] < end
 
     def line(self, node: cst.CSTNode) -> int:
         """The line on which a node begins, from 1."""
@@ -127,7 +146,9 @@ class Code:
 
     def function(self, node: cst.CSTNode) -> Function:
         """The function that a node's execution belongs to, or the module."""
-        return next(above for above in self.parents(node) if isinstance(above, (cst.FunctionDef, cst.Lambda, cst.Module)))
+        return next(
+            above for above in self.parents(node) if isinstance(above, (cst.FunctionDef, cst.Lambda, cst.Module))
+        )
 
     def loop(self, node: cst.CSTNode) -> cst.For | cst.While | None:
         """The innermost loop of the same function that repeats a node."""
@@ -143,7 +164,9 @@ class Code:
     @cached_property
     def functions(self) -> dict[str, cst.FunctionDef]:
         """Functions and methods by their qualified names."""
-        return {name: node for node in self.all(cst.FunctionDef) for name in self._names(node, QualifiedNameSource.LOCAL)}
+        return {
+            name: node for node in self.all(cst.FunctionDef) for name in self._names(node, QualifiedNameSource.LOCAL)
+        }
 
     def is_method(self, function: cst.FunctionDef) -> bool:
         """Whether its first parameter is the object."""
@@ -157,7 +180,11 @@ def full_name(node: cst.CSTNode) -> str:
     if isinstance(node, cst.Attribute):
         value = full_name(node.value)
         return f"{value}.{node.attr.value}" if value else ""
-    return node.value if isinstance(node, cst.Name) else (get_full_name_for_node(node) or "" if isinstance(node, cst.ImportAlias) else "")
+    return (
+        node.value
+        if isinstance(node, cst.Name)
+        else (get_full_name_for_node(node) or "" if isinstance(node, cst.ImportAlias) else "")
+    )
 
 
 def dotted(name: str) -> cst.Attribute | cst.Name:

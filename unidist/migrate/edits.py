@@ -23,6 +23,7 @@ class Edits:
         self._changes: dict[cst.CSTNode, Change] = {}
         self._before: dict[cst.CSTNode, list[Any]] = {}
         self._after: dict[cst.CSTNode, list[Any]] = {}
+        self._said: dict[cst.CSTNode, list[cst.Comment]] = {}
         self._wraps: dict[cst.CSTNode, tuple[cst.CSTNode, cst.With]] = {}
         self._removed: set[cst.CSTNode] = set()
 
@@ -34,9 +35,22 @@ class Edits:
         """Whether a rule has spoken of a node."""
         return node in self._changes or node in self._removed
 
+    def is_removed(self, statement: cst.CSTNode) -> bool:
+        """Whether a statement goes away."""
+        return statement in self._removed
+
     def remove(self, statement: Statement) -> None:
         """Take a statement away; its comments stay."""
         self._removed.add(statement)
+        if isinstance(statement, cst.SimpleStatementLine):
+            self.keep_comments(statement, *statement.body)
+
+    def keep_comments(self, statement: Statement, *inside: cst.CSTNode, but: Sequence[cst.CSTNode] = ()) -> None:
+        """Put the comments in some nodes above their statement, those of some parts excepted."""
+        for node in inside:
+            for comment in self.code.all(cst.Comment, inside=node):
+                if not any(self.code.is_inside(comment, part) for part in but):
+                    self._said.setdefault(statement, []).append(comment)
 
     def insert(self, statement: cst.CSTNode, new: str | cst.BaseStatement) -> None:
         """Put a statement before another; the comments there are above it then."""
@@ -59,34 +73,37 @@ class Edits:
 
     def apply(self) -> str:
         """The module's new text."""
-        return self.code.module.visit(_Pass(self)).code  # type: ignore[union-attr]
+        return self.code.module.visit(_Pass(self)).code
 
     # -------------------------------------------------------------------------------- one block
     def body(self, original: Sequence[Any], updated: dict[cst.CSTNode, Any]) -> tuple[list[Any], list[cst.EmptyLine]]:
         """A block's statements after removals and insertions, and the comments that are left at its end."""
         result: list[Any] = []
-        comments: list[cst.EmptyLine] = []
+        above: list[cst.EmptyLine] = []
         wrapped: list[Any] = []
         around: tuple[cst.CSTNode, cst.With] | None = None
         for node in original:
             around = self._wraps.get(node, around)
             for statement in self._became(node, updated[node]):
                 if isinstance(statement, cst.EmptyLine):
-                    comments.append(statement)
+                    above.append(statement)
                     continue
-                if comments:
-                    statement = statement.with_changes(leading_lines=[*comments, *statement.leading_lines])
-                    comments = []
+                if above:
+                    statement = statement.with_changes(leading_lines=_joined(above, statement.leading_lines))
+                    above = []
                 (result if around is None else wrapped).append(statement)
             if around is not None and around[0] is node:
                 lines, wrapped[0] = wrapped[0].leading_lines, wrapped[0].with_changes(leading_lines=[])
                 result.append(around[1].with_changes(body=cst.IndentedBlock(wrapped), leading_lines=lines))
                 wrapped, around = [], None
-        return result, comments
+        return result, above if any(line.comment for line in above) else []
 
     def _became(self, node: cst.CSTNode, new: Any) -> list[Any]:
         """The statements in a statement's place; comments alone where it is gone."""
         found = list(new.nodes) if isinstance(new, cst.FlattenSentinel) else [new]
+        if node in self._said:
+            said = [cst.EmptyLine(comment=comment) for comment in self._said[node]]
+            found[0] = found[0].with_changes(leading_lines=[*found[0].leading_lines, *said])
         before = self._before.get(node, [])
         if before:
             before = [before[0].with_changes(leading_lines=found[0].leading_lines), *before[1:]]
@@ -100,11 +117,24 @@ class Edits:
 
 def _comments(statement: Any) -> list[cst.EmptyLine]:
     """What was said of a statement that is gone."""
-    found = list(statement.leading_lines) if any(line.comment for line in statement.leading_lines) else []
+    found = list(statement.leading_lines)
     trailing = getattr(statement, "trailing_whitespace", None)
     if trailing is not None and trailing.comment is not None:
         found.append(cst.EmptyLine(comment=trailing.comment))
     return found
+
+
+def _joined(above: Sequence[cst.EmptyLine], lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    """What stood above a statement that is gone, and what stands above the next; blank lines once."""
+    if any(line.comment for line in above):
+        return [*above, *lines]
+    blank = [line for line in lines if line.comment is None]
+    return list(lines) if len(blank) >= len(above) else [*above[len(blank) :], *lines]
+
+
+def _without_blanks(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    start = next((index for index, line in enumerate(lines) if line.comment), len(lines))
+    return list(lines[start:])
 
 
 class _Pass(cst.CSTTransformer):
@@ -116,6 +146,8 @@ class _Pass(cst.CSTTransformer):
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         if isinstance(original_node, (cst.Module, cst.IndentedBlock)):
             body, rest = self._edits.body(original_node.body, self._updated)
+            if body and isinstance(original_node, cst.IndentedBlock) and self._edits.is_removed(original_node.body[0]):
+                body[0] = body[0].with_changes(leading_lines=_without_blanks(body[0].leading_lines))
             if isinstance(original_node, cst.IndentedBlock) and not body:
                 body = [cst.SimpleStatementLine([cst.Pass()])]
             footer = [*rest, *updated_node.footer] if rest else updated_node.footer

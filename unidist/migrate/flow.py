@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import libcst as cst
 
@@ -54,6 +55,7 @@ def follow(code: Code, variables: Iterable[str], skip: Callable[[cst.CSTNode], b
     return flow
 
 
+@lru_cache(maxsize=2)
 def code_references(code: Code) -> dict[str, list[cst.BaseExpression]]:
     """Every place where a variable is read or set, by variable."""
     found: dict[str, list[cst.BaseExpression]] = {}
@@ -85,17 +87,22 @@ def is_target(code: Code, node: cst.CSTNode) -> bool:
     return isinstance(parent, (cst.AssignTarget, cst.Del)) or (isinstance(parent, cst.AsName) and parent.name is node)
 
 
-def assignments(code: Code) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
+@lru_cache(maxsize=2)
+def assignments(code: Code) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
     """Each value with each target that it goes to by ``=``; tuples part by part."""
+    found: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []
     for node in code.nodes:
         if isinstance(node, cst.Assign):
             for target in node.targets:
-                yield from _pairs(node.value, target.target)
+                found += _pairs(node.value, target.target)
         elif isinstance(node, (cst.AnnAssign, cst.NamedExpr)) and node.value is not None:
-            yield node.value, node.target
+            found.append((node.value, node.target))
+    return found
 
 
-def _pairs(value: cst.BaseExpression, target: cst.BaseExpression) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
+def _pairs(
+    value: cst.BaseExpression, target: cst.BaseExpression
+) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
     sequence = (cst.Tuple, cst.List)
     if isinstance(target, sequence) and isinstance(value, sequence) and len(target.elements) == len(value.elements):
         for left, right in zip(target.elements, value.elements):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import libcst as cst
 
@@ -12,12 +12,13 @@ from unidist.migrate.site import Site
 
 _FINDERS = {*IMPORTERS, "find_spec", "importorskip"}
 _NO_PLACE = "it has no place in the drop-in, which stands for horovod.torch alone"
+_ELSEWHERE = "this file imports it for others, which may import it from here: it is the drop-in's"
 _BY_HAND = "replace it by hand, or keep Horovod for it"
 
 
-def change_imports(site: Site) -> None:
+def change_imports(site: Site, exported: Collection[str]) -> None:
     """Move every import of Horovod's; what the drop-in has no name for stays and is reported."""
-    imports = _Imports(site)
+    imports = _Imports(site, exported)
     for node in site.code.nodes:
         if isinstance(node, cst.Import):
             imports.plain(node)
@@ -33,8 +34,10 @@ def change_imports(site: Site) -> None:
 
 
 class _Imports:
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, exported: Collection[str]) -> None:
         self._site = site
+        #: Names that other files import from this one.
+        self._exported = exported
         self._code = site.code
         #: Names by which something of Horovod's is still used.
         self._left = {_first(use) for use in site.left()}
@@ -46,7 +49,9 @@ class _Imports:
             id(self._code.block(statement)) for node in self._code.all(cst.Import)
             if (statement := self._code.statement(node)) and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
         }  # fmt: skip
-        self._native = bool(set(site.names.symbols) - set(site.left())) or site.names.modules != [] and site.through_holders
+        self._native = bool(set(site.names.symbols) - set(site.left())) or (
+            site.names.modules != [] and site.through_holders
+        )
 
     # -------------------------------------------------------------------------------- statements
     def plain(self, node: cst.Import) -> None:
@@ -75,6 +80,9 @@ class _Imports:
     def _module(self, alias: cst.ImportAlias, name: str, bound: str | None) -> tuple[list[cst.ImportAlias], bool]:
         """What stands for ``horovod.torch``, and whether ``import unidist`` does too."""
         target = moved(name) or name
+        if target == name and is_horovod(name):
+            self._stays(alias, name)
+            return [alias], False
         kept = alias if target == name else alias.with_changes(name=dotted(target))
         mixed = bound is not None and bound not in self._site.names.clean
         if mixed and self._site.through_holders:
@@ -82,9 +90,10 @@ class _Imports:
         first = bound or name.split(".")[0]
         if first in self._left or (mixed and not self._site.through_holders):
             return [kept], self._native and self._is_used(first) and not mixed
-        if name != target or self._is_used(first):
-            return [], True
-        return ([kept], False) if not self._native else ([], True)
+        exported = first in self._exported or not self._is_used(first)
+        if exported:
+            self._keeps(alias, first)
+        return [kept] if exported else [], self._is_used(first)
 
     def _is_used(self, first: str) -> bool:
         return any(_first(use) == first and self._site.is_settled(use) for use in self._site.names.symbols)
@@ -113,9 +122,13 @@ class _Imports:
                         renamed = cst.Import([cst.ImportAlias(cst.Name("unidist"), cst.AsName(cst.Name(bound)))])
                         self._put(node, [renamed], False)
                         return
-                elif self._is_used(bound) or is_horovod(whole):
+                elif self._is_used(bound) and bound not in self._exported:
                     own = True
                     continue
+                else:
+                    own = own or self._is_used(bound)
+                    if moved(whole) is not None:
+                        self._keeps(alias, bound)
             target = moved(whole)
             if target is None:
                 if is_horovod(whole):
@@ -126,7 +139,9 @@ class _Imports:
             parent, _, last = target.rpartition(".")
             if last != name:  # `from horovod import torch`: what it is called here stays
                 asname = alias.asname or cst.AsName(cst.Name(name))
-                alias = alias.with_changes(name=cst.Name(last), asname=None if full_name(asname.name) == last else asname)
+                alias = alias.with_changes(
+                    name=cst.Name(last), asname=None if full_name(asname.name) == last else asname
+                )
             places.setdefault(parent, []).append(alias)
         if not own and list(places) == [module] and len(places[module]) == len(node.names):
             return
@@ -151,7 +166,7 @@ class _Imports:
         new = [*([cst.Import([cst.ImportAlias(cst.Name("unidist"))])] if added else []), *statements]
         if statement is None:  # it shares its line
             fallback = [cst.Import([cst.ImportAlias(cst.Name("unidist"))])] if own else [cst.Pass()]
-            self._site.edits.replace(node, cst.FlattenSentinel(new or fallback))
+            self._site.edits.replace(node, lambda updated: cst.FlattenSentinel(new or fallback))
         elif not new:
             self._remove(statement)
         else:
@@ -167,7 +182,12 @@ class _Imports:
     def _remove(self, statement: cst.SimpleStatementLine | cst.BaseCompoundStatement) -> None:
         """Take an import away, and the ``try`` that was there for it alone."""
         above = self._code.parent(self._code.parent(statement))
-        alone = isinstance(above, cst.Try) and above.orelse is None and above.finalbody is None and len(above.body.body) == 1
+        alone = (
+            isinstance(above, cst.Try)
+            and above.orelse is None
+            and above.finalbody is None
+            and len(above.body.body) == 1
+        )
         self._site.edits.remove(above if alone and isinstance(above, cst.Try) else statement)
 
     # -------------------------------------------------------------------------------- uses
@@ -189,7 +209,14 @@ class _Imports:
     def module(self, node: cst.Name) -> None:
         """``self.hvd = hvd``: the module itself."""
         site = self._site
-        if node in site.names.modules and site.through_holders and node.value in site.names.clean and node.value not in self._left:
+        imported = any(symbol(name) == "" for name in self._code.imported(node))
+        if (
+            imported
+            and node in site.names.modules
+            and site.through_holders
+            and node.value in site.names.clean
+            and node.value not in self._left
+        ):
             site.edits.replace(node, lambda updated: updated.with_changes(value="unidist"))
 
     def string(self, node: cst.SimpleString) -> None:
@@ -199,10 +226,16 @@ class _Imports:
             return
         argument = self._code.parent(node)
         call = self._code.parent(argument)
-        if not isinstance(argument, cst.Arg) or not isinstance(call, cst.Call) or full_name(call.func).split(".")[-1] not in _FINDERS:
+        if (
+            not isinstance(argument, cst.Arg)
+            or not isinstance(call, cst.Call)
+            or full_name(call.func).split(".")[-1] not in _FINDERS
+        ):
             return
         gone = self._site.through_holders and self._native
-        target = "unidist" if (symbol(value) == "" and gone) else "unidist.hvd" if value == "horovod" else moved(value)
+        target = "unidist.hvd" if value == "horovod" else moved(value) or (value if value == "unidist.hvd" else None)
+        if gone and (value == "horovod" or symbol(value) == ""):
+            target = "unidist"
         if target is None:
             self._stays(node, value)
         elif target != value:
@@ -244,6 +277,10 @@ class _Imports:
             if not inside and not longer:
                 found.append(node)
         return found
+
+    def _keeps(self, alias: cst.ImportAlias, name: str) -> None:
+        if self._site.reports_exports:
+            self._site.edits.note(alias, name, _ELSEWHERE, "import unidist where it is used, then take this line out")
 
     def _stays(self, node: cst.CSTNode, name: str) -> None:
         self._site.edits.note(node, name, _NO_PLACE, _BY_HAND)

@@ -57,8 +57,14 @@ def sampled_loaders(site: Site) -> dict[str, cst.Call]:
 def has_even_loops(site: Site) -> bool:
     """Whether all loops that train take their batches from a DistributedSampler, which makes all ranks' shares equally long."""
     code, sampled = site.code, sampled_loaders(site)
-    all_loaders = {code.variable(target) for value, target in assignments(code) if isinstance(value, cst.Call) and is_imported(site, value, _LOADERS)}
-    loaders = follow(code, sampled).variables - follow(code, {name for name in all_loaders if name} - set(sampled)).variables
+    all_loaders = {
+        code.variable(target)
+        for value, target in assignments(code)
+        if isinstance(value, cst.Call) and is_imported(site, value, _LOADERS)
+    }
+    loaders = (
+        follow(code, sampled).variables - follow(code, {name for name in all_loaders if name} - set(sampled)).variables
+    )
     loops = [loop for loop in code.all(cst.For) if _has_backward(site, loop)]
     even = [loop for loop in loops if code.variable(_iterated(loop)) in loaders]
 
@@ -114,7 +120,9 @@ def _pairs(site: Site) -> list[Pair]:
         if not isinstance(value, cst.Call) or not is_imported(site, value, _NAMES) or not variable or statement is None:
             continue
         arguments = _sampler_arguments(value)
-        mine = [(call, to) for call, to in loaders if code.variable(_argument(call, "sampler") or cst.Name("_")) == variable]
+        mine = [
+            (call, to) for call, to in loaders if code.variable(_argument(call, "sampler") or cst.Name("_")) == variable
+        ]
         others = [each for each in assignments(code) if code.variable(each[1]) == variable]
         if arguments is None or len(mine) != 1 or len(others) != 1 or isinstance(code.parent(target), cst.Element):
             continue
@@ -154,14 +162,18 @@ def _fits(site: Site, pair: Pair) -> bool:
     if not is_constant(_argument(pair.loader, "shuffle"), False, None):
         return False
     # DataLoader(drop_last=True) over padded shares keeps a batch that shard_loader(drop_last=True) may not have.
-    if not is_constant(_argument(pair.loader, "drop_last"), False, None) or not is_constant(arguments.get("drop_last"), False, None):
+    if not is_constant(_argument(pair.loader, "drop_last"), False, None) or not is_constant(
+        arguments.get("drop_last"), False, None
+    ):
         return False
     positional = [arg.value for arg in pair.loader.args if arg.keyword is None and not arg.star]
     if len(positional) > 2:
         return False
     dataset = positional[0] if positional else _argument(pair.loader, "dataset")
     same = dataset is not None and site.text(dataset) == site.text(arguments.get("dataset", dataset))
-    return same and code.block(pair.sampler_statement) is code.block(code.statement(pair.loader) or pair.sampler_statement)
+    return same and code.block(pair.sampler_statement) is code.block(
+        code.statement(pair.loader) or pair.sampler_statement
+    )
 
 
 def _keys(site: Site, node: cst.BaseExpression) -> set[str] | None:
@@ -240,7 +252,10 @@ def _change(site: Site, pair: Pair, uses: list[cst.BaseExpression], shuffle: boo
         args = [arg for arg in updated.args if arg.keyword is None or arg.keyword.value not in ("sampler", "shuffle")]
         places = [i for i, arg in enumerate(updated.args) if arg.keyword is not None and arg.keyword.value == "sampler"]
         if shuffle:
-            args.insert(min(places[0], len(args)), updated.args[places[0]].with_changes(keyword=cst.Name("shuffle"), value=cst.Name("True")))
+            args.insert(
+                min(places[0], len(args)),
+                updated.args[places[0]].with_changes(keyword=cst.Name("shuffle"), value=cst.Name("True")),
+            )
         if args:
             args[-1] = args[-1].with_changes(comma=updated.args[-1].comma)
         return cst.Call(function, [cst.Arg(updated.with_changes(args=args)), *wrapper_args])

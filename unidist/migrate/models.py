@@ -103,7 +103,9 @@ def _raw_aliases(site: Site, variable: str, wrap: Statement) -> Iterator[Problem
     """Other names of the model that are made before it is wrapped, and go on with it afterwards."""
     code = site.code
     before = follow(code, [variable], lambda node: not _is_before(site, node, wrap))
-    others = {name for name in before.variables - {variable} if ".<locals>." not in name or name.startswith(_scope(variable))}
+    others = {
+        name for name in before.variables - {variable} if ".<locals>." not in name or name.startswith(_scope(variable))
+    }
     for use in before.uses:
         parent = code.parent(use)
         if _keeps_nothing(site, use, variable):
@@ -129,7 +131,10 @@ def _raw_aliases(site: Site, variable: str, wrap: Statement) -> Iterator[Problem
             called = isinstance(parent, cst.Call) and parent.func is use
             passed = isinstance(parent, cst.Arg) and site.symbol(getattr(code.parent(parent), "func", None)) is None
             if called or passed:
-                yield use, f"`{site.text(use)}` is another name of the model that stays unwrapped, and is used after wrapping"
+                yield (
+                    use,
+                    f"`{site.text(use)}` is another name of the model that stays unwrapped, and is used after wrapping",
+                )
 
 
 def _moved(value: cst.BaseExpression) -> cst.BaseExpression:
@@ -197,7 +202,9 @@ def _callers(site: Site, variable: str) -> Iterator[Problem]:
             for use in follow(code, [theirs], lambda each, call=call: _is_over(site, each, call)).uses:  # type: ignore[misc]
                 parent = code.parent(use)
                 outside = not code.is_inside(use, node)
-                if outside and (isinstance(parent, cst.Call) or (isinstance(parent, cst.Arg) and not code.is_inside(use, call))):
+                if outside and (
+                    isinstance(parent, cst.Call) or (isinstance(parent, cst.Arg) and not code.is_inside(use, call))
+                ):
                     yield use, "the model is wrapped in a function, and its caller goes on with the unwrapped one"
 
 
@@ -209,7 +216,11 @@ def _is_over(site: Site, node: cst.CSTNode, call: cst.Call) -> bool:
 def _assigned_again(site: Site, flow: Flow, variable: str, wrap: Statement) -> Iterator[Problem]:
     """Places where the variable gets another model after the wrapping."""
     for value, target in flow.assigned:
-        if site.code.variable(target) != variable or _is_before(site, target, wrap) or site.code.is_inside(target, wrap):
+        if (
+            site.code.variable(target) != variable
+            or _is_before(site, target, wrap)
+            or site.code.is_inside(target, wrap)
+        ):
             continue
         if not (isinstance(value, cst.Name) and value.value == "None") and not _is_made_before(site, target, wrap):
             yield target, "the model is assigned again in another place than that where it is wrapped"
@@ -241,9 +252,14 @@ def _unused_layers(site: Site) -> Iterator[Problem]:
             if not is_target(code, node) and isinstance(node.attr, cst.Name)
         ]  # fmt: skip
         for value, target in assignments(code):
-            layer = isinstance(target, cst.Attribute) and full_name(target.value) == "self" and code.is_inside(target, kind)
+            layer = (
+                isinstance(target, cst.Attribute) and full_name(target.value) == "self" and code.is_inside(target, kind)
+            )
             if not layer or not isinstance(value, cst.Call) or not isinstance(target, cst.Attribute):
                 continue
             made = any(name.startswith("torch.nn.") for name in code.imported(value.func))
             if made and target.attr.value not in read:
-                yield target, f"the layer `{target.attr.value}` takes no part in the forward pass: its gradient is zero in Horovod"
+                yield (
+                    target,
+                    f"the layer `{target.attr.value}` takes no part in the forward pass: its gradient is zero in Horovod",
+                )

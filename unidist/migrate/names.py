@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 
 import libcst as cst
 
@@ -22,14 +25,30 @@ _INNER = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm",
 IMPORTERS = ("import_module", "__import__")
 
 
+@cache
 def moved(name: str) -> str | None:
     """The drop-in's name for one of Horovod's; None where it has none."""
     if name in ("horovod.run", "horovod.runner.run"):
         return "unidist.hvd.run"
     for old, new in MODULES.items():
         if name == old or name.startswith(f"{old}."):
-            return new + name[len(old) :]
+            target = new + name[len(old) :]
+            return target if _is_there(target) else None
     return None
+
+
+def _is_there(name: str) -> bool:
+    """Whether a dotted name is a module, or something in one."""
+    module, _, last = name.rpartition(".")
+    try:
+        return hasattr(import_module(module), last) or find_spec(name) is not None
+    except ImportError:
+        return bool(module) and "." in module and _is_there(module) and hasattr(_found(module), last)
+
+
+def _found(name: str) -> object:
+    module, _, last = name.rpartition(".")
+    return getattr(import_module(module), last)
 
 
 def is_horovod(name: str) -> bool:
@@ -86,9 +105,9 @@ def find(code: Code) -> Names:
             continue
         is_module = any(symbol(name) == "" for name in code.imported(node)) and not isinstance(node, cst.Call)
         if (is_module and not isinstance(code.parent(node), cst.Attribute)) or _imports_module(code, node):
-            found = destinations(code, node)
-            starts |= set(found or ())
-            if found is None:
+            reached = destinations(code, node)
+            starts |= set(reached or ())
+            if reached is None:
                 names.escapes.append(node)
     flow = follow(code, starts)
     names.holders, names.escapes = flow.variables, [*names.escapes, *flow.escapes]
@@ -96,7 +115,9 @@ def find(code: Code) -> Names:
         if not isinstance(node, (cst.Name, cst.Attribute)) or is_target(code, node) or _in_import(code, node):
             continue
         found = _symbol(code, names, node)
-        if found is None or (isinstance(code.parent(node), cst.Attribute) and _symbol(code, names, code.parent(node)) is not None):
+        if found is None or (
+            isinstance(code.parent(node), cst.Attribute) and _symbol(code, names, code.parent(node)) is not None
+        ):
             continue
         if found:
             names.symbols[node] = found
@@ -113,7 +134,11 @@ def imported_names(code: Code) -> set[str]:
             for alias in statement.names:
                 if symbol(full_name(alias.name)) is not None and alias.asname:
                     found.add(full_name(alias.asname.name))
-        elif isinstance(statement, cst.ImportFrom) and statement.module and not isinstance(statement.names, cst.ImportStar):
+        elif (
+            isinstance(statement, cst.ImportFrom)
+            and statement.module
+            and not isinstance(statement.names, cst.ImportStar)
+        ):
             for alias in statement.names:
                 if symbol(f"{full_name(statement.module)}.{full_name(alias.name)}") is not None:
                     found.add(full_name(alias.asname.name) if alias.asname else full_name(alias.name))

@@ -15,6 +15,7 @@ from unidist.migrate.report import Finding
 #: Statements that stand for a cell's beginning, and for a line that is not Python.
 _CELL, _LINE = "__unidist_cell__", "__unidist_line__"
 _MAGIC = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
+_NAMED = re.compile(r"^(?!\s*!pip).*(\bhvd\.|horovod)")
 #: Magics whose cell is Python all the same.
 _PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")
 Migrate = Callable[[str], tuple[str, list[Finding]]]
@@ -56,13 +57,29 @@ def _as_module(cells: list[Any]) -> tuple[str, list[str], list[Finding]]:
         source = "".join(cell.get("source", []))
         if cell.get("cell_type") != "code" or (source.startswith("%%") and not source.startswith(_PYTHON)):
             continue
-        hidden = "\n".join(hide(match, line) if (match := _MAGIC.match(line)) else line for line in source.split("\n"))
+        parts_of = []
+        for index, line in enumerate(source.split("\n")):
+            match = _MAGIC.match(line)
+            parts_of.append(hide(match, line) if match else line)
+            if match and _NAMED.search(line):
+                left.append(
+                    Finding(
+                        index + 1,
+                        line.strip(),
+                        "a line that is not Python is not read",
+                        "change it by hand",
+                        number + 1,
+                    )
+                )
+        hidden = "\n".join(parts_of)
         try:
             cst.parse_module(hidden)
         except cst.ParserSyntaxError as error:
             if "horovod" in source:
                 why = f"the cell does not parse: {error.message.splitlines()[0]}"
-                left.append(Finding(error.raw_line, source.split("\n")[0], why, "mend it, then migrate again", number + 1))
+                left.append(
+                    Finding(error.raw_line, source.split("\n")[0], why, "mend it, then migrate again", number + 1)
+                )
             continue
         parts.append(f"{_CELL}({number})\n{hidden}\n")
     return "".join(parts), lines, left
@@ -76,12 +93,15 @@ def _as_cells(module: str, lines: list[str]) -> dict[int, str]:
         first = min(found)
         found[first] = before + found[first]
     return {
-        number: re.sub(rf"{_LINE}\((\d+)\)", lambda match: lines[int(match[1])], source) for number, source in found.items()
+        number: re.sub(rf"{_LINE}\((\d+)\)", lambda match: lines[int(match[1])], source)
+        for number, source in found.items()
     }
 
 
 def _in_cell(finding: Finding, starts: dict[int, int]) -> Finding:
-    number = max((each for each in starts if starts[each] < finding.line), key=lambda each: starts[each], default=min(starts))
+    number = max(
+        (each for each in starts if starts[each] < finding.line), key=lambda each: starts[each], default=min(starts)
+    )
     return replace(finding, line=max(1, finding.line - starts[number]), cell=number + 1)
 
 

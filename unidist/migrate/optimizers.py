@@ -18,6 +18,11 @@ COMPRESSION = {"Compression.none": "None", "Compression.fp16": '"fp16"'}
 _METHODS = {"synchronize", "skip_synchronize", "set_backward_passes_per_step"}
 #: Arguments that change how gradients travel, and nothing of what they are.
 _TRAVEL = {"num_groups", "groups"}
+_FIRST_STEP = (
+    "Horovod's takes a step with zero gradients where there is no state yet (Adam's count begins at 1, weight decay changes weights); "
+    "this one takes none"
+)
+_CLIPPED = "without synchronize() Horovod's gradients may still be on their way here; now they are the averages"
 _KEPT = "it stays Horovod's optimizer, through the drop-in"
 
 
@@ -65,6 +70,19 @@ def change_optimizers(site: Site) -> None:
     change_broadcasts(site)
 
 
+def _is_plain_sgd(site: Site, optimizer: cst.BaseExpression) -> bool:
+    """Whether an optimizer is visibly one for which a step with zero gradients changes nothing."""
+    variable = site.code.variable(optimizer)
+    made = [value for value, target in assignments(site.code) if variable and site.code.variable(target) == variable]
+    made = [value for value in made if not (isinstance(value, cst.Call) and site.symbol(value.func))]
+    return bool(made) and all(
+        isinstance(value, cst.Call)
+        and full_name(value.func).split(".")[-1] == "SGD"
+        and not any(arg.star or (arg.keyword is not None and arg.keyword.value == "weight_decay") for arg in value.args)
+        for value in made
+    )
+
+
 def has_optimizer(site: Site) -> bool:
     """Whether an optimizer of Horovod's stays in this file."""
     return any(site.symbol(use) == "DistributedOptimizer" for use in site.left())
@@ -78,8 +96,12 @@ def _plan(site: Site, call: cst.Call) -> Optimizer:
     if arguments is None:
         raise Refusal(call, "its arguments cannot be told")
     target, variables = _result(site, call)
-    if not isinstance(statement, cst.SimpleStatementLine) or (target is not None and isinstance(code.parent(target), cst.Element)):
-        raise Refusal(call, "it shares its statement with something else", "give it a statement of its own, then migrate again")
+    if not isinstance(statement, cst.SimpleStatementLine) or (
+        target is not None and isinstance(code.parent(target), cst.Element)
+    ):
+        raise Refusal(
+            call, "it shares its statement with something else", "give it a statement of its own, then migrate again"
+        )
     compression = _check_arguments(site, call, arguments)
     model = _model(site, call, arguments)
     broadcast = _broadcast_of(site, model, statement)
@@ -115,11 +137,21 @@ def _check_arguments(site: Site, call: cst.Call, arguments: Arguments) -> cst.Ba
     """
     op = arguments.get("op")
     if op is not None and site.symbol(op) != "Average":
-        raise Refusal(call, f"op={site.text(op)}: wrap_model averages gradients and does nothing else", "if the average will do, take out op=, then migrate again")
+        raise Refusal(
+            call,
+            f"op={site.text(op)}: wrap_model averages gradients and does nothing else",
+            "if the average will do, take out op=, then migrate again",
+        )
     if "process_set" in arguments:
-        raise Refusal(call, "process_set=: a part of the ranks trains", "use unidist.new_group and wrap_model(group=...)")
+        raise Refusal(
+            call, "process_set=: a part of the ranks trains", "use unidist.new_group and wrap_model(group=...)"
+        )
     if not is_constant(arguments.get("sparse_as_dense"), None, False):
-        raise Refusal(call, "sparse_as_dense=: wrap_model averages sparse gradients as they are", "take it out, then migrate again")
+        raise Refusal(
+            call,
+            "sparse_as_dense=: wrap_model averages sparse gradients as they are",
+            "take it out, then migrate again",
+        )
     predivide = arguments.get("gradient_predivide_factor")
     if predivide is not None and not is_constant(predivide, 1):
         why = "gradient_predivide_factor has no counterpart: the average is the same but for rounding"
@@ -151,7 +183,11 @@ def _model(site: Site, call: cst.Call, arguments: Arguments) -> cst.BaseExpressi
         if (found := _owner(first, "parameters")) is not None:
             owners.append(found)
     if len({site.text(owner) for owner in owners}) != 1:
-        raise Refusal(call, "the model that it trains cannot be told", "pass named_parameters=model.named_parameters(), then migrate again")
+        raise Refusal(
+            call,
+            "the model that it trains cannot be told",
+            "pass named_parameters=model.named_parameters(), then migrate again",
+        )
     return owners[0]
 
 
@@ -159,7 +195,11 @@ def _owner(node: cst.BaseExpression | None, method: str) -> cst.BaseExpression |
     """``model`` of ``model.named_parameters()``."""
     if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
         return None
-    return node.func.value if node.func.attr.value == method and isinstance(node.func.value, (cst.Name, cst.Attribute)) else None
+    return (
+        node.func.value
+        if node.func.attr.value == method and isinstance(node.func.value, (cst.Name, cst.Attribute))
+        else None
+    )
 
 
 def broadcast_model(site: Site, call: cst.Call) -> cst.BaseExpression | None:
@@ -198,12 +238,16 @@ def _check_together(site: Site, optimizers: list[Optimizer]) -> None:
         for call in site.calls("join"):
             if not is_barrier(site, call):
                 why = "join() lets ranks run out of batches at different steps"
-                raise Refusal(call, why, "train inside `with unidist.join(model):`, see docs/semantics.md, or shard the data evenly")
-    known = {id(use) for each in optimizers for use in each.flow.uses}
+                raise Refusal(
+                    call,
+                    why,
+                    "train inside `with unidist.join(model):`, see docs/semantics.md, or shard the data evenly",
+                )
+    known = {use for each in optimizers for use in each.flow.uses}
     for node in site.code.all(cst.Attribute):
-        if node.attr.value in ("skip_synchronize", "synchronize") and optimizers and id(node.value) not in known:
-            if not site.code.imported(node) and site.symbol(node) is None and "cuda" not in site.text(node):
-                raise Refusal(node, f"`{site.text(node)}` is of an optimizer that cannot be followed")
+        method = node.attr.value in ("skip_synchronize", "synchronize") and optimizers and node.value not in known
+        if method and not site.code.imported(node) and site.symbol(node) is None and "cuda" not in site.text(node):
+            raise Refusal(node, f"`{site.text(node)}` is of an optimizer that cannot be followed")
     for each in optimizers:
         for use in each.flow.uses:
             _check_method(site, use)
@@ -253,7 +297,9 @@ def _constants(site: Site, call: cst.Call, node: cst.BaseExpression) -> list[cst
         uses = follow(site.code, [variable]).uses
         if all(site.code.is_inside(use, call) for use in uses):
             return [constant for value in values for constant in _constants(site, call, value)]
-    raise Refusal(call, f"compression={site.text(node)} is none of Horovod's own", "use wrap_model(compression='fp16') or 'bf16'")
+    raise Refusal(
+        call, f"compression={site.text(node)} is none of Horovod's own", "use wrap_model(compression='fp16') or 'bf16'"
+    )
 
 
 # ------------------------------------------------------------------------------------ the change
@@ -261,18 +307,24 @@ def _change(site: Site, each: Optimizer) -> None:
     code, edits = site.code, site.edits
     accumulate(site, each.arguments.get("backward_passes_per_step"), each.flow, each.model, each.wrap)
     inner = each.arguments["optimizer"]
-    wrapped = cst.Assign([cst.AssignTarget(each.model.deep_clone())], _wrap_call(site, each))
+    target = each.model.deep_clone()
+    assert isinstance(target, (cst.Name, cst.Attribute))
+    wrapped = cst.Assign([cst.AssignTarget(target)], _wrap_call(site, each))
     if each.target is not None and site.text(inner) == site.text(each.target):
         edits.remove(each.statement)
     else:
         became = _Became(site, inner)
+        edits.keep_comments(each.statement, each.call, but=[inner])
         edits.replace(each.call, lambda updated: became.of(each.call, updated))
     if each.broadcast is not None:
         edits.remove(each.broadcast)
         site.settle(each.broadcast)
     line = cst.SimpleStatementLine([wrapped])
     edits.insert(each.wrap, line)
-    for node in (each.call.func, *(value for name, value in each.arguments.items() if name not in ("optimizer", "compression"))):
+    for node in (
+        each.call.func,
+        *(value for name, value in each.arguments.items() if name not in ("optimizer", "compression")),
+    ):
         site.settle(node)
     if site.symbol(each.arguments.get("compression")) == "Compression.none":
         site.settle(each.arguments["compression"])
@@ -281,6 +333,10 @@ def _change(site: Site, each: Optimizer) -> None:
         site.own("unwrap")
     for use in each.flow.uses:
         _change_method(site, use)
+    if not any(_method(site, use) == "synchronize" for use in each.flow.uses):
+        for call in code.all(cst.Call):
+            if full_name(call.func).split(".")[-1] in ("clip_grad_norm_", "clip_grad_value_", "unscale_"):
+                site.note(call, _CLIPPED, "nothing; the curves may differ from the legacy ones")
     for loaded in code.all(cst.Attribute):
         before = loaded.attr.value == "load_state_dict" and site.text(loaded.value) == site.text(inner)
         same = code.function(loaded) is code.function(each.call) and code.place(loaded) < code.place(each.call)
@@ -317,6 +373,11 @@ class _Became:
         return next(after.value for before, after in pairs if before.value is self._node)
 
 
+def _method(site: Site, use: cst.BaseExpression) -> str | None:
+    method = site.code.parent(use)
+    return method.attr.value if isinstance(method, cst.Attribute) else None
+
+
 def _change_method(site: Site, use: cst.BaseExpression) -> None:
     code = site.code
     method = code.parent(use)
@@ -335,7 +396,9 @@ def _change_method(site: Site, use: cst.BaseExpression) -> None:
 def _without_with(updated: cst.With) -> cst.BaseCompoundStatement | cst.FlattenSentinel[cst.BaseStatement]:
     body = updated.body
     if isinstance(body, cst.SimpleStatementSuite):
-        lines: list[cst.BaseStatement] = [cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)]
+        lines: list[cst.BaseStatement] = [
+            cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)
+        ]
     else:
         lines = list(body.body)  # type: ignore[arg-type]
     first = lines[0]
@@ -367,3 +430,5 @@ def change_broadcasts(site: Site) -> None:
             continue  # the root is computed by a call of Horovod's
         site.edits.replace(call, cst.Call(site.native(call.func, name), values))
         site.settle(call)
+        if name == "broadcast_optimizer_state" and not _is_plain_sgd(site, sent):
+            site.note(call, _FIRST_STEP, "nothing; the curves differ a little from the legacy ones")

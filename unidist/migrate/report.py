@@ -62,7 +62,9 @@ class FileReport:
 
 
 def _lines(text: str) -> list[str]:
-    return [f"{line}\n" for line in text.split("\n")[:-1]] + ([text.split("\n")[-1]] if not text.endswith("\n") and text else [])
+    return [f"{line}\n" for line in text.split("\n")[:-1]] + (
+        [text.split("\n")[-1]] if not text.endswith("\n") and text else []
+    )
 
 
 def summary(reports: list[FileReport]) -> dict[str, int]:

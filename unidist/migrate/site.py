@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,9 +34,12 @@ class Site:
         self.edits = Edits(code)
         self.through_holders = through_holders
         self._settled: set[cst.CSTNode] = set()
+        self._places = sorted(code.span(use)[0] for use in names.symbols)
         #: Whether code that used no name of Horovod needs the name ``unidist``.
         self.needs_import = False
         self.needs_contextlib = False
+        #: Whether names that are imported and stay are worth a word.
+        self.reports_exports = False
 
     # -------------------------------------------------------------------------------- uses
     def uses(self, *symbols: str) -> Iterator[cst.BaseExpression]:
@@ -68,7 +72,10 @@ class Site:
 
     def settle(self, node: cst.CSTNode) -> None:
         """All uses in a node are dealt with."""
-        self._settled.update(use for use in self.names.symbols if self.code.is_inside(use, node))
+        first, end = self.code.span(node)
+        places = self._places
+        for place in places[bisect_left(places, first) : bisect_left(places, end)]:
+            self._settled.add(self.code.nodes[place])
 
     def left(self) -> list[cst.BaseExpression]:
         """The uses that no rule has settled."""
@@ -109,9 +116,10 @@ class Site:
 
     def note(self, node: cst.CSTNode, why: str, remedy: str, what: str | None = None) -> None:
         """Report a place."""
-        statement = self.code.statement(node) if what is None else None
-        text = what or self.text(statement or node)
-        self.edits.note(node, text.splitlines()[0], why, remedy)
+        if what is None:
+            node = self.code.statement(node) or node
+            what = self.text(node).splitlines()[0]
+        self.edits.note(node, what, why, remedy)
 
     def remove(self, statement: Statement) -> None:
         """Take a statement away, with all uses in it."""
@@ -123,11 +131,10 @@ def is_constant(node: cst.CSTNode | None, *values: object) -> bool:
     """Whether an expression is one of some constants; the absent argument counts as None."""
     if node is None:
         return None in values
-    text = {cst.Name: lambda n: n.value, cst.Integer: lambda n: n.value, cst.Float: lambda n: n.value}.get(type(node))
-    if text is None:
+    if not isinstance(node, (cst.Name, cst.Integer, cst.Float)):
         return False
     known = {"None": None, "True": True, "False": False}
-    written = text(node)
+    written = node.value
     if written in known:
         return any(value is known[written] for value in values)
     try:

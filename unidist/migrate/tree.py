@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,24 +16,44 @@ from unidist.migrate import files
 from unidist.migrate.files import Kind
 from unidist.migrate.jobs import find_launches
 from unidist.migrate.native import Level, migrate
-from unidist.migrate.notebooks import migrate_notebook
+from unidist.migrate.notebooks import Migrate, migrate_notebook
 from unidist.migrate.report import FileReport, Finding
 
 _NAMED = re.compile(rb"horovod|unidist\.hvd|from unidist import .*hvd")
 _LAUNCHED = re.compile(rb"horovodrun|mpirun|mpiexec")
+_FROM = re.compile(rb"^[ \t]*from\s+(?!horovod\b)([.\w]+)\s+import\s+(?:\(([^)]*)\)|([^\n#]+))", re.MULTILINE)
+_OF_MODULE = re.compile(rb"\b(\w+)\.hvd\b")
 _IMPORTS = re.compile(r"^\s*(?:>>>\s*)?(?:from\s+horovod\b|import\s+(?:[\w.]+\s*,\s*)*horovod\b)", re.MULTILINE)
 _LOADED = re.compile(r"import_module\(\s*['\"]horovod|__import__\(\s*['\"]horovod")
 
+Exports = dict[str, set[str]]
 
-def migrate_files(paths: Iterable[Path], level: Level) -> Iterator[FileReport]:
+
+def migrate_files(paths: Iterable[Path], level: Level, exports: Exports) -> Iterator[FileReport]:
     """A report of each file that names Horovod or starts it; nothing is written."""
     for path in paths:
-        report = migrate_file(path, level)
+        report = migrate_file(path, level, exports)
         if report is not None:
             yield report
 
 
-def migrate_file(path: Path, level: Level) -> FileReport | None:
+def find_exports(paths: Iterable[Path]) -> Exports:
+    """The names that Python files import from others, by the last part of the module's name."""
+    found: Exports = defaultdict(set)
+    for path in paths:
+        if files.kind(path) != "python":
+            continue
+        with suppress(OSError):
+            data = path.read_bytes()
+            for match in _FROM.finditer(data):
+                names = (match[2] or match[3]).decode("latin-1").split(",")
+                found[match[1].decode("latin-1").split(".")[-1]].update(name.split(" as ")[0].strip() for name in names)
+            for match in _OF_MODULE.finditer(data):
+                found[match[1].decode("latin-1")].add("hvd")
+    return found
+
+
+def migrate_file(path: Path, level: Level, exports: Exports) -> FileReport | None:
     """One file's report; None if Horovod is not in it."""
     what = files.kind(path) or "python"
     try:
@@ -48,15 +70,17 @@ def migrate_file(path: Path, level: Level) -> FileReport | None:
         report = _failed(path, 1, f"its bytes are no text: {error}", "declare its encoding (PEP 263)")
         report.needs_horovod = bool(_IMPORTS.search(data.decode("latin-1")))
         return report
-    return _migrated(path, source.text, what, level)
+    stem = path.parent.name if path.stem == "__init__" else path.stem
+    return _migrated(path, source.text, what, partial(migrate, level=level, exported=exports.get(stem, ())))
 
 
-def _migrated(path: Path, text: str, what: Kind, level: Level) -> FileReport:
-    rules = partial(migrate, level=level)
+def _migrated(path: Path, text: str, what: Kind, rules: Migrate) -> FileReport:
     try:
         after, findings = migrate_notebook(text, rules) if what == "notebook" else rules(text)
     except cst.ParserSyntaxError as error:
-        report = _failed(path, error.raw_line, f"it does not parse: {error.message.splitlines()[0]}", "mend it, then migrate again")
+        report = _failed(
+            path, error.raw_line, f"it does not parse: {error.message.splitlines()[0]}", "mend it, then migrate again"
+        )
     except (ValueError, RecursionError) as error:
         report = _failed(path, 1, f"it cannot be read: {error}", "migrate it by hand")
     else:
@@ -65,7 +89,9 @@ def _migrated(path: Path, text: str, what: Kind, level: Level) -> FileReport:
     report.needs_horovod = imports_horovod(code)
     report.uses_drop_in = "unidist.hvd" in code or bool(re.search(r"from unidist import .*\bhvd\b", code))
     if report.needs_horovod and not report.findings:
-        report.findings.append(Finding(1, "import horovod", "the file still imports Horovod", "replace what it uses by hand"))
+        report.findings.append(
+            Finding(1, "import horovod", "the file still imports Horovod", "replace what it uses by hand")
+        )
     return report
 
 
@@ -73,7 +99,9 @@ def _jobs(path: Path, data: bytes) -> FileReport:
     findings = []
     for launch in find_launches(data.decode("utf-8", errors="replace")):
         why = "; ".join(["unidist runs under it as it is, and under torchrun", *launch.notes])
-        findings.append(Finding(launch.line, launch.command.splitlines()[0], why, launch.torchrun or "none in one line"))
+        findings.append(
+            Finding(launch.line, launch.command.splitlines()[0], why, launch.torchrun or "none in one line")
+        )
     return FileReport(path, "unchanged", findings)
 
 
