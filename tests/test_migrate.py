@@ -339,3 +339,38 @@ def test_a_large_file_and_many_files(tmp_path: Path) -> None:
     assert report["summary"] == {
         "files": 1, "changed": 1, "unchanged": 0, "failed": 0, "use_drop_in": 0, "need_horovod": 0, "findings": 0
     }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ the page
+def blocks(command: str) -> str:
+    """The output that the page shows for a command."""
+    page = (ROOT / "docs/migrating.md").read_text()
+    return re.split(r"```\w*\n", page.split(f"    {command}\n")[1], maxsplit=2)[1].strip()
+
+
+def test_the_page_shows_the_diff() -> None:
+    assert unidist_migrate("examples/digits_horovod.py", cwd=ROOT).strip() == blocks(
+        "unidist migrate examples/digits_horovod.py"
+    )
+
+
+def test_the_page_shows_the_proof(tmp_path: Path) -> None:
+    for name in ("digits.py", "digits_horovod.py"):
+        (tmp_path / name).write_text((ROOT / "examples" / name).read_text())
+    (tmp_path / "digits_horovod.py").rename(tmp_path / "legacy.py")
+    (tmp_path / "migrated.py").write_text((tmp_path / "legacy.py").read_text())
+    unidist_migrate("--write", "migrated.py", cwd=tmp_path, status=0)
+    arguments = ["legacy.py", "migrated.py", "--left", "horovod", "--right", "gloo", "-np", "2", "--", "--epochs", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "unidist.cli", "compare", *arguments],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def settled(text: str) -> list[str]:
+        return [
+            line.split() for line in text.splitlines() if line.strip() and "seconds" not in line and "───" not in line
+        ]  # type: ignore[misc]
+
+    assert settled(done.stdout) == settled(blocks(f"unidist compare {' '.join(arguments)}"))
+    assert (tmp_path / "compare.json").exists() and (tmp_path / "compare.png").exists()

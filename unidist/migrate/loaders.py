@@ -94,6 +94,7 @@ def _argument(call: cst.Call, name: str) -> cst.BaseExpression | None:
 # ------------------------------------------------------------------------------------ the rule
 def change_loaders(site: Site) -> None:
     """Each sampler with one loader and nothing else to do; the others keep working as they are, by rank and world size."""
+    gone: list[Statement] = []
     for pair in list(_pairs(site)):
         uses = _uses_of_sampler(site, pair)
         epochs = [use for use in uses or () if _method(site, use) == "set_epoch"]
@@ -106,6 +107,33 @@ def change_loaders(site: Site) -> None:
                 site.note(pair.sampler, _SAME_ORDER, remedy)
             continue
         _change(site, pair, uses, shuffle)
+        gone.append(pair.sampler_statement)
+    if gone:
+        _drop_import(site, gone)
+
+
+def _drop_import(site: Site, statements: list[Statement]) -> None:
+    """Take the sampler's import away if nothing is left of its uses."""
+    code = site.code
+    for node in code.all(cst.ImportFrom):
+        statement = code.statement(node)
+        if isinstance(node.names, cst.ImportStar) or node.module is None or statement is None:
+            continue
+        for alias in node.names:
+            if f"{full_name(node.module)}.{full_name(alias.name)}" not in _NAMES:
+                continue
+            bound = full_name(alias.asname.name) if alias.asname else full_name(alias.name)
+            uses = [each for each in code.all(cst.Name) if each.value == bound and not code.is_inside(each, node)]
+            if not all(any(code.is_inside(use, gone) for gone in statements) for use in uses):
+                continue
+            kept = [each for each in node.names if each is not alias]
+            if kept:
+                kept[-1] = kept[-1].with_changes(
+                    comma=cst.MaybeSentinel.DEFAULT if node.rpar is None else kept[-1].comma
+                )
+                site.edits.replace(node, node.with_changes(names=kept))
+            else:
+                site.edits.remove(statement)
 
 
 def _pairs(site: Site) -> list[Pair]:
