@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests import slurm
-from tests.worlds import IN_WORLD, shown
+from tests.worlds import IN_WORLD, LEGACY, run_world, shown
 
 # What runs inside a world is collected only there.
 collect_ignore = [] if IN_WORLD in os.environ else ["contract", "hvd", "process_group"]
@@ -27,3 +28,13 @@ def srun_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
         pytest.skip(absent)
     with slurm.slurm(tmp_path_factory.mktemp("slurm")) as env:
         yield env
+
+
+@pytest.fixture(scope="session")
+def legacy_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the scripts of tests/legacy save under Horovod, at 2 ranks."""
+    folder = tmp_path_factory.mktemp("legacy")
+    argv = ["tests/programs/run_legacy.py", str(folder), *map(str, LEGACY)]
+    result = run_world("horovodrun --gloo", 2, argv, backend="horovod")
+    assert result.returncode == 0, result.output
+    return folder

@@ -7,8 +7,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from tests.worlds import run_world, shown
 
 #: The engine's library, and the names under which the class is run: it chooses by name what applies. A test counts under the
@@ -59,8 +57,8 @@ def allowed() -> dict[str, str]:
     return dict(line.split(": ", 1) for line in lines)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_no_failure_that_gloo_does_not_have(size: int, tmp_path: Path) -> None:
+def test_no_failure_that_gloo_does_not_have(tmp_path: Path) -> None:
+    size = 3  # at two ranks there is nothing that is not here, and what needs three is skipped
     both = {library: outcomes(library, size, tmp_path) for library in LABELS}
     title = "torch.testing._internal.distributed.distributed_test"
     for library, found in both.items():

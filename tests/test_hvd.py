@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import unidist.hvd
 from tests import hvd_programs
-from tests.worlds import ROOT, Result, run_suite, run_world, shown
+from tests.worlds import LEGACY, ROOT, Result, run_suite, run_world, shown
 
 #: Launcher and engine: Horovod on Gloo and on MPI, the drop-in on gloo and on MPI.
 HOROVOD = [("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
@@ -24,8 +24,11 @@ DROP_IN = [("torchrun", "gloo"), ("mpirun", "mpi")]
 DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": "DYNAMIC"}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("launcher", "backend"), [*HOROVOD, *DROP_IN])
+SUITES = [(*place, size) for size in (2, 3) for place in (*HOROVOD, *DROP_IN)]
+SUITES += [(*place, 1) for place in (HOROVOD[0], DROP_IN[0])]  # one rank calls nobody, in any library
+
+
+@pytest.mark.parametrize(("launcher", "backend", "size"), SUITES)
 def test_one_suite_for_both(launcher: str, backend: str, size: int, tmp_path: Path) -> None:
     line = run_suite("hvd", launcher, size, backend, tmp_path, DYNAMIC)
     shown.setdefault("Horovod and the drop-in: one suite", []).append(line)
@@ -97,22 +100,14 @@ def _same_tensor(a: Any, b: Any, what: str) -> None:
 
 
 #: Horovod counts unnamed operations: where ranks make different numbers of calls comes last.
-LEGACY = sorted((ROOT / "tests/legacy").glob("*.py"), key=lambda path: (path.stem == "join_uneven", path.name))
-
-
 @pytest.mark.parametrize(("launcher", "backend"), DROP_IN)
-def test_unmodified_scripts(launcher: str, backend: str, tmp_path: Path) -> None:
+def test_unmodified_scripts(launcher: str, backend: str, legacy_under_horovod: Path, tmp_path: Path) -> None:
     """The same weights under Horovod and, with no line changed, on the drop-in."""
-    runner = ["tests/programs/run_legacy.py", str(tmp_path / "horovod"), *map(str, LEGACY)]
-    for place, engine, argv in [
-        (HOROVOD[0][0], "horovod", runner),
-        (launcher, backend, ["-m", "unidist.hvd", runner[0], str(tmp_path / backend), *runner[2:]]),
-    ]:
-        (tmp_path / engine).mkdir()
-        result = run_world(place, 2, argv, backend=engine)
-        assert result.returncode == 0, result.output
+    argv = ["-m", "unidist.hvd", "tests/programs/run_legacy.py", str(tmp_path), *map(str, LEGACY)]
+    result = run_world(launcher, 2, argv, backend=backend)
+    assert result.returncode == 0, result.output
     for script in LEGACY:
-        theirs, ours = (torch.load(tmp_path / engine / f"{script.stem}.pt") for engine in ("horovod", backend))
+        theirs, ours = (torch.load(folder / f"{script.stem}.pt") for folder in (legacy_under_horovod, tmp_path))
         assert ours.keys() == theirs.keys()
         far = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in theirs)
         line = f"{script.stem:32} on {backend}: {far:.0e}"

@@ -14,6 +14,8 @@ from unidist.cli.worlds import Result
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
+#: Scripts of Horovod's users. The one whose last join leaves ranks apart comes last in a world of several.
+LEGACY = sorted((ROOT / "tests/legacy").glob("*.py"), key=lambda path: (path.stem == "join_uneven", path.name))
 #: Set in the processes of a world.
 IN_WORLD = "UNIDIST_TESTS_IN_WORLD"
 #: Tables for the end of the run's output, by title.
