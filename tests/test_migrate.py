@@ -25,7 +25,7 @@ ON_THE_DROP_IN = {
     "by_hand": "no asynchronous calls",
     "gan": "not assigned to a variable",
     "join_uneven": "join\\(\\) lets ranks run out of batches",
-    "lazy_import": "its caller goes on with the unwrapped one",
+    "lazy_import": "no forward pass of the model is seen",
     "metric_average": "floating-point numbers cannot be seen",
     "subclass": "op=hvd.mpi_ops.Sum",
     "unused_parameters": "takes no part in the forward pass",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from unidist.migrate.code import Statement, full_name, is_pure
-from unidist.migrate.flow import Flow
+from unidist.migrate.flow import Flow, is_target
 from unidist.migrate.site import Site, is_constant
 
 _SLOWER = "gradients are now averaged in every backward pass: the result is the same, the network does more"
@@ -100,11 +100,12 @@ def _modulo(site: Site, optimizer: Flow) -> Found | None:
     first = loop.target.elements[0].value if isinstance(loop.target, cst.Tuple) else loop.target
     test = branch.test
     names = [node.value for node in code.all(cst.Name, inside=test)]
+    inside = {node.value for node in code.all(cst.Name, inside=loop.body) if is_target(code, node)}
     enumerated = isinstance(loop.iter, cst.Call) and full_name(loop.iter.func) in ("enumerate", "range")
     if not isinstance(first, cst.Name) or first.value not in names or not enumerated or _leaves(site, loop):
         return None
     modulo = any(isinstance(node.operator, cst.Modulo) for node in code.all(cst.BinaryOperation, inside=test))
-    if not modulo or any(code.all(cst.Call, inside=test)) or _is_set(site, first, loop.body):
+    if not modulo or any(code.all(cst.Call, inside=test)) or inside & set(names):
         return None
     before: list[cst.CSTNode] = []
     for each in loop.body.body:

@@ -6,7 +6,7 @@ import re
 
 import libcst as cst
 
-from unidist.migrate.code import is_pure
+from unidist.migrate.code import is_pure, keyword
 from unidist.migrate.dtypes import is_floating
 from unidist.migrate.loaders import has_even_loops
 from unidist.migrate.site import Arguments, Site, is_constant
@@ -35,9 +35,6 @@ COLLECTIVES = {
 #: Arguments that change nothing of the result.
 _IDLE = {"name", "ignore_name_scope"}
 OPS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
-#: Functions and classes that deal with figures, by their names.
-_FIGURES = re.compile(r"metric|average|avg|meter|accuracy|loss|score|mean|reduce|track", re.IGNORECASE)
-_GRADIENTS = re.compile(r"grad", re.IGNORECASE)
 Options = list[tuple[str, cst.BaseExpression]]
 #: What Horovod does with whole numbers.
 TRUNCATED = "Horovod cuts the average of whole numbers off towards 0; allreduce_metric gives the exact mean as float32"
@@ -102,7 +99,9 @@ def change_allreduce(site: Site) -> None:
         tensor = arguments["tensor"]
         figure = op in ("mean", "sum", "min", "max") and _is_figure(site, call, tensor)
         floating = is_floating(site.code, tensor)
-        if not figure and ((op == "mean" and not floating) or _may_be_bool(site, tensor)):
+        if (op == "mean" and (floating is False or (not floating and not figure))) or (
+            not figure and _may_be_bool(site, tensor)
+        ):
             continue
         in_place = site.symbol(call.func) == "allreduce_"
         if in_place and not _is_settable(site, arguments):
@@ -140,16 +139,14 @@ def _is_name(site: Site, node: cst.BaseExpression) -> bool:
 
 
 def _is_figure(site: Site, call: cst.Call, tensor: cst.BaseExpression) -> bool:
-    """Whether a call combines a figure for people, and not something that training goes on with."""
+    """Whether a call combines a figure for people: no gradient goes through it, and training does not go on with it."""
     text = site.text(tensor)
-    if ".grad" in text or _GRADIENTS.search(text):
-        return False
     above = [node.name.value for node in site.code.parents(call) if isinstance(node, (cst.FunctionDef, cst.ClassDef))]
-    if any(_GRADIENTS.search(name) for name in above):
+    if "grad" in text or any("grad" in name.lower() for name in above):
         return False
     parent = site.code.parent(call)
     item = isinstance(parent, cst.Attribute) and parent.attr.value in ("item", "tolist")
-    return item or ".detach()" in text or ".item()" in text or any(_FIGURES.search(name) for name in above)
+    return item or ".detach()" in text or ".item()" in text or is_floating(site.code, tensor, made=True) is not None
 
 
 def _may_be_bool(site: Site, tensor: cst.BaseExpression) -> bool:
@@ -165,12 +162,6 @@ def _is_settable(site: Site, arguments: Arguments) -> bool:
         return True
     made = is_floating(site.code, tensor, made=True)
     return made is not None
-
-
-def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
-    """``name=value``."""
-    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    return cst.Arg(value, cst.Name(name), equal=equal)
 
 
 def _put(site: Site, call: cst.Call, name: str, kept: list[cst.BaseExpression | None], values: list[cst.Arg]) -> None:

@@ -114,7 +114,18 @@ class Code:
             return None if self.imported(node) else f".{node.attr.value}"
         if not isinstance(node, cst.Name):
             return None
+        if self._is_class_level(node):
+            return f".{node.value}"
         return next(iter(sorted(self._names(node, QualifiedNameSource.LOCAL))), None)
+
+    def _is_class_level(self, node: cst.Name) -> bool:
+        """Whether a name is set in a class's body: an attribute of it."""
+        for above in self.parents(node):
+            if isinstance(above, (cst.AssignTarget, cst.AnnAssign)):
+                return isinstance(self.parent(self.parent(self.parent(self.parent(above)))), cst.ClassDef)
+            if not isinstance(above, (cst.Tuple, cst.Element)):
+                return False
+        return False
 
     def _names(self, node: cst.CSTNode, source: QualifiedNameSource) -> set[str]:
         found = self._qualified.get(node, ())
@@ -205,3 +216,9 @@ def is_pure(node: cst.BaseExpression) -> bool:
             isinstance(part.slice, cst.Index) and is_pure(part.slice.value) for part in node.slice
         )
     return isinstance(node, (cst.Name, cst.Integer, cst.SimpleString))
+
+
+def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
+    """``name=value``."""
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    return cst.Arg(value, cst.Name(name), equal=equal)

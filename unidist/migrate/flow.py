@@ -11,7 +11,7 @@ import libcst as cst
 from unidist.migrate.code import Code, full_name
 
 #: Functions that look at a value and keep nothing of it.
-LOOKING = {"print", "isinstance", "type", "id", "repr", "str", "len", "hasattr", "getattr", "bool", "callable"}
+LOOKING = {"print", "isinstance", "type", "id", "repr", "str", "len", "hasattr", "bool", "callable"}
 
 
 @dataclass

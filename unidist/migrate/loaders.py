@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from unidist.migrate.code import Statement, full_name
+from unidist.migrate.code import Statement, full_name, keyword
 from unidist.migrate.flow import assignments, callees, code_references, follow, is_target
 from unidist.migrate.site import Arguments, Site, is_constant
 
@@ -15,6 +15,8 @@ _NAMES = {_SAMPLER, "torch.utils.data.DistributedSampler", "torch.utils.data.dis
 _LOADERS = {"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"}
 _POSITIONS = ("dataset", "num_replicas", "rank", "shuffle", "seed", "drop_last")
 #: What tells of legacy training whose order never changes.
+_UNSEEN = "that set_epoch() is called before each time the loader is gone through cannot be seen; shard_loader counts each as an epoch"
+_BY_HAND = "call set_epoch(epoch) before each epoch, then migrate again, or use unidist.shard_loader(DataLoader(...))"
 _SAME_ORDER = "set_epoch() is never called, so every epoch has the same order, which shard_loader does not do"
 
 
@@ -71,7 +73,21 @@ def has_even_loops(site: Site) -> bool:
     def covered(loop: cst.For) -> bool:
         return any(code.is_inside(each, loop) or code.is_inside(loop, each) for each in even)
 
-    return bool(even) and all(map(covered, loops))
+    return bool(even) and all(map(covered, loops)) and not any(_is_uneven(site, loop) for loop in even)
+
+
+def _is_uneven(site: Site, loop: cst.For) -> bool:
+    """Whether some batches may have no backward pass."""
+    if _leaves(site, loop.body):
+        return True
+    for call in site.code.all(cst.Call, inside=loop.body):
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward":
+            for above in site.code.parents(call):
+                if above is loop:
+                    break
+                if isinstance(above, (cst.If, cst.Try, cst.While)):
+                    return True
+    return False
 
 
 def _has_backward(site: Site, loop: cst.For) -> bool:
@@ -101,10 +117,13 @@ def change_loaders(site: Site) -> None:
         shuffle = not is_constant(pair.arguments.get("shuffle"), False)
         if uses is None or not _fits(site, pair):
             continue
+        statements = [each for use in epochs if (each := site.code.statement(use)) is not None]
+        if shuffle and epochs and not all(_is_governed(site, use, statements) for use in _iterations(site, pair)):
+            site.note(pair.sampler, _UNSEEN, _BY_HAND)
+            continue
         if shuffle and not epochs:
             if _trains(site, pair):
-                remedy = "call set_epoch(epoch) before each epoch, then migrate again, or use unidist.shard_loader(DataLoader(...))"
-                site.note(pair.sampler, _SAME_ORDER, remedy)
+                site.note(pair.sampler, _SAME_ORDER, _BY_HAND)
             continue
         _change(site, pair, uses, shuffle)
         gone.append(pair.sampler_statement)
@@ -273,7 +292,7 @@ def _trains(site: Site, pair: Pair) -> bool:
 def _change(site: Site, pair: Pair, uses: list[cst.BaseExpression], shuffle: bool) -> None:
     code = site.code
     seed = pair.arguments.get("seed")
-    wrapper_args = [] if seed is None or is_constant(seed, 0) else [_keyword("seed", seed.deep_clone())]
+    wrapper_args = [] if seed is None or is_constant(seed, 0) else [keyword("seed", seed.deep_clone())]
     function = site.own("shard_loader")
 
     def rebuilt(updated: cst.Call) -> cst.Call:
@@ -316,17 +335,48 @@ def _counts_from_zero(site: Site, pair: Pair, call: cst.Call, statement: Stateme
         calls = [each for each in code.all(cst.Call) if function in callees(code, each)]
         if len(calls) > 1 or code.is_method(function) or any(code.loop(each) for each in calls):
             return False
-    uses = [use for use in code_references(code).get(pair.loader_variable, ()) if not is_target(code, use)]
+    uses = _iterations(site, pair)
     inner = [each for each in code.all(cst.For, inside=loop.body) if any(use is _iterated(each) for use in uses)]
-    if len(inner) != 1 or any(code.all(cst.Break, inside=inner[0].body)) or code.loop(inner[0]) is not loop:
+    if len(uses) != 1 or len(inner) != 1 or code.block(inner[0]) is not loop.body:
         return False
-    return all(use is _iterated(inner[0]) or _is_length(site, use) for use in uses)
+    return not any(_leaves(site, each) for each in (inner[0].body, loop.body))
+
+
+def _leaves(site: Site, block: cst.CSTNode) -> bool:
+    """Whether an iteration may end before its time."""
+    kinds = (cst.Break, cst.Continue, cst.Return, cst.Raise)
+    return any(next(site.code.all(kind, inside=block), None) is not None for kind in kinds)
+
+
+def _iterations(site: Site, pair: Pair) -> list[cst.BaseExpression]:
+    """The places where the loader is gone through, or handed to something that may."""
+    code = site.code
+    return [
+        use for use in code_references(code).get(pair.loader_variable, ())
+        if not is_target(code, use) and not isinstance(code.parent(use), cst.Attribute) and not _is_length(site, use)
+    ]  # fmt: skip
+
+
+def _is_governed(site: Site, use: cst.CSTNode, epochs: list[Statement], depth: int = 3) -> bool:
+    """Whether ``set_epoch`` comes before each time that a place is executed."""
+    code = site.code
+    child, loops = use, 0
+    for above in code.parents(use):
+        if isinstance(above, (cst.FunctionDef, cst.Lambda)):
+            if depth == 0 or not isinstance(above, cst.FunctionDef) or loops:
+                return False
+            calls = [call for call in code.all(cst.Call) if above in callees(code, call)]
+            return bool(calls) and all(_is_governed(site, call, epochs, depth - 1) for call in calls)
+        if isinstance(above, (cst.Module, cst.IndentedBlock)):
+            place = next(index for index, each in enumerate(above.body) if each is child)
+            if any(each is epoch for each in above.body[:place] for epoch in epochs):
+                return loops == 0
+        if isinstance(above, (cst.For, cst.While)) and child is above.body:
+            loops += 1
+        child = above
+    return False
 
 
 def _is_length(site: Site, use: cst.CSTNode) -> bool:
     call = site.code.parent(site.code.parent(use))
     return isinstance(call, cst.Call) and full_name(call.func) == "len"
-
-
-def _keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
-    return cst.Arg(value, cst.Name(name), equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")))

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from unidist.migrate.code import Statement, full_name
-from unidist.migrate.flow import Flow, assignments, callees, destinations, follow, is_target, parameter_of
+from unidist.migrate.flow import (
+    LOOKING,
+    Flow,
+    assignments,
+    callees,
+    code_references,
+    destinations,
+    follow,
+    is_target,
+    parameter_of,
+)
 from unidist.migrate.site import Site
 
 #: Attributes that mean the same on a wrapped model.
@@ -21,6 +31,8 @@ INNER = {
 #: Parts of a chain behind which there is data and no forward pass.
 _DATA = {"weight", "bias", "grad", "data", "dtype", "device", "shape", "__class__", "__dict__", "__name__"}
 _MOVES = {"to", "cuda", "cpu", "half", "float", "double", "bfloat16"}
+#: Questions that the inner model answers.
+_ASKING = {"isinstance", "type", "len", "hasattr"}
 #: Functions that want the inner model: they keep it, or write all of it.
 _KEEPING = {"torch.save", "copy.deepcopy", "copy.copy", "pickle.dump"}
 
@@ -46,6 +58,9 @@ def examine(site: Site, model: cst.BaseExpression, wrap: Statement) -> Use:
         found.problem = (model, "the model that is trained cannot be told from the code")
         return found
     flow = follow(code, [variable], lambda node: _is_before(site, node, wrap) or code.is_inside(node, wrap))
+    if not any(isinstance(call := code.parent(use), cst.Call) and call.func is use for use in flow.uses):
+        found.problem = (model, "no forward pass of the model is seen in this file after it has been wrapped")
+        return found
     problems = [*_raw_aliases(site, variable, wrap), *_assigned_again(site, flow, variable, wrap)]
     for use in flow.uses:
         verdict = _verdict(site, use, use in flow.escapes)
@@ -76,6 +91,12 @@ def _verdict(site: Site, use: cst.BaseExpression, escapes: bool) -> cst.BaseExpr
         if chain[0] in INNER or chain[-1] in INNER | SAME or set(chain) & _DATA:
             return use
         return f"`.{chain[0]}` of the model is used: a call past the wrapper's own would train without averaging"
+    if (
+        isinstance(parent, cst.Arg)
+        and isinstance(call := code.parent(parent), cst.Call)
+        and full_name(call.func) in _ASKING
+    ):
+        return use
     if isinstance(parent, cst.Arg) and escapes:
         call = code.parent(parent)
         name = full_name(call.func) if isinstance(call, cst.Call) else ""
@@ -100,41 +121,129 @@ def _chain(site: Site, use: cst.CSTNode) -> Iterator[str]:
 
 
 def _raw_aliases(site: Site, variable: str, wrap: Statement) -> Iterator[Problem]:
-    """Other names of the model that are made before it is wrapped, and go on with it afterwards."""
+    """Ways in which the model is reached, unwrapped, after it has been wrapped."""
     code = site.code
-    before = follow(code, [variable], lambda node: not _is_before(site, node, wrap))
-    others = {
-        name for name in before.variables - {variable} if ".<locals>." not in name or name.startswith(_scope(variable))
-    }
-    for use in before.uses:
-        parent = code.parent(use)
-        if _keeps_nothing(site, use, variable):
-            continue
-        if use in before.escapes:
-            yield use, "the model goes where it cannot be followed before it is wrapped"
-        elif isinstance(parent, cst.Arg):
-            for parameter in destinations(code, use) or ():
-                inside = follow(code, [parameter])
-                others |= {name for name in inside.variables if not name.startswith(_scope(parameter))}
-                for escaped in inside.escapes:
-                    if not _keeps_nothing(site, escaped, parameter):
-                        yield escaped, "the model goes where it cannot be followed before it is wrapped"
+    aliases: set[str] = set()
+    for use in code_references(code).get(variable, ()):
+        if not is_target(code, use) and _is_before(site, use, wrap) and not code.is_inside(use, wrap):
+            kept = _kept(site, use, variable)
+            if isinstance(kept, str):
+                yield use, kept
+            else:
+                aliases |= kept
     for value, target in assignments(code):
         if code.variable(target) == variable and (source := code.variable(_moved(value))):
-            others.add(source)
-    for name in {variable, *others}:
+            aliases.add(source)
+        if code.variable(target) == variable and isinstance(value, cst.Call):
+            parts = {code.variable(part) for part in code.all(cst.Name, inside=value)}
+            aliases |= {name for name in parts - {variable} if name and _is_made_of_torch(site, name)}
+    for name in {variable, *aliases}:
         if _is_parameter(site, name):
             yield from _callers(site, name)
-    for other in sorted(others - {variable}):
-        for use in follow(code, [other], lambda node: _is_before(site, node, wrap) or code.is_inside(node, wrap)).uses:
-            parent = code.parent(use)
-            called = isinstance(parent, cst.Call) and parent.func is use
-            passed = isinstance(parent, cst.Arg) and site.symbol(getattr(code.parent(parent), "func", None)) is None
-            if called or passed:
-                yield (
-                    use,
-                    f"`{site.text(use)}` is another name of the model that stays unwrapped, and is used after wrapping",
-                )
+    for alias in sorted(aliases - {variable}):
+        for use in follow(code, [alias], lambda node: _is_before(site, node, wrap) or code.is_inside(node, wrap)).uses:
+            if not _is_harmless(site, use):
+                yield use, f"`{site.text(use)}` is another way to the model, or to a part of it, that stays unwrapped"
+
+
+def _is_made_of_torch(site: Site, variable: str) -> bool:
+    """Whether a variable is assigned a module of torch's or of this file's."""
+    code = site.code
+    classes = {
+        each.name.value
+        for each in code.all(cst.ClassDef)
+        if any("Module" in site.text(base.value) for base in each.bases)
+    }
+    return any(
+        code.variable(target) == variable
+        and isinstance(value, cst.Call)
+        and (
+            full_name(value.func) in classes or any(name.startswith("torch.nn.") for name in code.imported(value.func))
+        )
+        for value, target in assignments(code)
+    )
+
+
+def _kept(site: Site, use: cst.BaseExpression, variable: str) -> set[str] | str:
+    """The variables that keep the model, or a part of it, after a use; or why that cannot be told."""
+    code = site.code
+    parent = code.parent(use)
+    if isinstance(parent, cst.Attribute):
+        return set() if _is_harmless(site, use) else _targets_of_part(site, use)
+    if isinstance(parent, cst.Arg) and isinstance(call := code.parent(parent), cst.Call):
+        name = full_name(call.func)
+        if site.symbol(call.func) is not None or name in LOOKING or code.imported(call.func) & _KEEPING:
+            return set()
+        called = callees(code, call)
+        if called and (parameters := destinations(code, use)) is not None:
+            return _kept_by_functions(site, parameters)
+        effect = code.is_statement(call) or any(
+            value is call and code.variable(to) == variable for value, to in assignments(code)
+        )
+        function = isinstance(call.func, cst.Name) or bool(code.imported(call.func))
+        return (
+            set()
+            if effect and function and not called
+            else f"the model goes to {name or 'a call'} before it is wrapped"
+        )
+    found = destinations(code, use)
+    if found is None or isinstance(parent, cst.Param):
+        return "the model goes where it cannot be followed before it is wrapped"
+    return {name for name in found if name != variable}
+
+
+def _kept_by_functions(site: Site, parameters: list[str]) -> set[str] | str:
+    """What functions of this file keep of a parameter."""
+    code = site.code
+    found: set[str] = set()
+    for parameter in parameters:
+        inside = follow(code, [parameter])
+        found |= {name for name in inside.variables if not name.startswith(_scope(parameter))}
+        for use in inside.uses:
+            own = code.functions.get(parameter.rpartition(".<locals>.")[0])
+            local = any(code.variable(use) == name for name in inside.variables if name.startswith(_scope(parameter)))
+            if local and code.function(use) is not own:
+                return "a function that is made before the model is wrapped keeps it"
+            if use in inside.escapes and not (
+                isinstance(code.parent(use), cst.Arg) and code.is_statement(code.parent(code.parent(use)))
+            ):
+                return "the model goes where it cannot be followed before it is wrapped"
+    return found
+
+
+def _is_harmless(site: Site, use: cst.BaseExpression) -> bool:
+    """Whether a use neither trains the model nor keeps it."""
+    code = site.code
+    parent = code.parent(use)
+    if isinstance(parent, cst.Arg):
+        call = code.parent(parent)
+        return isinstance(call, cst.Call) and (
+            site.symbol(call.func) is not None or bool(code.imported(call.func) & _KEEPING)
+        )
+    if not isinstance(parent, cst.Attribute):
+        return not isinstance(parent, cst.Call)
+    chain = list(_chain(site, use))
+    if chain[0] in SAME | INNER | _MOVES or chain[-1] in SAME | INNER or set(chain) & _DATA:
+        return True
+    whole = _whole(site, use)
+    call = code.parent(whole)
+    return is_target(code, whole) or (
+        isinstance(call, cst.Call) and call.func is whole and code.is_statement(call) is not None
+    )
+
+
+def _whole(site: Site, use: cst.BaseExpression) -> cst.BaseExpression:
+    """``model.fc.weight`` of its ``model``."""
+    node = use
+    while isinstance(above := site.code.parent(node), (cst.Attribute, cst.Subscript)) and above.value is node:
+        node = above
+    return node
+
+
+def _targets_of_part(site: Site, use: cst.BaseExpression) -> set[str] | str:
+    """``encoder`` of ``encoder = model.encoder``."""
+    found = destinations(site.code, _whole(site, use))
+    return set(found) if found else f"`{site.text(_whole(site, use))}` is taken of the model before it is wrapped"
 
 
 def _moved(value: cst.BaseExpression) -> cst.BaseExpression:
@@ -163,20 +272,6 @@ def _is_settable(site: Site, variable: str, wrap: Statement) -> bool:
             return True
     own = next((qualified for qualified, node in site.code.functions.items() if node is function), "")
     return variable == f"{own}.<locals>.{name}"
-
-
-def _keeps_nothing(site: Site, use: cst.BaseExpression, variable: str) -> bool:
-    """A call for its effect, such as ``init_weights(model)``, or one whose result is the model again."""
-    code = site.code
-    argument = code.parent(use)
-    call = code.parent(argument)
-    if not isinstance(argument, cst.Arg) or not isinstance(call, cst.Call):
-        return False
-    if site.symbol(call.func) is not None or code.is_statement(call):
-        return True
-    if code.imported(call.func) & _KEEPING:
-        return True
-    return any(value is call and code.variable(target) == variable for value, target in assignments(code))
 
 
 def _is_parameter(site: Site, variable: str) -> bool:
@@ -242,24 +337,43 @@ def _is_made_before(site: Site, target: cst.BaseExpression, wrap: Statement) -> 
 
 
 def _unused_layers(site: Site) -> Iterator[Problem]:
-    """Layers that a module makes and never calls: Horovod counts their gradients as zeros, DDP refuses them."""
+    """Layers that may take no part in a pass: Horovod counts their gradients as zeros, DDP refuses them."""
     code = site.code
+    reads = [node for node in code.all(cst.Attribute) if not is_target(code, node)]
     for kind in code.all(cst.ClassDef):
         if not any(site.text(base.value).split(".")[-1] == "Module" for base in kind.bases):
             continue
-        read = [
-            node.attr.value for node in code.all(cst.Attribute)
-            if not is_target(code, node) and isinstance(node.attr, cst.Name)
-        ]  # fmt: skip
         for value, target in assignments(code):
             layer = (
                 isinstance(target, cst.Attribute) and full_name(target.value) == "self" and code.is_inside(target, kind)
             )
             if not layer or not isinstance(value, cst.Call) or not isinstance(target, cst.Attribute):
                 continue
-            made = any(name.startswith("torch.nn.") for name in code.imported(value.func))
-            if made and target.attr.value not in read:
+            name = target.attr.value
+            if not any(each.startswith("torch.nn.") for each in code.imported(value.func)):
+                continue
+            uses = [node for node in reads if node.attr.value == name]
+            if not uses:
+                yield target, f"the layer `{name}` takes no part in the forward pass: its gradient is zero in Horovod"
+            elif all(_is_by_chance(site, node, kind) for node in uses):
                 yield (
-                    target,
-                    f"the layer `{target.attr.value}` takes no part in the forward pass: its gradient is zero in Horovod",
+                    uses[0],
+                    f"the layer `{name}` takes part in some forward passes only: its gradient is zero in the others in Horovod",
                 )
+
+
+def _is_by_chance(site: Site, node: cst.CSTNode, kind: cst.ClassDef) -> bool:
+    """Whether a condition that is not the module's own decides if this is executed."""
+    child = node
+    for above in site.code.parents(node):
+        if above is kind:
+            return False
+        if isinstance(above, (cst.If, cst.IfExp)) and child is not above.test:
+            names = {
+                each.value for each in site.code.all(cst.Name, inside=above.test) if site.code.parent(each) is not None
+            }
+            roots = names - {part.attr.value for part in site.code.all(cst.Attribute, inside=above.test)}
+            if roots - {"self", "None", "True", "False", "hasattr", "isinstance"}:
+                return True
+        child = above
+    return False

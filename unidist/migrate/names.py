@@ -95,11 +95,14 @@ def find(code: Code) -> Names:
         if node.value in bound and code.variable(node) is not None and any(symbol(name) is not None for name in code.imported(node))
     }  # fmt: skip
     set_otherwise |= {item.name.value for node in code.all(cst.Global) for item in node.names} & bound
+    in_classes = _imported_in_classes(code) & bound
+    set_otherwise |= in_classes
     names.clean = bound - set_otherwise
     starts = {
         variable for node in code.all(cst.Name)
         if node.value in set_otherwise and (variable := code.variable(node))
     }  # fmt: skip
+    starts |= {f".{name}" for name in in_classes}
     for node in code.nodes:
         if not isinstance(node, (cst.Name, cst.Attribute, cst.Call)) or _in_import(code, node):
             continue
@@ -124,6 +127,16 @@ def find(code: Code) -> Names:
         else:
             names.modules.append(node)
     return names
+
+
+def _imported_in_classes(code: Code) -> set[str]:
+    """Names that are imported in the body of a class, and are its attributes."""
+    return {
+        full_name(alias.asname.name) if alias.asname else full_name(alias.name)
+        for node in code.nodes if isinstance(node, (cst.Import, cst.ImportFrom)) and not isinstance(node.names, cst.ImportStar)
+        for alias in node.names
+        if isinstance(code.parent(code.parent(code.parent(node))), cst.ClassDef)
+    }  # fmt: skip
 
 
 def imported_names(code: Code) -> set[str]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from unidist.migrate.accumulation import accumulate
-from unidist.migrate.calls import is_barrier, keyword
-from unidist.migrate.code import Statement, full_name
-from unidist.migrate.flow import Flow, assignments, follow, results
+from unidist.migrate.calls import is_barrier
+from unidist.migrate.code import Statement, full_name, keyword
+from unidist.migrate.flow import Flow, assignments, code_references, follow, is_target, results
 from unidist.migrate.models import Use, examine
 from unidist.migrate.site import Arguments, Site, is_constant
 
@@ -23,6 +23,7 @@ _FIRST_STEP = (
     "this one takes none"
 )
 _CLIPPED = "without synchronize() Horovod's gradients may still be on their way here; now they are the averages"
+_FROZEN = "the wrapped model wants a gradient of each parameter that was trainable when it was wrapped, or of none (all of it frozen)"
 _KEPT = "it stays Horovod's optimizer, through the drop-in"
 
 
@@ -174,6 +175,8 @@ def _model(site: Site, call: cst.Call, arguments: Arguments) -> cst.BaseExpressi
         if found is None:
             raise Refusal(call, f"named_parameters={site.text(named)} is not that of one model")
         return found
+    if any(node.attr.value == "add_param_group" for node in site.code.all(cst.Attribute)):
+        raise Refusal(call, "add_param_group() may bring parameters of another model")
     made = arguments["optimizer"]
     variable = site.code.variable(made)
     values = [value for value, target in assignments(site.code) if variable and site.code.variable(target) == variable]
@@ -234,6 +237,10 @@ def _check_together(site: Site, optimizers: list[Optimizer]) -> None:
     for use in site.uses("DistributedOptimizer"):
         if not isinstance(site.code.parent(use), cst.Call):
             raise Refusal(use, "the class is used otherwise than by calling it")
+    for argument in site.code.all(cst.Arg):
+        graph = argument.keyword is not None and argument.keyword.value == "create_graph"
+        if optimizers and graph and is_constant(argument.value, True):
+            raise Refusal(argument, "backward(create_graph=True) fails in DistributedDataParallel")
     if optimizers:
         for call in site.calls("join"):
             if not is_barrier(site, call):
@@ -333,6 +340,7 @@ def _change(site: Site, each: Optimizer) -> None:
         site.own("unwrap")
     for use in each.flow.uses:
         _change_method(site, use)
+    _note_freezing(site, each.wrap)
     if not any(_method(site, use) == "synchronize" for use in each.flow.uses):
         for call in code.all(cst.Call):
             if full_name(call.func).split(".")[-1] in ("clip_grad_norm_", "clip_grad_value_", "unscale_"):
@@ -343,6 +351,16 @@ def _change(site: Site, each: Optimizer) -> None:
         if before and same and isinstance(inner, cst.Name):
             why = "Horovod's optimizer forgets state that was loaded before wrapping (momentum starts anew); now it is kept"
             site.note(loaded, why, "nothing, if the state was meant to be loaded")
+
+
+def _note_freezing(site: Site, wrap: Statement) -> None:
+    """Parameters that are frozen or thawed later."""
+    code = site.code
+    for node in code.all(cst.Attribute):
+        later = code.function(node) is not code.function(wrap) or code.place(node) > code.place(wrap)
+        changes = node.attr.value == "requires_grad_" or (node.attr.value == "requires_grad" and is_target(code, node))
+        if later and changes:
+            site.note(node, _FROZEN, "freeze before wrap_model, or pass it find_unused_parameters=True")
 
 
 def _wrap_call(site: Site, each: Optimizer) -> cst.Call:
@@ -408,6 +426,23 @@ def _without_with(updated: cst.With) -> cst.BaseCompoundStatement | cst.FlattenS
     return cst.FlattenSentinel([first.with_changes(leading_lines=before), *lines[1:]])
 
 
+def _is_module(site: Site, node: cst.BaseExpression) -> bool:
+    """Whether something is visibly a module of torch's, and not another thing with a state_dict."""
+    variable = site.code.variable(node)
+    for use in code_references(site.code).get(variable or "", ()):
+        parent = site.code.parent(use)
+        if isinstance(parent, cst.Attribute) and parent.attr.value in (
+            "parameters",
+            "named_parameters",
+            "train",
+            "eval",
+        ):
+            return True
+        if isinstance(parent, cst.Call) and parent.func is use:
+            return True
+    return False
+
+
 def change_broadcasts(site: Site) -> None:
     """The state of models and optimizers from another rank, where no wrapping stands for it."""
     if has_optimizer(site):
@@ -421,7 +456,7 @@ def change_broadcasts(site: Site) -> None:
             name = "broadcast_model_state"
         else:
             sent, name = arguments["optimizer"], "broadcast_optimizer_state"
-        if sent is None:
+        if sent is None or (name == "broadcast_model_state" and not _is_module(site, sent)):
             continue
         values = [cst.Arg(sent.deep_clone())]
         if not is_constant(arguments.get("root_rank"), 0):
