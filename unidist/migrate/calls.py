@@ -97,7 +97,7 @@ def change_allreduce(site: Site) -> None:
         if "compression" in arguments and site.symbol(arguments["compression"]) is None:
             continue
         tensor = arguments["tensor"]
-        figure = op in ("mean", "sum", "min", "max") and _is_figure(site, call, tensor)
+        figure = op == "mean" and _is_figure(site, call, tensor)
         floating = is_floating(site.code, tensor)
         if (op == "mean" and (floating is False or (not floating and not figure))) or (
             not figure and _may_be_bool(site, tensor)

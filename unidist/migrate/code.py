@@ -157,9 +157,15 @@ class Code:
 
     def function(self, node: cst.CSTNode) -> Function:
         """The function that a node's execution belongs to, or the module."""
-        return next(
-            above for above in self.parents(node) if isinstance(above, (cst.FunctionDef, cst.Lambda, cst.Module))
-        )
+        child = node
+        for above in self.parents(node):
+            # Defaults and decorators are evaluated where the function is made.
+            if isinstance(above, cst.Module) or (
+                isinstance(above, (cst.FunctionDef, cst.Lambda)) and child is above.body
+            ):
+                return above
+            child = above
+        return self.module
 
     def loop(self, node: cst.CSTNode) -> cst.For | cst.While | None:
         """The innermost loop of the same function that repeats a node."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 import libcst as cst
@@ -13,6 +14,7 @@ from unidist.migrate.site import Site
 _FINDERS = {*IMPORTERS, "find_spec", "importorskip"}
 _NO_PLACE = "it has no place in the drop-in, which stands for horovod.torch alone"
 _ELSEWHERE = "this file imports it for others, which may import it from here: it is the drop-in's"
+_BOUND_OTHERWISE = "this name is bound to something else too: what is called by it stays the drop-in's"
 _BY_HAND = "replace it by hand, or keep Horovod for it"
 
 
@@ -37,10 +39,10 @@ class _Imports:
     def __init__(self, site: Site, exported: Collection[str]) -> None:
         self._site = site
         #: Names that other files import from this one.
-        self._exported = exported
+        self._exported = {*exported, *_named_in_strings(site)}
         self._code = site.code
         #: Names by which something of Horovod's is still used.
-        self._left = {_first(use) for use in site.left()}
+        self._left = {_first(use) for use in site.left()} | site.names.kept
         if not site.through_holders:
             self._left |= {_first(node) for node in site.names.modules}
         #: What hangs on the bare package and cannot move.
@@ -84,6 +86,9 @@ class _Imports:
             self._stays(alias, name)
             return [alias], False
         kept = alias if target == name else alias.with_changes(name=dotted(target))
+        if bound in self._site.names.kept:
+            self._is_kept(alias, bound or "")
+            return [kept], False
         mixed = bound is not None and bound not in self._site.names.clean
         if mixed and self._site.through_holders:
             return [alias.with_changes(name=cst.Name("unidist"))], False
@@ -116,6 +121,8 @@ class _Imports:
             bound = full_name(alias.asname.name) if alias.asname else name
             whole = f"{module}.{name}"
             meaning = symbol(whole)
+            if bound in self._site.names.kept and moved(whole) is not None:
+                self._is_kept(alias, bound)
             if meaning is not None and bound not in self._left:
                 if meaning == "" and bound not in self._site.names.clean:
                     if self._site.through_holders and is_horovod(whole):
@@ -157,16 +164,15 @@ class _Imports:
     def _put(self, node: cst.Import | cst.ImportFrom, statements: Sequence[cst.BaseSmallStatement], own: bool) -> None:
         """Other imports in the place of one."""
         statement = self._code.statement(node)
-        block = self._code.block(statement) if statement is not None else None
+        block = next(above for above in self._code.parents(node) if isinstance(above, (cst.Module, cst.IndentedBlock)))
         at_top = self._site.needs_import and self._code.module is not block
         own = own and not (at_top and isinstance(self._code.function(node), cst.FunctionDef))
         added = own and id(block) not in self._present
-        if added and block is not None:
+        if added:
             self._present.add(id(block))
         new = [*([cst.Import([cst.ImportAlias(cst.Name("unidist"))])] if added else []), *statements]
         if statement is None:  # it shares its line
-            fallback = [cst.Import([cst.ImportAlias(cst.Name("unidist"))])] if own else [cst.Pass()]
-            self._site.edits.replace(node, lambda updated: cst.FlattenSentinel(new or fallback))
+            self._site.edits.replace(node, lambda updated: cst.FlattenSentinel(new or [cst.Pass()]))
         elif not new:
             self._remove(statement)
         else:
@@ -226,6 +232,9 @@ class _Imports:
             return
         argument = self._code.parent(node)
         call = self._code.parent(argument)
+        finds = isinstance(call, cst.Call) and full_name(call.func).split(".")[-1] in _FINDERS
+        if not finds and is_horovod(value) and not isinstance(argument, cst.Expr) and self._site.reports_exports:
+            self._site.edits.note(node, node.value, "a string names a module of Horovod's", "see what reads it")
         if (
             not isinstance(argument, cst.Arg)
             or not isinstance(call, cst.Call)
@@ -278,12 +287,32 @@ class _Imports:
                 found.append(node)
         return found
 
+    def _is_kept(self, alias: cst.ImportAlias, name: str) -> None:
+        if self._site.reports_exports:
+            self._site.edits.note(alias, name, _BOUND_OTHERWISE, "give one of them another name, then migrate again")
+
     def _keeps(self, alias: cst.ImportAlias, name: str) -> None:
         if self._site.reports_exports:
             self._site.edits.note(alias, name, _ELSEWHERE, "import unidist where it is used, then take this line out")
 
     def _stays(self, node: cst.CSTNode, name: str) -> None:
         self._site.edits.note(node, name, _NO_PLACE, _BY_HAND)
+
+
+def _named_in_strings(site: Site) -> set[str]:
+    """Names that ``__all__``, ``eval``, ``exec`` and ``globals()`` have in strings."""
+    found: set[str] = set()
+    for text in site.code.all(cst.SimpleString):
+        argument = site.code.parent(text)
+        call = site.code.parent(argument)
+        evaluated = isinstance(call, cst.Call) and full_name(call.func) in ("eval", "exec", "getattr", "setattr")
+        listed = any(
+            isinstance(above, cst.Assign) and site.text(above.targets[0].target) == "__all__"
+            for above in site.code.parents(text)
+        )
+        if evaluated or listed or isinstance(argument, cst.Index):
+            found |= set(re.findall(r"\w+", str(text.evaluated_value)))
+    return found
 
 
 def _first(node: cst.BaseExpression) -> str:

@@ -115,7 +115,7 @@ def change_loaders(site: Site) -> None:
         uses = _uses_of_sampler(site, pair)
         epochs = [use for use in uses or () if _method(site, use) == "set_epoch"]
         shuffle = not is_constant(pair.arguments.get("shuffle"), False)
-        if uses is None or not _fits(site, pair):
+        if uses is None or not _fits(site, pair) or _asks_sampler(site, pair):
             continue
         statements = [each for use in epochs if (each := site.code.statement(use)) is not None]
         if shuffle and epochs and not all(_is_governed(site, use, statements) for use in _iterations(site, pair)):
@@ -346,6 +346,16 @@ def _leaves(site: Site, block: cst.CSTNode) -> bool:
     """Whether an iteration may end before its time."""
     kinds = (cst.Break, cst.Continue, cst.Return, cst.Raise)
     return any(next(site.code.all(kind, inside=block), None) is not None for kind in kinds)
+
+
+def _asks_sampler(site: Site, pair: Pair) -> bool:
+    """Whether something is read of the loader's sampler that a share's sampler does not have."""
+    for use in code_references(site.code).get(pair.loader_variable, ()):
+        sampler = site.code.parent(use)
+        asked = isinstance(site.code.parent(sampler), cst.Attribute)
+        if isinstance(sampler, cst.Attribute) and sampler.attr.value == "sampler" and asked:
+            return True
+    return False
 
 
 def _iterations(site: Site, pair: Pair) -> list[cst.BaseExpression]:

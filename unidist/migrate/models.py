@@ -68,7 +68,7 @@ def examine(site: Site, model: cst.BaseExpression, wrap: Statement) -> Use:
             problems.append((use, verdict))
         elif verdict is not None:
             found.unwrapped.append(verdict)
-    problems += _unused_layers(site)
+    problems += [*_unused_layers(site), *_frozen_later(site, flow, wrap)]
     found.problem = next(iter(problems), None)
     return found
 
@@ -88,7 +88,7 @@ def _verdict(site: Site, use: cst.BaseExpression, escapes: bool) -> cst.BaseExpr
             return None
         if chain[0] in _MOVES:
             return "the model is moved or converted after it has been wrapped"
-        if chain[0] in INNER or chain[-1] in INNER | SAME or set(chain) & _DATA:
+        if is_target(code, _whole(site, use)) or chain[0] in INNER or chain[-1] in INNER | SAME or set(chain) & _DATA:
             return use
         return f"`.{chain[0]}` of the model is used: a call past the wrapper's own would train without averaging"
     if (
@@ -336,6 +336,37 @@ def _is_made_before(site: Site, target: cst.BaseExpression, wrap: Statement) -> 
     return own and same and isinstance(setter, cst.FunctionDef) and setter.name.value == "__init__"
 
 
+def _frozen_later(site: Site, flow: Flow, wrap: Statement) -> Iterator[Problem]:
+    """Parameters that are frozen or thawed after the wrapping, unless all of a model's are."""
+    code = site.code
+    for node in code.all(cst.Attribute):
+        changes = node.attr.value == "requires_grad_" or (node.attr.value == "requires_grad" and is_target(code, node))
+        if changes and not _is_all_before(site, node, wrap) and not _is_of_whole_model(site, node, flow):
+            yield node, "some parameters are frozen or thawed after the model has been wrapped, which DDP refuses"
+
+
+def _is_all_before(site: Site, node: cst.CSTNode, wrap: Statement) -> bool:
+    """Whether a place is executed before the wrapping only."""
+    function = site.code.function(node)
+    if function is site.code.function(wrap):
+        return site.code.place(node) < site.code.place(wrap)
+    calls = [call for call in site.code.all(cst.Call) if function in callees(site.code, call)]
+    return bool(calls) and all(_is_before(site, call, wrap) for call in calls)
+
+
+def _is_of_whole_model(site: Site, node: cst.Attribute, flow: Flow) -> bool:
+    code = site.code
+    if node.attr.value == "requires_grad_":
+        return isinstance(node.value, cst.Name) or node.value in flow.uses
+    loop, statement = code.loop(node), code.statement(node)
+    if not isinstance(loop, cst.For) or statement is None or code.block(statement) is not loop.body:
+        return False
+    called = loop.iter.func if isinstance(loop.iter, cst.Call) else None
+    return (
+        isinstance(called, cst.Attribute) and called.attr.value == "parameters" and isinstance(called.value, cst.Name)
+    )
+
+
 def _unused_layers(site: Site) -> Iterator[Problem]:
     """Layers that may take no part in a pass: Horovod counts their gradients as zeros, DDP refuses them."""
     code = site.code
@@ -362,6 +393,11 @@ def _unused_layers(site: Site) -> Iterator[Problem]:
                 )
 
 
+def _is_attribute(site: Site, name: cst.Name) -> bool:
+    parent = site.code.parent(name)
+    return isinstance(parent, cst.Attribute) and parent.attr is name
+
+
 def _is_by_chance(site: Site, node: cst.CSTNode, kind: cst.ClassDef) -> bool:
     """Whether a condition that is not the module's own decides if this is executed."""
     child = node
@@ -369,10 +405,7 @@ def _is_by_chance(site: Site, node: cst.CSTNode, kind: cst.ClassDef) -> bool:
         if above is kind:
             return False
         if isinstance(above, (cst.If, cst.IfExp)) and child is not above.test:
-            names = {
-                each.value for each in site.code.all(cst.Name, inside=above.test) if site.code.parent(each) is not None
-            }
-            roots = names - {part.attr.value for part in site.code.all(cst.Attribute, inside=above.test)}
+            roots = {each.value for each in site.code.all(cst.Name, inside=above.test) if not _is_attribute(site, each)}
             if roots - {"self", "None", "True", "False", "hasattr", "isinstance"}:
                 return True
         child = above

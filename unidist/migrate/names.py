@@ -82,6 +82,8 @@ class Names:
     clean: set[str] = field(default_factory=set)
     #: Variables that hold the module, by assignment or beside it.
     holders: set[str] = field(default_factory=set)
+    #: Names that are bound to something else too: what is called by them stays, and is the drop-in's.
+    kept: set[str] = field(default_factory=set)
     #: Where the module goes and cannot be followed.
     escapes: list[cst.BaseExpression] = field(default_factory=list)
 
@@ -95,9 +97,12 @@ def find(code: Code) -> Names:
         if node.value in bound and code.variable(node) is not None and any(symbol(name) is not None for name in code.imported(node))
     }  # fmt: skip
     set_otherwise |= {item.name.value for node in code.all(cst.Global) for item in node.names} & bound
+    modules = {_root_name(node) for node in code.all(cst.Name) if "" in map(symbol, code.imported(node))}
+    names.kept = _bound_otherwise(code, bound) | (set_otherwise - modules)
+    set_otherwise -= names.kept
     in_classes = _imported_in_classes(code) & bound
     set_otherwise |= in_classes
-    names.clean = bound - set_otherwise
+    names.clean = bound - set_otherwise - names.kept
     starts = {
         variable for node in code.all(cst.Name)
         if node.value in set_otherwise and (variable := code.variable(node))
@@ -107,6 +112,8 @@ def find(code: Code) -> Names:
         if not isinstance(node, (cst.Name, cst.Attribute, cst.Call)) or _in_import(code, node):
             continue
         is_module = any(symbol(name) == "" for name in code.imported(node)) and not isinstance(node, cst.Call)
+        if is_module and _root_name(node) in names.kept:
+            continue
         if (is_module and not isinstance(code.parent(node), cst.Attribute)) or _imports_module(code, node):
             reached = destinations(code, node)
             starts |= set(reached or ())
@@ -116,6 +123,8 @@ def find(code: Code) -> Names:
     names.holders, names.escapes = flow.variables, [*names.escapes, *flow.escapes]
     for node in code.nodes:
         if not isinstance(node, (cst.Name, cst.Attribute)) or is_target(code, node) or _in_import(code, node):
+            continue
+        if _root_name(node) in names.kept:
             continue
         found = _symbol(code, names, node)
         if found is None or (
@@ -127,6 +136,19 @@ def find(code: Code) -> Names:
         else:
             names.modules.append(node)
     return names
+
+
+def _bound_otherwise(code: Code, bound: set[str]) -> set[str]:
+    """Names of Horovod's that other imports, functions or classes of the module's own level bind too."""
+    found = {each.name.value for each in code.module.body if isinstance(each, (cst.FunctionDef, cst.ClassDef))}
+    for node in code.nodes:
+        if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
+            continue
+        module = f"{full_name(node.module)}." if isinstance(node, cst.ImportFrom) and node.module else ""
+        for alias in node.names:
+            if symbol(module + full_name(alias.name)) is None and (alias.asname or module):
+                found.add(full_name(alias.asname.name) if alias.asname else full_name(alias.name))
+    return found & bound
 
 
 def _imported_in_classes(code: Code) -> set[str]:
@@ -168,6 +190,12 @@ def _imports_module(code: Code, value: cst.CSTNode) -> bool:
 
 def _in_import(code: Code, node: cst.CSTNode) -> bool:
     return any(isinstance(above, (cst.Import, cst.ImportFrom)) for above in code.parents(node))
+
+
+def _root_name(node: cst.CSTNode) -> str:
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node.value if isinstance(node, cst.Name) else ""
 
 
 def _symbol(code: Code, names: Names, node: cst.CSTNode) -> str | None:

@@ -18,7 +18,7 @@ _MAGIC = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
 _NAMED = re.compile(r"^(?!\s*!pip).*(\bhvd\.|horovod)")
 #: Magics whose cell is Python all the same.
 _PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")
-Migrate = Callable[[str], tuple[str, list[Finding]]]
+Migrate = Callable[..., tuple[str, list[Finding]]]
 
 
 def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Finding]]:
@@ -32,7 +32,9 @@ def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Finding]]:
     if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
         raise ValueError("there are no cells in it: a notebook of version 4 has a list of them")
     module, lines, left = _as_module(book["cells"])
-    changed, findings = migrate(module)
+    unread = [*lines, *("".join(cell.get("source", [])) for cell in book["cells"] if cell.get("cell_type") == "code")]
+    named = {name for text in unread if text in lines or not _is_in(text, module) for name in re.findall(r"\w+", text)}
+    changed, findings = migrate(module, exported=named)
     sources = _as_cells(changed, lines)
     starts = {number: module[: module.index(f"{_CELL}({number})\n")].count("\n") + 1 for number in sources}
     for number, source in sources.items():
@@ -41,6 +43,11 @@ def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Finding]]:
             cell["source"] = source.splitlines(keepends=True) if isinstance(cell["source"], list) else source
     placed = [_in_cell(finding, starts) for finding in findings] + left
     return (_written(text, book) if changed != module else text), placed
+
+
+def _is_in(source: str, module: str) -> bool:
+    """Whether a cell is a part of the module, so that its names are seen there."""
+    return any(line in module for line in source.split("\n")[:1])
 
 
 def _as_module(cells: list[Any]) -> tuple[str, list[str], list[Finding]]:

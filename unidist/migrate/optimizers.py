@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -9,7 +10,7 @@ import libcst as cst
 from unidist.migrate.accumulation import accumulate
 from unidist.migrate.calls import is_barrier
 from unidist.migrate.code import Statement, full_name, keyword
-from unidist.migrate.flow import Flow, assignments, code_references, follow, is_target, results
+from unidist.migrate.flow import Flow, assignments, code_references, follow, results
 from unidist.migrate.models import Use, examine
 from unidist.migrate.site import Arguments, Site, is_constant
 
@@ -23,7 +24,8 @@ _FIRST_STEP = (
     "this one takes none"
 )
 _CLIPPED = "without synchronize() Horovod's gradients may still be on their way here; now they are the averages"
-_FROZEN = "the wrapped model wants a gradient of each parameter that was trainable when it was wrapped, or of none (all of it frozen)"
+_CLOSURE = "Horovod averages before the closure; now each backward pass in it is averaged"
+_HANDED_ON = "the optimizer goes to a function that is not in this file, and is a plain one now"
 _KEPT = "it stays Horovod's optimizer, through the drop-in"
 
 
@@ -218,8 +220,13 @@ def _broadcast_of(site: Site, model: cst.BaseExpression, statement: Statement) -
         found, own = broadcast_model(site, call), site.code.is_statement(call)
         if found is None or own is None or site.text(found) != site.text(model):
             continue
-        root = (site.arguments(call) or {}).get("root_rank")
-        if site.code.block(own) is site.code.block(statement) and is_constant(root, 0):
+        arguments = site.arguments(call) or {}
+        root = arguments.get("root_rank")
+        if (
+            set(arguments) <= {"params", "root_rank"}
+            and site.code.block(own) is site.code.block(statement)
+            and is_constant(root, 0)
+        ):
             return own
     return None
 
@@ -255,6 +262,9 @@ def _check_together(site: Site, optimizers: list[Optimizer]) -> None:
         method = node.attr.value in ("skip_synchronize", "synchronize") and optimizers and node.value not in known
         if method and not site.code.imported(node) and site.symbol(node) is None and "cuda" not in site.text(node):
             raise Refusal(node, f"`{site.text(node)}` is of an optimizer that cannot be followed")
+    for text in site.code.all(cst.SimpleString):
+        if optimizers and text.evaluated_value in _METHODS:
+            raise Refusal(text, "the optimizer is asked whether it has a method of Horovod's")
     for each in optimizers:
         for use in each.flow.uses:
             _check_method(site, use)
@@ -268,10 +278,8 @@ def _check_method(site: Site, use: cst.BaseExpression) -> None:
     call = code.parent(method)
     item = code.parent(call)
     is_with = isinstance(item, cst.WithItem) and method.attr.value == "skip_synchronize"
-    if not (isinstance(call, cst.Call) and call.func is method and (code.is_statement(call) or is_with)):
+    if not (isinstance(call, cst.Call) and call.func is method and (isinstance(item, cst.Expr) or is_with)):
         raise Refusal(method, f"`{site.text(method)}` is used otherwise than as a statement")
-    if is_with and len(code.parent(item).items) != 1:  # type: ignore[attr-defined]
-        raise Refusal(method, "skip_synchronize() shares its `with` with something else")
 
 
 def _compressions(site: Site, optimizers: list[Optimizer]) -> list[cst.BaseExpression]:
@@ -340,7 +348,7 @@ def _change(site: Site, each: Optimizer) -> None:
         site.own("unwrap")
     for use in each.flow.uses:
         _change_method(site, use)
-    _note_freezing(site, each.wrap)
+        _note_use(site, each, use)
     if not any(_method(site, use) == "synchronize" for use in each.flow.uses):
         for call in code.all(cst.Call):
             if full_name(call.func).split(".")[-1] in ("clip_grad_norm_", "clip_grad_value_", "unscale_"):
@@ -351,16 +359,6 @@ def _change(site: Site, each: Optimizer) -> None:
         if before and same and isinstance(inner, cst.Name):
             why = "Horovod's optimizer forgets state that was loaded before wrapping (momentum starts anew); now it is kept"
             site.note(loaded, why, "nothing, if the state was meant to be loaded")
-
-
-def _note_freezing(site: Site, wrap: Statement) -> None:
-    """Parameters that are frozen or thawed later."""
-    code = site.code
-    for node in code.all(cst.Attribute):
-        later = code.function(node) is not code.function(wrap) or code.place(node) > code.place(wrap)
-        changes = node.attr.value == "requires_grad_" or (node.attr.value == "requires_grad" and is_target(code, node))
-        if later and changes:
-            site.note(node, _FROZEN, "freeze before wrap_model, or pass it find_unused_parameters=True")
 
 
 def _wrap_call(site: Site, each: Optimizer) -> cst.Call:
@@ -391,6 +389,20 @@ class _Became:
         return next(after.value for before, after in pairs if before.value is self._node)
 
 
+def _note_use(site: Site, each: Optimizer, use: cst.BaseExpression) -> None:
+    """Steps with a closure, and functions of other files that get the optimizer."""
+    code = site.code
+    call = code.parent(code.parent(use))
+    if not isinstance(call, cst.Call):
+        return
+    if _method(site, use) == "step" and call.args:
+        site.note(call, _CLOSURE, "nothing, if the closure calls backward()")
+    elif use in each.flow.escapes and isinstance(call.func, cst.Name) and "sched" not in call.func.value.lower():
+        known = any(name.startswith(("torch.", "unidist.")) for name in code.imported(call.func))
+        if not known and site.symbol(call.func) is None:
+            site.note(call, _HANDED_ON, "see to it that it calls neither synchronize() nor skip_synchronize()")
+
+
 def _method(site: Site, use: cst.BaseExpression) -> str | None:
     method = site.code.parent(use)
     return method.attr.value if isinstance(method, cst.Attribute) else None
@@ -402,28 +414,36 @@ def _change_method(site: Site, use: cst.BaseExpression) -> None:
     if not isinstance(method, cst.Attribute) or method.attr.value not in _METHODS:
         return
     call = code.parent(method)
-    statement = code.is_statement(call)
-    if statement is not None:
-        site.edits.remove(statement)
-        return
-    above = code.parent(code.parent(call))
-    if isinstance(above, cst.With):
-        site.edits.replace(above, _without_with)
+    above = code.parent(call)
+    if isinstance(above, cst.Expr):
+        statement = code.is_statement(call)
+        if statement is not None:
+            site.edits.remove(statement)
+        else:  # it shares its line
+            site.edits.replace(above, cst.Pass())
+    elif isinstance(above, cst.WithItem) and isinstance(block := code.parent(above), cst.With):
+        place = list(block.items).index(above)
+        site.edits.replace(block, lambda updated: _without_item(updated, place))
 
 
-def _without_with(updated: cst.With) -> cst.BaseCompoundStatement | cst.FlattenSentinel[cst.BaseStatement]:
+def _without_item(updated: cst.With, place: int) -> cst.BaseCompoundStatement | cst.FlattenSentinel[cst.BaseStatement]:
+    items = [item for index, item in enumerate(updated.items) if index != place]
+    if items:
+        items[-1] = items[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return updated.with_changes(items=items)
     body = updated.body
-    if isinstance(body, cst.SimpleStatementSuite):
-        lines: list[cst.BaseStatement] = [
-            cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)
-        ]
+    said = list(updated.leading_lines)
+    if isinstance(body, cst.IndentedBlock):
+        lines: list[cst.BaseStatement] = list(body.body)
+        said += [cst.EmptyLine(comment=body.header.comment)] if body.header.comment is not None else []
+        said += [line for line in body.footer if line.comment is not None]
     else:
-        lines = list(body.body)  # type: ignore[arg-type]
+        assert isinstance(body, cst.SimpleStatementSuite)
+        lines = [cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)]
     first = lines[0]
-    before = [*updated.leading_lines, *getattr(first, "leading_lines", ())]
-    if isinstance(body, cst.IndentedBlock) and body.header.comment is not None:
-        before.append(cst.EmptyLine(comment=body.header.comment))
-    return cst.FlattenSentinel([first.with_changes(leading_lines=before), *lines[1:]])
+    return cst.FlattenSentinel(
+        [first.with_changes(leading_lines=[*said, *getattr(first, "leading_lines", ())]), *lines[1:]]
+    )
 
 
 def _is_module(site: Site, node: cst.BaseExpression) -> bool:
@@ -443,13 +463,29 @@ def _is_module(site: Site, node: cst.BaseExpression) -> bool:
     return False
 
 
+def _rewritten(site: Site, call: cst.Call, name: str, arguments: Arguments) -> Callable[[cst.Call], cst.Call]:
+    """The broadcast of a model or an optimizer by unidist's name, with what has become of the arguments."""
+
+    def change(updated: cst.Call) -> cst.Call:
+        became = {before.value: after.value for before, after in zip(call.args, updated.args)}
+        sent = became[arguments["params" if name == "broadcast_model_state" else "optimizer"]]
+        if isinstance(sent, cst.Call) and isinstance(sent.func, cst.Attribute) and name == "broadcast_model_state":
+            sent = sent.func.value
+        values = [cst.Arg(sent)]
+        if not is_constant(arguments.get("root_rank"), 0):
+            values.append(keyword("src", became[arguments["root_rank"]]))
+        return cst.Call(site.native(call.func, name), values)
+
+    return change
+
+
 def change_broadcasts(site: Site) -> None:
     """The state of models and optimizers from another rank, where no wrapping stands for it."""
     if has_optimizer(site):
         return
     for call in list(site.calls("broadcast_parameters", "broadcast_optimizer_state")):
         arguments = site.arguments(call)
-        if arguments is None:
+        if arguments is None or set(arguments) - {"params", "optimizer", "root_rank"}:
             continue
         if site.symbol(call.func) == "broadcast_parameters":
             sent: cst.BaseExpression | None = broadcast_model(site, call)
@@ -458,12 +494,7 @@ def change_broadcasts(site: Site) -> None:
             sent, name = arguments["optimizer"], "broadcast_optimizer_state"
         if sent is None or (name == "broadcast_model_state" and not _is_module(site, sent)):
             continue
-        values = [cst.Arg(sent.deep_clone())]
-        if not is_constant(arguments.get("root_rank"), 0):
-            values.append(keyword("src", arguments["root_rank"].deep_clone()))
-        if any(site.code.is_inside(use, call) for use in site.uses() if use is not call.func):
-            continue  # the root is computed by a call of Horovod's
-        site.edits.replace(call, cst.Call(site.native(call.func, name), values))
-        site.settle(call)
+        site.edits.replace(call, _rewritten(site, call, name, arguments))
+        site.settle(call.func)
         if name == "broadcast_optimizer_state" and not _is_plain_sgd(site, sent):
             site.note(call, _FIRST_STEP, "nothing; the curves differ a little from the legacy ones")
