@@ -302,7 +302,7 @@ def test_a_notebook(tmp_path: Path) -> None:
             cell(),
             cell("%%bash\n", "horovodrun -np 2 python train.py"),
             cell("model = torch.nn.Linear(2, 1)\n", "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n", "files = !ls"),
-            cell("optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n", "hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # all"),
+            cell("optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n", "hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # all\n", "model(x).backward()"),
             cell("this is broken (horovod"),
             cell("%time handle = hvd.rank()\n", "h = hvd.allreduce_async(torch.ones(1))\n", "model?"),
         ],
@@ -316,7 +316,7 @@ def test_a_notebook(tmp_path: Path) -> None:
     assert sources[1] == (
         "%matplotlib inline\nimport unidist\nimport unidist.hvd as hvd\nimport torch\n!pip list | grep horovod\nunidist.init()"
     )
-    assert sources[5] == "model = unidist.wrap_model(model, broadcast_buffers=False)\n# all"
+    assert sources[5] == "model = unidist.wrap_model(model, broadcast_buffers=False)\n# all\nmodel(x).backward()"
     assert sources[7] == "%time handle = hvd.rank()\nh = hvd.allreduce_async(torch.ones(1))\nmodel?"
     for number in (0, 2, 3, 4, 6):
         assert after["cells"][number] == book["cells"][number]  # type: ignore[index]

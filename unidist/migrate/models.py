@@ -45,6 +45,8 @@ class Use:
 
     #: Why it cannot be wrapped, and where.
     problem: Problem | None = None
+    #: Its forward passes.
+    called: list[cst.BaseExpression] = field(default_factory=list)
     #: Uses that shall become ``unidist.unwrap(...)``.
     unwrapped: list[cst.BaseExpression] = field(default_factory=list)
 
@@ -58,7 +60,8 @@ def examine(site: Site, model: cst.BaseExpression, wrap: Statement) -> Use:
         found.problem = (model, "the model that is trained cannot be told from the code")
         return found
     flow = follow(code, [variable], lambda node: _is_before(site, node, wrap) or code.is_inside(node, wrap))
-    if not any(isinstance(call := code.parent(use), cst.Call) and call.func is use for use in flow.uses):
+    found.called = [use for use in flow.uses if isinstance(call := code.parent(use), cst.Call) and call.func is use]
+    if not found.called:
         found.problem = (model, "no forward pass of the model is seen in this file after it has been wrapped")
         return found
     problems = [*_raw_aliases(site, variable, wrap), *_assigned_again(site, flow, variable, wrap)]
@@ -88,7 +91,9 @@ def _verdict(site: Site, use: cst.BaseExpression, escapes: bool) -> cst.BaseExpr
             return None
         if chain[0] in _MOVES:
             return "the model is moved or converted after it has been wrapped"
-        if is_target(code, _whole(site, use)) or chain[0] in INNER or chain[-1] in INNER | SAME or set(chain) & _DATA:
+        if is_target(code, _whole(site, use)):
+            return "the model is changed after it has been wrapped"
+        if chain[0] in INNER or chain[-1] in INNER | SAME or set(chain) & _DATA:
             return use
         return f"`.{chain[0]}` of the model is used: a call past the wrapper's own would train without averaging"
     if (

@@ -28,9 +28,7 @@ def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Finding]]:
         ValueError: it is no notebook.
         libcst.ParserSyntaxError: its cells do not make a module.
     """
-    book = json.loads(text)
-    if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
-        raise ValueError("there are no cells in it: a notebook of version 4 has a list of them")
+    book = _read(text)
     module, lines, left = _as_module(book["cells"])
     unread = [*lines, *("".join(cell.get("source", [])) for cell in book["cells"] if cell.get("cell_type") == "code")]
     named = {name for text in unread if text in lines or not _is_in(text, module) for name in re.findall(r"\w+", text)}
@@ -43,6 +41,22 @@ def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Finding]]:
             cell["source"] = source.splitlines(keepends=True) if isinstance(cell["source"], list) else source
     placed = [_in_cell(finding, starts) for finding in findings] + left
     return (_written(text, book) if changed != module else text), placed
+
+
+def code_of_notebook(text: str) -> str:
+    """The text of all code cells that parse.
+
+    Raises:
+        ValueError: it is no notebook.
+    """
+    return _as_module(_read(text)["cells"])[0]
+
+
+def _read(text: str) -> Any:
+    book = json.loads(text)
+    if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
+        raise ValueError("there are no cells in it: a notebook of version 4 has a list of them")
+    return book
 
 
 def _is_in(source: str, module: str) -> bool:

@@ -26,6 +26,9 @@ _FIRST_STEP = (
 _CLIPPED = "without synchronize() Horovod's gradients may still be on their way here; now they are the averages"
 _CLOSURE = "Horovod averages before the closure; now each backward pass in it is averaged"
 _HANDED_ON = "the optimizer goes to a function that is not in this file, and is a plain one now"
+_PART = (
+    "a part of the model's output is taken: parameters that only the rest depends on get no gradient, which DDP refuses"
+)
 _KEPT = "it stays Horovod's optimizer, through the drop-in"
 
 
@@ -169,6 +172,8 @@ def _model(site: Site, call: cst.Call, arguments: Arguments) -> cst.BaseExpressi
     Raises:
         Refusal: it cannot be told, or it is more than one.
     """
+    if any(node.attr.value == "add_param_group" for node in site.code.all(cst.Attribute)):
+        raise Refusal(call, "add_param_group() may bring parameters of another model")
     named = arguments.get("named_parameters")
     if isinstance(named, cst.Call) and full_name(named.func) in ("list", "tuple", "iter") and len(named.args) == 1:
         named = named.args[0].value
@@ -177,8 +182,6 @@ def _model(site: Site, call: cst.Call, arguments: Arguments) -> cst.BaseExpressi
         if found is None:
             raise Refusal(call, f"named_parameters={site.text(named)} is not that of one model")
         return found
-    if any(node.attr.value == "add_param_group" for node in site.code.all(cst.Attribute)):
-        raise Refusal(call, "add_param_group() may bring parameters of another model")
     made = arguments["optimizer"]
     variable = site.code.variable(made)
     values = [value for value, target in assignments(site.code) if variable and site.code.variable(target) == variable]
@@ -346,6 +349,9 @@ def _change(site: Site, each: Optimizer) -> None:
     for use in each.use.unwrapped:
         edits.replace(use, lambda updated: cst.Call(site.own("unwrap"), [cst.Arg(updated)]))
         site.own("unwrap")
+    for use in each.use.called:
+        if isinstance(code.parent(code.parent(use)), cst.Subscript):
+            site.note(use, _PART, "pass find_unused_parameters=True to wrap_model if so")
     for use in each.flow.uses:
         _change_method(site, use)
         _note_use(site, each, use)

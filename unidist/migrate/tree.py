@@ -16,7 +16,7 @@ from unidist.migrate import files
 from unidist.migrate.files import Kind
 from unidist.migrate.jobs import find_launches
 from unidist.migrate.native import Level, migrate
-from unidist.migrate.notebooks import Migrate, migrate_notebook
+from unidist.migrate.notebooks import Migrate, code_of_notebook, migrate_notebook
 from unidist.migrate.report import FileReport, Finding
 
 _NAMED = re.compile(rb"horovod|unidist\.hvd|from unidist import .*hvd")
@@ -110,14 +110,10 @@ def _failed(path: Path, line: int, why: str, remedy: str) -> FileReport:
 
 
 def _code_of(text: str, what: Kind) -> str:
-    if what != "notebook":
-        return text
-    parts: list[str] = []
     try:
-        migrate_notebook(text, lambda code: (parts.append(code) or code, []))  # type: ignore[func-returns-value]
-    except (ValueError, cst.ParserSyntaxError):
+        return code_of_notebook(text) if what == "notebook" else text
+    except ValueError:
         return text
-    return "\n".join(parts)
 
 
 def imports_horovod(code: str) -> bool:
