@@ -31,6 +31,7 @@ def change_broadcasts(site: Site) -> None:
             sent, name = arguments["optimizer"], "broadcast_optimizer_state"
         if sent is None or (name == "broadcast_model_state" and not _is_module(site, sent)):
             continue
+        site.keep_comments(call)
         site.edits.replace(call, _rewritten(site, call, name, arguments))
         site.settle(call.func)
         if name == "broadcast_optimizer_state" and not _is_plain_sgd(site, sent):

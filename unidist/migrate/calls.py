@@ -166,9 +166,7 @@ def _is_settable(site: Site, arguments: Arguments) -> bool:
 
 def _put(site: Site, call: cst.Call, name: str, kept: list[cst.BaseExpression | None], values: list[cst.Arg]) -> None:
     """A call of unidist in a call's place; the arguments' own changes are made too."""
-    statement = site.code.statement(call)
-    if statement is not None:
-        site.edits.keep_comments(statement, call, but=[each for each in kept if each is not None])
+    site.keep_comments(call, *(each for each in kept if each is not None))
     site.edits.replace(
         call, lambda updated: _rebuilt(site, call, updated, cst.Call(site.native(call.func, name), values))
     )
@@ -179,6 +177,7 @@ def _put(site: Site, call: cst.Call, name: str, kept: list[cst.BaseExpression | 
 
 
 def _put_in_place(site: Site, call: cst.Call, tensor: cst.BaseExpression, name: str, options: Options) -> None:
+    site.keep_comments(call)
     values = [cst.Arg(tensor.deep_clone()), *(keyword(*option) for option in options)]
     copy = cst.Attribute(tensor.deep_clone(), cst.Name("copy_"))
     site.edits.replace(call, cst.Call(copy, [cst.Arg(cst.Call(site.native(call.func, name), values))]))

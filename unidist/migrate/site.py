@@ -121,6 +121,12 @@ class Site:
             what = self.text(node).splitlines()[0]
         self.edits.note(node, what, why, remedy)
 
+    def keep_comments(self, call: cst.Call, *but: cst.CSTNode) -> None:
+        """Put the comments among a call's arguments above its statement, those in some parts excepted."""
+        statement = self.code.statement(call)
+        if statement is not None:
+            self.edits.keep_comments(statement, call, but=but)
+
     def remove(self, statement: Statement) -> None:
         """Take a statement away, with all uses in it."""
         self.edits.remove(statement)
