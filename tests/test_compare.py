@@ -390,6 +390,13 @@ def test_several_ranks(tmp_path: Path) -> None:
     assert next(differences(uneven, uneven, CLOSE), None) is None and drift(uneven, CLOSE) is None
     found = next(differences(Recording([one, one]), uneven, CLOSE))
     assert (found.kind, found.step, found.rank, found.left, found.right) == ("steps", 3, 1, 5, 2)
+    # Rank 0 alone trains another model before.
+    own = Rank(
+        [*other.optimizers, *one.optimizers], [*other.steps, *(replace(step, optimizer=1) for step in one.steps)]
+    )
+    lonely = Recording([own, one])
+    assert next(differences(lonely, lonely, CLOSE), None) is None and drift(lonely, CLOSE) is None
+    assert len(points(lonely, lonely)) == 10
     series = points(Recording([one, one]), mixed)
     assert len(series) == 5 and largest(series[:1], "loss") == (0.0, 1) and largest([], "loss") is None
     most = largest(series, "weights")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from unidist.compare.recording import Recording, Step, Trained
+from unidist.compare.recording import Rank, Recording, Step, Trained
 from unidist.compare.sketch import Sketch, distance, gap, norm, sketches
 
 Kind = Literal["parameters", "start", "loss", "gradient", "weights", "order", "steps", "final"]
@@ -48,35 +48,33 @@ class Difference:
 def differences(left: Recording, right: Recording, tolerance: Tolerance) -> Iterator[Difference]:
     """All of them, first things first: in a step the loss, the gradients that made it, the weights that it made."""
     pairs = list(enumerate(zip(left.ranks, right.ranks)))
-    matched = matches(left, right)
-    for optimizer, order in matched.items():
-        trained = left.ranks[0].optimizers[optimizer]
-        if order is None:
-            yield _other_parameters(optimizer, trained, right.ranks[0].optimizers[optimizer])
-            continue
-        for rank, (a, b) in pairs:
-            starts = a.optimizers[optimizer].start, b.optimizers[optimizer].start
-            yield from _apart("start", 0, optimizer, rank, trained, order, *starts, tolerance)
+    matched = [matches(a, b) for _, (a, b) in pairs]
+    for rank, (a, b) in pairs:
+        for optimizer, order in matched[rank].items():
+            trained, other = a.optimizers[optimizer], b.optimizers[optimizer]
+            if order is None:
+                yield _other_parameters(optimizer, trained, other, rank)
+            else:
+                yield from _apart("start", 0, optimizer, rank, trained, order, trained.start, other.start, tolerance)
     for step in range(min(left.steps, right.steps)):
         yield from _in_step(left, right, step, matched, tolerance)
     for rank, (a, b) in pairs:
         if len(a.steps) != len(b.steps):
             counts = len(a.steps), len(b.steps)
             yield Difference("steps", min(counts) + 1, counts[0], counts[1], rank=rank)
-    for (optimizer, order), *weights in zip(matched.items(), left.final, right.final):
+    for (optimizer, order), *weights in zip(matched[0].items(), left.final, right.final):
         if order is not None:
             ours, theirs = (sketches(side) for side in weights)
             trained = left.ranks[0].optimizers[optimizer]
             yield from _apart("final", left.steps, optimizer, 0, trained, order, ours, theirs, tolerance)
 
 
-def matches(left: Recording, right: Recording) -> dict[int, list[int] | None]:
-    """For each optimizer of both, the place at the right of each parameter at the left; None if they have other parameters.
+def matches(left: Rank, right: Rank) -> dict[int, list[int] | None]:
+    """For each optimizer that a rank has on both sides, the place at the right of each parameter at the left; None if they have other parameters.
 
     They belong together by their names; if these differ, by their places, as long as the shapes agree.
     """
-    pairs = zip(left.ranks[0].optimizers, right.ranks[0].optimizers)
-    return {number: match(*pair) for number, pair in enumerate(pairs)}
+    return {number: match(*pair) for number, pair in enumerate(zip(left.optimizers, right.optimizers))}
 
 
 def match(left: Trained, right: Trained) -> list[int] | None:
@@ -95,7 +93,8 @@ def drift(side: Recording, tolerance: Tolerance) -> Difference | None:
     first = side.ranks[0]
     for number in range(side.steps):
         for rank, other in enumerate(side.ranks[1:], 1):
-            if number >= min(len(first.steps), len(other.steps)):
+            # A rank with an optimizer of its own counts its steps otherwise.
+            if number >= min(len(first.steps), len(other.steps)) or len(first.optimizers) != len(other.optimizers):
                 continue
             a, b = first.steps[number], other.steps[number]
             ours = first.optimizers[a.optimizer]
@@ -108,7 +107,11 @@ def drift(side: Recording, tolerance: Tolerance) -> Difference | None:
 
 
 def _in_step(
-    left: Recording, right: Recording, step: int, matched: Mapping[int, Sequence[int] | None], tolerance: Tolerance
+    left: Recording,
+    right: Recording,
+    step: int,
+    matched: Sequence[Mapping[int, Sequence[int] | None]],
+    tolerance: Tolerance,
 ) -> Iterator[Difference]:
     both = list(at(left, right, step))
     optimizer = both[0][1].optimizer if both else 0
@@ -124,9 +127,9 @@ def _in_step(
     kinds: tuple[Kind, Kind] = ("gradient", "weights")
     for kind in kinds:
         for rank, a, b in both:
-            order = matched.get(a.optimizer)
+            order = matched[rank].get(a.optimizer)
             if order is not None:
-                trained = left.ranks[0].optimizers[a.optimizer]
+                trained = left.ranks[rank].optimizers[a.optimizer]
                 figures = (a.gradients, b.gradients) if kind == "gradient" else (a.weights, b.weights)
                 yield from _apart(kind, step + 1, a.optimizer, rank, trained, order, *figures, tolerance)
 
@@ -161,9 +164,9 @@ def _apart(
         yield replace(most, parameters=len(found))
 
 
-def _other_parameters(optimizer: int, left: Trained, right: Trained) -> Difference:
+def _other_parameters(optimizer: int, left: Trained, right: Trained, rank: int) -> Difference:
     """The first parameter that the other side has not, or has in another shape; the values are numbers of elements."""
     ours, theirs = ({name: list(shape) for name, shape in zip(side.names, side.shapes)} for side in (left, right))
     name = next(name for name in (*left.names, *right.names) if ours.get(name) != theirs.get(name))
     sizes = [math.prod(shapes[name]) if name in shapes else 0 for shapes in (ours, theirs)]
-    return Difference("parameters", 0, sizes[0], sizes[1], optimizer=optimizer, parameter=name)
+    return Difference("parameters", 0, sizes[0], sizes[1], optimizer=optimizer, parameter=name, rank=rank)

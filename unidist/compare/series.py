@@ -29,7 +29,7 @@ class Point:
 
 def points(left: Recording, right: Recording) -> list[Point]:
     """All steps that both sides took."""
-    matched = matches(left, right)
+    matched = [matches(a, b) for a, b in zip(left.ranks, right.ranks)]
     found = []
     for step in range(min(left.steps, right.steps)):
         both = list(at(left, right, step))
@@ -37,13 +37,14 @@ def points(left: Recording, right: Recording) -> list[Point]:
             continue
         ours, theirs = left.loss(step), right.loss(step)
         _, a, b = both[0]
-        order = matched.get(a.optimizer) if a.optimizer == b.optimizer else None
+        orders = [matched[rank].get(x.optimizer) if x.optimizer == y.optimizer else None for rank, x, y in both]
+        known = [(order, x, y) for order, (_, x, y) in zip(orders, both) if order is not None]
         apart: dict[str, float | None] = dict.fromkeys(("loss", "gradient", "weights"))
         if ours is not None and theirs is not None:
             apart["loss"] = _relative(gap(ours, theirs), ours, theirs)
-        if order is not None:
-            apart["gradient"] = max(_apart(x.gradients, y.gradients, order) for _, x, y in both)
-            apart["weights"] = max(_apart(x.weights, y.weights, order) for _, x, y in both)
+        if len(known) == len(both):
+            apart["gradient"] = max(_apart(x.gradients, y.gradients, order) for order, x, y in known)
+            apart["weights"] = max(_apart(x.weights, y.weights, order) for order, x, y in known)
         gradients, weights = (whole(a.gradients), whole(b.gradients)), (whole(a.weights), whole(b.weights))
         found.append(Point(step + 1, a.optimizer, (ours, theirs), gradients, weights, apart))
     return found
@@ -73,7 +74,9 @@ def final(left: Recording, right: Recording) -> Final | None:
     """None if the sides trained other parameters."""
     found: list[tuple[float, str]] = []
     squares = [0.0, 0.0]
-    for (optimizer, order), ours, theirs in zip(matches(left, right).items(), left.final, right.final):
+    for (optimizer, order), ours, theirs in zip(
+        matches(left.ranks[0], right.ranks[0]).items(), left.final, right.final
+    ):
         if order is None:
             return None
         for name, a, place in zip(left.ranks[0].optimizers[optimizer].names, ours, order):
