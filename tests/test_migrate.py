@@ -233,6 +233,26 @@ def test_json(project: Path) -> None:
     assert report["summary"]["files"] == 4 and report["to"] == "native" and not report["written"]
 
 
+def test_variables_that_other_files_use(tmp_path: Path) -> None:
+    """What holds the module here is called by Horovod's names there."""
+    (tmp_path / "base.py").write_text(
+        "import horovod.torch as hvd\n\n\nclass Base:\n    def __init__(self):\n        self.hvd = hvd\n        self.n = self.hvd.size()\n"
+    )
+    (tmp_path / "sub.py").write_text(
+        "from base import Base\n\n\nclass Sub(Base):\n    def n(self):\n        return self.hvd.size()\n"
+    )
+    report = json.loads(unidist_migrate("--write", "--json", ".", cwd=tmp_path))["files"]
+    assert [entry["path"] for entry in report] == ["base.py"] and "other files make calls" in report[0]["findings"][0][
+        "why"
+    ]
+    after = (tmp_path / "base.py").read_text()
+    assert (
+        "import unidist.hvd as hvd" in after and "self.hvd = hvd" in after and "self.n = unidist.world_size()" in after
+    )
+    alone = json.loads(unidist_migrate("--json", "--to", "native", "base.py", cwd=tmp_path))
+    assert alone["summary"]["changed"] == 0
+
+
 def test_check(project: Path) -> None:
     unidist_migrate("--check", ".", cwd=project, status=1)
     unidist_migrate("--write", ".", cwd=project)

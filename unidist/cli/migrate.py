@@ -47,7 +47,8 @@ def command(paths: tuple[Path, ...], level: str, write: bool, force: bool, check
     watched = track(
         found, "reading", console=console, transient=True, disable=not console.is_terminal or len(found) < 20
     )
-    reports = list(migrate_files(watched, level, find_exports(found)))  # type: ignore[arg-type]
+    exports = find_exports(files.surroundings(paths))
+    reports = list(migrate_files(watched, level, exports))  # type: ignore[arg-type]
     changed = [report for report in reports if report.status == "changed"]
     if write:
         if not force and (dirty := _uncommitted([report.path for report in changed])):

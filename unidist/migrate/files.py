@@ -42,6 +42,18 @@ def find(paths: Iterable[Path]) -> Iterator[Path]:
                 yield file
 
 
+def surroundings(paths: Iterable[Path]) -> Iterator[Path]:
+    """The files that may use those under some paths: all of their git repositories, else of the folders, or beside the files."""
+    found: dict[Path, None] = {}
+    for path in (each.resolve() for each in paths):
+        root = next((above for above in (path, *path.parents) if (above / ".git").exists()), None)
+        if root is not None or path.is_dir():
+            found[root or path] = None
+        else:
+            found.update(dict.fromkeys(sorted(path.parent.glob("*.py"))))
+    yield from find(found)
+
+
 def _walk(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in SKIPPED)

@@ -18,6 +18,7 @@ from unidist.migrate.report import Finding
 from unidist.migrate.site import Site
 
 Level = Literal["native", "hvd"]
+_HELD = "other files make calls through a variable that holds the module: there it is the drop-in"
 _ESCAPES = "the module goes where it cannot be followed: there, and in the variables that hold it, it is the drop-in"
 
 
@@ -38,13 +39,16 @@ def migrate(text: str, level: Level, exported: Collection[str] = ()) -> tuple[st
             for node, symbol in names.symbols.items()
             if symbol.startswith("elastic")
         ]
-    site = Site(code, names, through_holders=level == "native" and not names.escapes)
+    held_elsewhere = names.holders & {*exported, *(f".{name}" for name in exported)}
+    site = Site(code, names, through_holders=level == "native" and not names.escapes and not held_elsewhere)
     if level == "native" and not _is_hidden(site):
         _apply_rules(site)
         if site.through_holders and any(site.is_through_holder(use) for use in site.left()):
             # One variable cannot hold both modules.
             site = Site(code, names, through_holders=False)
             _apply_rules(site)
+        for node in names.modules[:1] if held_elsewhere else ():
+            site.note(node, _HELD, "import unidist where it is used", code.text(node))
         for node in names.escapes:
             site.note(node, _ESCAPES, "import unidist where it is used", code.text(node))
         told = {each.line for each in site.edits.findings}

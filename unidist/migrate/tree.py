@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +22,31 @@ from unidist.migrate.report import FileReport, Finding
 
 _NAMED = re.compile(rb"horovod|unidist\.hvd|from unidist import .*hvd")
 _LAUNCHED = re.compile(rb"horovodrun|mpirun|mpiexec")
-_FROM = re.compile(rb"^[ \t]*from\s+(?!horovod\b)([.\w]+)\s+import\s+(?:\(([^)]*)\)|([^\n#]+))", re.MULTILINE)
-_OF_MODULE = re.compile(rb"\b(\w+)\.hvd\b")
+_FROM = re.compile(r"^[ \t]*from\s+(?!horovod\b)([.\w]+)\s+import\s+(?:\(([^)]*)\)|([^\n#]+))", re.MULTILINE)
+_OF_MODULE = re.compile(r"\b(\w+)\.hvd\b")
+#: Calls whose names Horovod has and unidist has not.
+_OF_ATTRIBUTE = re.compile(
+    r"\.(\w+)\.(?:size|cross_rank|cross_size|all(?:reduce|gather|toall)\w*|broadcast_\w+|DistributedOptimizer|Compression)\b"
+)
 _IMPORTS = re.compile(r"^\s*(?:>>>\s*)?(?:from\s+horovod\b|import\s+(?:[\w.]+\s*,\s*)*horovod\b)", re.MULTILINE)
 _LOADED = re.compile(r"import_module\(\s*['\"]horovod|__import__\(\s*['\"]horovod")
 
-Exports = dict[str, set[str]]
+
+@dataclass
+class Exports:
+    """What files use of each other's names for Horovod."""
+
+    #: Names that are imported, by the last part of the module's name.
+    names: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    #: Attributes through which Horovod's calls are made, and the files that do so.
+    attributes: dict[str, set[Path]] = field(default_factory=lambda: defaultdict(set))
+
+    def of(self, path: Path) -> set[str]:
+        """The names of a file, and ``.attr`` for the attributes, that other files use."""
+        stem = path.parent.name if path.stem == "__init__" else path.stem
+        return self.names.get(stem, set()) | {
+            f".{name}" for name, paths in self.attributes.items() if paths - {path.resolve()}
+        }
 
 
 def migrate_files(paths: Iterable[Path], level: Level, exports: Exports) -> Iterator[FileReport]:
@@ -38,18 +58,20 @@ def migrate_files(paths: Iterable[Path], level: Level, exports: Exports) -> Iter
 
 
 def find_exports(paths: Iterable[Path]) -> Exports:
-    """The names that Python files import from others, by the last part of the module's name."""
-    found: Exports = defaultdict(set)
+    """What the Python files among some paths use of each other."""
+    found = Exports()
     for path in paths:
         if files.kind(path) != "python":
             continue
         with suppress(OSError):
-            data = path.read_bytes()
-            for match in _FROM.finditer(data):
-                names = (match[2] or match[3]).decode("latin-1").split(",")
-                found[match[1].decode("latin-1").split(".")[-1]].update(name.split(" as ")[0].strip() for name in names)
-            for match in _OF_MODULE.finditer(data):
-                found[match[1].decode("latin-1")].add("hvd")
+            text = path.read_bytes().decode("latin-1")
+            for match in _FROM.finditer(text):
+                names = (match[2] or match[3]).split(",")
+                found.names[match[1].split(".")[-1]].update(name.split(" as ")[0].strip() for name in names)
+            for match in _OF_MODULE.finditer(text):
+                found.names[match[1]].add("hvd")
+            for match in _OF_ATTRIBUTE.finditer(text):
+                found.attributes[match[1]].add(path.resolve())
     return found
 
 
@@ -70,8 +92,7 @@ def migrate_file(path: Path, level: Level, exports: Exports) -> FileReport | Non
         report = _failed(path, 1, f"its bytes are no text: {error}", "declare its encoding (PEP 263)")
         report.needs_horovod = bool(_IMPORTS.search(data.decode("latin-1")))
         return report
-    stem = path.parent.name if path.stem == "__init__" else path.stem
-    return _migrated(path, source.text, what, partial(migrate, level=level, exported=exports.get(stem, ())))
+    return _migrated(path, source.text, what, partial(migrate, level=level, exported=exports.of(path)))
 
 
 def _migrated(path: Path, text: str, what: Kind, rules: Migrate) -> FileReport:
