@@ -12,7 +12,7 @@ from unidist.migrate.code import Statement, full_name
 from unidist.migrate.flow import assignments, follow, results
 from unidist.migrate.models import examine
 from unidist.migrate.site import Arguments, Site, is_constant
-from unidist.migrate.wrapping import COMPRESSION, METHODS, Optimizer, wrap_model
+from unidist.migrate.wrapping import COMPRESSION, METHODS, Optimizer, horovods_method, wrap_model
 
 _KEPT = "it stays Horovod's optimizer, through the drop-in"
 
@@ -206,8 +206,8 @@ def _check_together(site: Site, optimizers: list[Optimizer]) -> None:
 
 def _check_method(site: Site, use: cst.BaseExpression) -> None:
     code = site.code
-    method = code.parent(use)
-    if not isinstance(method, cst.Attribute) or method.attr.value not in METHODS:
+    method = horovods_method(site, use)
+    if method is None:
         return
     call = code.parent(method)
     item = code.parent(call)

@@ -135,10 +135,16 @@ def _method(site: Site, use: cst.BaseExpression) -> str | None:
     return method.attr.value if isinstance(method, cst.Attribute) else None
 
 
+def horovods_method(site: Site, use: cst.BaseExpression) -> cst.Attribute | None:
+    """``optimizer.synchronize`` of its ``optimizer``; None for what every optimizer has."""
+    method = site.code.parent(use)
+    return method if isinstance(method, cst.Attribute) and method.attr.value in METHODS else None
+
+
 def _change_method(site: Site, use: cst.BaseExpression) -> None:
     code = site.code
-    method = code.parent(use)
-    if not isinstance(method, cst.Attribute) or method.attr.value not in METHODS:
+    method = horovods_method(site, use)
+    if method is None:
         return
     call = code.parent(method)
     above = code.parent(call)
