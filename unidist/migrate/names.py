@@ -41,9 +41,13 @@ def _is_there(name: str) -> bool:
     """Whether a dotted name is a module, or something in one."""
     module, _, last = name.rpartition(".")
     try:
-        return hasattr(import_module(module), last) or find_spec(name) is not None
+        found: object = import_module(module)
     except ImportError:
-        return bool(module) and "." in module and _is_there(module) and hasattr(_found(module), last)
+        return "." in module and _is_there(module) and hasattr(_found(module), last)
+    try:
+        return hasattr(found, last) or find_spec(name) is not None
+    except (ImportError, NotImplementedError):  # hvd.elastic says that it is not there yet
+        return False
 
 
 def _found(name: str) -> object:

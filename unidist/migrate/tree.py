@@ -102,8 +102,8 @@ def _migrated(path: Path, text: str, what: Kind, rules: Migrate) -> FileReport:
         report = _failed(
             path, error.raw_line, f"it does not parse: {error.message.splitlines()[0]}", "mend it, then migrate again"
         )
-    except (ValueError, RecursionError) as error:
-        report = _failed(path, 1, f"it cannot be read: {error}", "migrate it by hand")
+    except Exception as error:  # one file must not end a run over thousands
+        report = _failed(path, 1, f"it cannot be migrated: {type(error).__name__}: {error}", "migrate it by hand")
     else:
         report = FileReport(path, "changed" if after != text else "unchanged", findings, before=text, after=after)
     code = _code_of(report.after or text, what)
