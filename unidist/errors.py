@@ -14,8 +14,8 @@ class LaunchError(UnidistError):
     """The launcher's environment variables contradict themselves or lack something."""
 
 
-class NotInitializedError(UnidistError):
-    """A call that needs a world came before ``unidist.init()``."""
+class NotInitializedError(UnidistError, ValueError):
+    """A call that needs a world came before ``unidist.init()``. A ``ValueError`` too, as Horovod's and PyTorch's are."""
 
 
 class BackendError(UnidistError):

@@ -38,6 +38,7 @@ def test_shutdown_then_init() -> None:
     for _ in range(2):
         unidist.shutdown()
         assert not unidist.is_initialized()
+        assert issubclass(unidist.NotInitializedError, ValueError)
         with pytest.raises(unidist.NotInitializedError, match=r"unidist\.init"):
             unidist.all_reduce(torch.ones(1))
         unidist.init(backend, timeout=60)
