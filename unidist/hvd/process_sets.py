@@ -17,7 +17,6 @@ class ProcessSet:
     """
 
     process_set_id: int | None = None
-    ranks: list[int] | None = None
     mpi_comm = None
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
@@ -26,7 +25,14 @@ class ProcessSet:
         ranks = sorted(ranks_or_comm)
         if any(not isinstance(rank, int) for rank in ranks):
             raise ValueError(f"ProcessSet({ranks}) takes a list of ranks, which are whole numbers.")
-        self.ranks = ranks
+        self._ranks = ranks
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """Global ranks, in order; of the set of all ranks none before ``init``."""
+        if self.process_set_id == GLOBAL:
+            return list(range(context.current().topology.world_size)) if context.is_initialized() else []
+        return self._ranks
 
     def size(self) -> int | None:
         """The number of its ranks; None before it has a number."""
@@ -52,19 +58,9 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
 
-class _World(ProcessSet):
-    process_set_id = GLOBAL
-
-    def __init__(self) -> None:
-        pass
-
-    @property
-    def ranks(self) -> list[int]:  # type: ignore[override]
-        return list(range(context.current().topology.world_size)) if context.is_initialized() else []
-
-
-#: All ranks; empty before ``init``.
-global_process_set = _World()
+#: All ranks.
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = GLOBAL
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
