@@ -41,7 +41,8 @@ def is_installed() -> bool:
     return any(isinstance(finder, _Aliases) for finder in sys.meta_path)
 
 
-def _target(name: str) -> str | None:
+def drop_in_name(name: str) -> str | None:
+    """The drop-in's name for one of Horovod's; None where it has none."""
     for prefix, place in _PLACES.items():
         if name == prefix:
             return place
@@ -56,7 +57,7 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "horovod" and not fullname.startswith("horovod."):
             return None
-        place = _target(fullname)
+        place = drop_in_name(fullname)
         if fullname != "horovod" and (place is None or importlib.util.find_spec(place) is None):
             raise ModuleNotFoundError(
                 f"{fullname} is not part of unidist.hvd, which stands for horovod here: docs/hvd.md tells what is.",
@@ -65,7 +66,7 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        place = _target(spec.name)
+        place = drop_in_name(spec.name)
         if place is None:
             return None
         module = importlib.import_module(place)

@@ -36,18 +36,11 @@ def accumulate(
 Found = tuple[list[cst.CSTNode], str]
 
 
-def _calls(site: Site, method: str, inside: cst.CSTNode | None = None) -> list[cst.Call]:
-    return [
-        call for call in site.code.all(cst.Call, inside=inside)
-        if isinstance(call.func, cst.Attribute) and call.func.attr.value == method
-    ]  # fmt: skip
-
-
 def _steps(site: Site, optimizer: Flow) -> list[cst.Call]:
     """The calls of the optimizer's ``step()``."""
     return [
         call
-        for call in _calls(site, "step")
+        for call in site.code.method_calls("step")
         if isinstance(call.func, cst.Attribute) and call.func.value in optimizer.uses
     ]
 
@@ -55,7 +48,7 @@ def _steps(site: Site, optimizer: Flow) -> list[cst.Call]:
 def _inner_loop(site: Site, optimizer: Flow) -> Found | None:
     """``for i in range(...): loss.backward()`` and one ``step()`` behind it."""
     code = site.code
-    backwards, steps = _calls(site, "backward"), _steps(site, optimizer)
+    backwards, steps = list(site.code.method_calls("backward")), _steps(site, optimizer)
     if len(backwards) != 1 or len(steps) != 1:
         return None
     loop, step = code.loop(backwards[0]), code.statement(steps[0])
@@ -82,7 +75,7 @@ def _inner_loop(site: Site, optimizer: Flow) -> Found | None:
 def _modulo(site: Site, optimizer: Flow) -> Found | None:
     """``for i, batch in enumerate(...): loss.backward(); if (i + 1) % n == 0: step()``."""
     code = site.code
-    backwards, steps = _calls(site, "backward"), _steps(site, optimizer)
+    backwards, steps = list(site.code.method_calls("backward")), _steps(site, optimizer)
     if len(backwards) != 1 or len(steps) != 1:
         return None
     loop = code.loop(backwards[0])

@@ -68,6 +68,12 @@ class Code:
             assert isinstance(node, kind)
             yield node
 
+    def method_calls(self, method: str, inside: cst.CSTNode | None = None) -> Iterator[cst.Call]:
+        """The calls of a method of any object."""
+        for call in self.all(cst.Call, inside):
+            if isinstance(call.func, cst.Attribute) and call.func.attr.value == method:
+                yield call
+
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """A node's place among all, and that behind its last part."""
         return self._spans[node]
@@ -222,6 +228,11 @@ def is_pure(node: cst.BaseExpression) -> bool:
             isinstance(part.slice, cst.Index) and is_pure(part.slice.value) for part in node.slice
         )
     return isinstance(node, (cst.Name, cst.Integer, cst.SimpleString))
+
+
+def argument(call: cst.Call, name: str) -> cst.BaseExpression | None:
+    """What a call passes by a name."""
+    return next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
 
 
 def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:

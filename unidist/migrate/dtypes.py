@@ -6,8 +6,8 @@ import re
 
 import libcst as cst
 
-from unidist.migrate.code import Code, full_name
-from unidist.migrate.flow import assignments, callees, parameter_of
+from unidist.migrate.code import Code, argument, full_name
+from unidist.migrate.flow import assignments, callees, is_parameter, parameter_of
 
 _FLOAT_METHODS = {"float", "double", "half", "bfloat16", "mean", "std", "var", "norm", "softmax", "log_softmax", "sigmoid", "exp", "log", "sqrt"}  # fmt: skip
 _INT_METHODS = {"int", "long", "short", "argmax", "argmin", "size", "numel", "dim"}
@@ -60,7 +60,7 @@ def is_floating(code: Code, node: cst.BaseExpression, *, made: bool = False, dep
 def _call(code: Code, call: cst.Call, made: bool, depth: int) -> bool | None:
     name = full_name(call.func)
     last = name.split(".")[-1] if name else call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-    dtype = next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == "dtype"), None)
+    dtype = argument(call, "dtype")
     if dtype is not None:
         written = full_name(dtype)
         return None if not written else "float" in written or "double" in written or "half" in written
@@ -106,7 +106,7 @@ def _variable(code: Code, node: cst.BaseExpression, made: bool, depth: int) -> b
     for each in code.all(cst.AugAssign):
         if code.variable(each.target) == variable and not made:
             kinds = [True if isinstance(each.operator, cst.DivideAssign) else kind for kind in kinds]
-    if _is_parameter(code, node):
+    if is_parameter(code, variable):
         kinds += [None] if made else _from_callers(code, variable, depth)
     if not kinds or None in kinds:
         return None
@@ -118,12 +118,7 @@ def _from_callers(code: Code, variable: str, depth: int) -> list[bool | None]:
     kinds: list[bool | None] = []
     for call in code.all(cst.Call):
         for function in callees(code, call):
-            for argument in call.args:
-                if parameter_of(code, function, call, argument) == variable:
-                    kinds.append(is_floating(code, argument.value, depth=depth - 1))
+            for passed in call.args:
+                if parameter_of(code, function, call, passed) == variable:
+                    kinds.append(is_floating(code, passed.value, depth=depth - 1))
     return kinds or [None]
-
-
-def _is_parameter(code: Code, node: cst.BaseExpression) -> bool:
-    variable = code.variable(node)
-    return any(code.variable(parameter.name) == variable for parameter in code.all(cst.Param))

@@ -193,6 +193,11 @@ def parameter_of(code: Code, function: cst.FunctionDef, call: cst.Call, argument
     return f"{qualified}.<locals>.{name}" if name and qualified else None
 
 
+def is_parameter(code: Code, variable: str | None) -> bool:
+    """Whether a variable is a parameter of some function."""
+    return any(code.variable(each.name) == variable for each in code.all(cst.Param))
+
+
 def results(code: Code, statement: cst.Return, place: int | None) -> list[str] | None:
     """The variables to which the calls of a function assign its result."""
     function = code.function(statement)

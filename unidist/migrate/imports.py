@@ -30,7 +30,7 @@ def change_imports(site: Site, exported: Collection[str]) -> None:
             imports.attribute(node)
         elif isinstance(node, cst.SimpleString):
             imports.string(node)
-        elif isinstance(node, (cst.Name,)):
+        elif isinstance(node, cst.Name):
             imports.module(node)
     imports.finish()
 

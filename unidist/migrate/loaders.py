@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from unidist.migrate.code import Statement, full_name, keyword
+from unidist.migrate.code import Statement, argument, full_name, keyword
 from unidist.migrate.flow import assignments, callees, code_references, follow, is_target
 from unidist.migrate.site import Arguments, Site, is_constant
 
@@ -48,7 +48,7 @@ def sampled_loaders(site: Site) -> dict[str, cst.Call]:
     found = {}
     for value, target in assignments(site.code):
         if isinstance(value, cst.Call) and is_imported(site, value, _LOADERS):
-            sampler = _argument(value, "sampler")
+            sampler = argument(value, "sampler")
             inline = isinstance(sampler, cst.Call) and is_imported(site, sampler, _NAMES)
             variable = site.code.variable(target)
             if variable and sampler is not None and (inline or site.code.variable(sampler) in samplers - {None}):
@@ -80,19 +80,17 @@ def _is_uneven(site: Site, loop: cst.For) -> bool:
     """Whether some batches may have no backward pass."""
     if _leaves(site, loop.body):
         return True
-    for call in site.code.all(cst.Call, inside=loop.body):
-        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward":
-            for above in site.code.parents(call):
-                if above is loop:
-                    break
-                if isinstance(above, (cst.If, cst.Try, cst.While)):
-                    return True
+    for call in site.code.method_calls("backward", inside=loop.body):
+        for above in site.code.parents(call):
+            if above is loop:
+                break
+            if isinstance(above, (cst.If, cst.Try, cst.While)):
+                return True
     return False
 
 
 def _has_backward(site: Site, loop: cst.For) -> bool:
-    calls = site.code.all(cst.Call, inside=loop.body)
-    return any(isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward" for call in calls)
+    return next(site.code.method_calls("backward", inside=loop.body), None) is not None
 
 
 def _iterated(loop: cst.For) -> cst.BaseExpression:
@@ -101,10 +99,6 @@ def _iterated(loop: cst.For) -> cst.BaseExpression:
     while isinstance(found, cst.Call) and found.args and full_name(found.func).split(".")[-1] in ("enumerate", "tqdm"):
         found = found.args[0].value
     return found
-
-
-def _argument(call: cst.Call, name: str) -> cst.BaseExpression | None:
-    return next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
 
 
 # ------------------------------------------------------------------------------------ the rule
@@ -168,7 +162,7 @@ def _pairs(site: Site) -> list[Pair]:
             continue
         arguments = _sampler_arguments(value)
         mine = [
-            (call, to) for call, to in loaders if code.variable(_argument(call, "sampler") or cst.Name("_")) == variable
+            (call, to) for call, to in loaders if code.variable(argument(call, "sampler") or cst.Name("_")) == variable
         ]
         others = [each for each in assignments(code) if code.variable(each[1]) == variable]
         if arguments is None or len(mine) != 1 or len(others) != 1 or isinstance(code.parent(target), cst.Element):
@@ -204,19 +198,19 @@ def _fits(site: Site, pair: Pair) -> bool:
         if arg.star == "*" or more is None or more & {"sampler", "shuffle", "drop_last"}:
             return False
         given |= more
-    if given & {"batch_sampler", "generator"} or _argument(pair.loader, "sampler") is None:
+    if given & {"batch_sampler", "generator"} or argument(pair.loader, "sampler") is None:
         return False
-    if not is_constant(_argument(pair.loader, "shuffle"), False, None):
+    if not is_constant(argument(pair.loader, "shuffle"), False, None):
         return False
     # DataLoader(drop_last=True) over padded shares keeps a batch that shard_loader(drop_last=True) may not have.
-    if not is_constant(_argument(pair.loader, "drop_last"), False, None) or not is_constant(
+    if not is_constant(argument(pair.loader, "drop_last"), False, None) or not is_constant(
         arguments.get("drop_last"), False, None
     ):
         return False
     positional = [arg.value for arg in pair.loader.args if arg.keyword is None and not arg.star]
     if len(positional) > 2:
         return False
-    dataset = positional[0] if positional else _argument(pair.loader, "dataset")
+    dataset = positional[0] if positional else argument(pair.loader, "dataset")
     same = dataset is not None and site.text(dataset) == site.text(arguments.get("dataset", dataset))
     return same and code.block(pair.sampler_statement) is code.block(
         code.statement(pair.loader) or pair.sampler_statement
@@ -274,7 +268,7 @@ def _uses_of_sampler(site: Site, pair: Pair) -> list[cst.BaseExpression] | None:
     """What else is done with the sampler: ``set_epoch()`` and ``len()``; None where there is more."""
     found = []
     for use in code_references(site.code).get(pair.variable, ()):
-        if is_target(site.code, use) or use is _argument(pair.loader, "sampler"):
+        if is_target(site.code, use) or use is argument(pair.loader, "sampler"):
             continue
         call = site.code.parent(site.code.parent(use))
         if (_method(site, use) == "set_epoch" and site.code.is_statement(call)) or _is_length(site, use):

@@ -16,6 +16,7 @@ from unidist.migrate.flow import (
     code_references,
     destinations,
     follow,
+    is_parameter,
     is_target,
     parameter_of,
 )
@@ -143,7 +144,7 @@ def _raw_aliases(site: Site, variable: str, wrap: Statement) -> Iterator[Problem
             parts = {code.variable(part) for part in code.all(cst.Name, inside=value)}
             aliases |= {name for name in parts - {variable} if name and _is_made_of_torch(site, name)}
     for name in {variable, *aliases}:
-        if _is_parameter(site, name):
+        if is_parameter(code, name):
             yield from _callers(site, name)
     for alias in sorted(aliases - {variable}):
         for use in follow(code, [alias], lambda node: _is_before(site, node, wrap) or code.is_inside(node, wrap)).uses:
@@ -277,10 +278,6 @@ def _is_settable(site: Site, variable: str, wrap: Statement) -> bool:
             return True
     own = next((qualified for qualified, node in site.code.functions.items() if node is function), "")
     return variable == f"{own}.<locals>.{name}"
-
-
-def _is_parameter(site: Site, variable: str) -> bool:
-    return any(site.code.variable(each.name) == variable for each in site.code.all(cst.Param))
 
 
 def _callers(site: Site, variable: str) -> Iterator[Problem]:

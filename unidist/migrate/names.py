@@ -9,16 +9,10 @@ from importlib.util import find_spec
 
 import libcst as cst
 
+from unidist.hvd.alias import drop_in_name
 from unidist.migrate.code import Code, full_name
 from unidist.migrate.flow import destinations, follow, is_target
 
-#: Modules of Horovod, and what the drop-in has in their place; longer names first.
-MODULES = {
-    "horovod.common.process_sets": "unidist.hvd.process_sets",
-    "horovod.common.basics": "unidist.hvd.basics",
-    "horovod.common": "unidist.hvd.common",
-    "horovod.torch": "unidist.hvd",
-}
 #: Where horovod.torch keeps the calls that it has under its own name too.
 _INNER = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
 #: What code calls to import a module by its name.
@@ -30,11 +24,8 @@ def moved(name: str) -> str | None:
     """The drop-in's name for one of Horovod's; None where it has none."""
     if name in ("horovod.run", "horovod.runner.run"):
         return "unidist.hvd.run"
-    for old, new in MODULES.items():
-        if name == old or name.startswith(f"{old}."):
-            target = new + name[len(old) :]
-            return target if _is_there(target) else None
-    return None
+    target = drop_in_name(name)
+    return target if target is not None and _is_there(target) else None
 
 
 def _is_there(name: str) -> bool:
