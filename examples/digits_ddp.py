@@ -6,6 +6,7 @@ It runs under torchrun alone, and evaluates by hand.
 """
 
 import argparse
+import time
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,8 @@ def main() -> None:
         torch.save(model.module.state_dict(), args.save)
     dist.barrier()
     dist.destroy_process_group()
+    # A thread of gloo that still frees a tensor while the interpreter ends aborts the process (pytorch issue 117762).
+    time.sleep(0.1)
 
 
 if __name__ == "__main__":
