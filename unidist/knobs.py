@@ -5,6 +5,7 @@ UNIDIST_BACKEND      engine for ``init("auto")``: ``single``, ``gloo``, ``nccl``
 UNIDIST_LAUNCHER     launcher whose variables are read, whatever else is set; ``none`` reads none
 UNIDIST_TIMEOUT      seconds after which a start-up or a collective without its peers fails
 UNIDIST_CACHE        folder for built wheels (default ``$XDG_CACHE_HOME/unidist``)
+UNIDIST_HVD_SCRIPT   set by ``python -m unidist.hvd``: its script, for the processes that the script spawns
 ===================  ==========================================================================
 """
 
@@ -21,6 +22,7 @@ BACKEND = "UNIDIST_BACKEND"
 LAUNCHER = "UNIDIST_LAUNCHER"
 TIMEOUT = "UNIDIST_TIMEOUT"
 CACHE = "UNIDIST_CACHE"
+HVD_SCRIPT = "UNIDIST_HVD_SCRIPT"
 
 
 def backend(env: Mapping[str, str]) -> str:

@@ -27,10 +27,8 @@ from unidist.topology import NONE, detect
 #: Suites that run inside a world, and those that start worlds of their own.
 INSIDE = ("collectives", "step", "metric", "loader")
 OUTSIDE = ("hvd", "startup", "memory")
-#: Where the former run: each engine with the launcher that users start it with.
-WORLDS = [
-    ("torchrun", "gloo"), ("torchrun", "nccl"), ("mpirun", "mpi"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")
-]  # fmt: skip
+#: Where the former run.
+WORLDS = [*((launcher, engine) for engine, launcher in ENGINES.items()), ("mpirun", "horovod")]
 #: What a rank in a world of ours prints before the name of the case that comes next.
 SIGN = "unidist bench: "
 
@@ -46,7 +44,7 @@ SIGN = "unidist bench: "
 @click.option(
     "--ranks", "asked", type=click.IntRange(min=2), help="Processes of each world.  [default: 2; startup: 2, 4, 8, 16]"
 )
-@click.option("--backend", "engines", multiple=True, type=click.Choice(ENGINES), help="Only worlds on these.")  # fmt: skip
+@click.option("--backend", "engines", multiple=True, type=click.Choice(list(ENGINES)), help="Only worlds on these.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="Draw them here (.png, .svg, .pdf).")  # fmt: skip
 @click.option("--place", hidden=True, help="Name of the world that this process is in.")

@@ -38,10 +38,10 @@ class Pair(click.ParamType):  # type: ignore[type-arg]  # generic in newer relea
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
         engine, _, launcher = value.partition("@")
-        launcher = launcher or {"horovod": "horovodrun --gloo", "mpi": "mpirun"}.get(engine, "torchrun")
         known = {short(name): name for name in worlds.LAUNCHERS}
         if engine not in ENGINES:
             self.fail(f"{engine!r} is no engine: use one of {', '.join(ENGINES)}", param, ctx)
+        launcher = launcher or ENGINES[engine]
         if short(launcher) not in known:
             self.fail(f"{launcher!r} is no launcher: use one of {', '.join(known)}", param, ctx)
         return known[short(launcher)], engine

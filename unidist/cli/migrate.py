@@ -57,9 +57,7 @@ def command(paths: tuple[Path, ...], level: str, write: bool, force: bool, check
                 "from them and undone, or pass --force"
             )
         for report in changed:
-            files.write(
-                files.read(report.path, report.path.read_bytes(), files.kind(report.path) or "python"), report.after
-            )
+            files.write(report.path, report.after.encode(report.encoding))
     if as_json:
         written = {"unidist": unidist.__version__, "to": level, "written": write, "summary": summary(reports)}
         click.echo(json.dumps({**written, "files": [report.as_json() for report in reports]}, indent=1))

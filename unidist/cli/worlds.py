@@ -46,8 +46,9 @@ PROGRAMS = {
 }
 #: Those that start the ranks of an MPI library.
 MPI_LAUNCHERS = ("horovodrun --mpi", "mpirun", "mpiexec (MPICH)")
-#: The engines that a world can be started on, and the variables by which a launcher, or a user for one, tells of another world.
-ENGINES = ("gloo", "nccl", "mpi", "horovod")
+#: The engines that a world can be started on, each with the launcher that its users start it with.
+ENGINES = {"gloo": "torchrun", "nccl": "torchrun", "mpi": "mpirun", "horovod": "horovodrun --gloo"}
+#: The variables by which a launcher, or a user for one, tells of another world.
 OUTER = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|TORCHELASTIC|MASTER|OMPI_COMM|PMI|PMIX|JSM_NAMESPACE)_.*|MPI_LOCAL.*|"
     r"HOROVOD_(RANK|SIZE|LOCAL_.*|CROSS_.*|GLOO_RENDEZVOUS_.*|CONTROLLER|CPU_OPERATIONS|HOSTNAME)|UNIDIST_(BACKEND|LAUNCHER)|"

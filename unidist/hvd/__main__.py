@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec
 from io import open_code
 from types import ModuleType
 
+from unidist import knobs
 from unidist.hvd import alias
 
 USAGE = "usage: python -m unidist.hvd [-m] SCRIPT [ARGUMENT ...]"
@@ -42,7 +43,7 @@ def _run(path: str) -> None:
     module.__file__ = path
     module.__spec__ = ModuleSpec("unidist.hvd.child", None)
     sys.modules["__main__"] = module
-    os.environ[alias.SCRIPT] = path
+    os.environ[knobs.HVD_SCRIPT] = path
     with open_code(path) as file:
         code = compile(file.read(), path, "exec")
     exec(code, module.__dict__)

@@ -17,8 +17,6 @@ _PLACES = {
     "horovod.common.basics": "unidist.hvd.basics",
     "horovod.common": "unidist.hvd.common",
 }
-#: Variable with the path of the script that runs under the alias, for the processes that it spawns.
-SCRIPT = "UNIDIST_HVD_SCRIPT"
 #: The release whose calls these are.
 VERSION = "0.28.1"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import runpy
 
+from unidist import knobs
 from unidist.hvd import alias
 
 alias.install()
-globals().update(runpy.run_path(os.environ[alias.SCRIPT], run_name="__mp_main__"))
+globals().update(runpy.run_path(os.environ[knobs.HVD_SCRIPT], run_name="__mp_main__"))

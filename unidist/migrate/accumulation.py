@@ -62,7 +62,7 @@ def _inner_loop(site: Site, optimizer: Flow) -> Found | None:
     counter, whole = loop.target, loop.iter
     if not isinstance(counter, cst.Name) or not isinstance(whole, cst.Call) or full_name(whole.func) != "range":
         return None
-    if _leaves(site, loop) or not isinstance(loop.body, cst.IndentedBlock) or _is_set(site, counter, loop.body):
+    if _skips(site, loop) or not isinstance(loop.body, cst.IndentedBlock) or _is_set(site, counter, loop.body):
         return None
     values = [arg.value for arg in whole.args]
     if any(arg.keyword or arg.star for arg in whole.args) or not all(map(_is_steady, values)):
@@ -95,7 +95,7 @@ def _modulo(site: Site, optimizer: Flow) -> Found | None:
     names = [node.value for node in code.all(cst.Name, inside=test)]
     inside = {node.value for node in code.all(cst.Name, inside=loop.body) if is_target(code, node)}
     enumerated = isinstance(loop.iter, cst.Call) and full_name(loop.iter.func) in ("enumerate", "range")
-    if not isinstance(first, cst.Name) or first.value not in names or not enumerated or _leaves(site, loop):
+    if not isinstance(first, cst.Name) or first.value not in names or not enumerated or _skips(site, loop):
         return None
     modulo = any(isinstance(node.operator, cst.Modulo) for node in code.all(cst.BinaryOperation, inside=test))
     if not modulo or any(code.all(cst.Call, inside=test)) or inside & set(names):
@@ -115,12 +115,9 @@ def _is_steady(node: cst.BaseExpression) -> bool:
     return is_pure(node)
 
 
-def _leaves(site: Site, loop: cst.For) -> bool:
-    return any(
-        isinstance(node, (cst.Continue, cst.Break, cst.Return))
-        for node in site.code.nodes
-        if site.code.is_inside(node, loop.body)
-    )
+def _skips(site: Site, loop: cst.For) -> bool:
+    """Whether a pass through the loop may leave out the step, and training go on. An exception ends it."""
+    return any(not isinstance(jump, cst.Raise) for jump in site.code.jumps(loop.body))
 
 
 def _is_set(site: Site, name: cst.Name, block: cst.CSTNode) -> bool:

@@ -68,6 +68,11 @@ class Code:
             assert isinstance(node, kind)
             yield node
 
+    def jumps(self, inside: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The statements that may end a pass through a loop, or all of it, before its time."""
+        for kind in (cst.Break, cst.Continue, cst.Return, cst.Raise):
+            yield from self.all(kind, inside)
+
     def method_calls(self, method: str, inside: cst.CSTNode | None = None) -> Iterator[cst.Call]:
         """The calls of a method of any object."""
         for call in self.all(cst.Call, inside):

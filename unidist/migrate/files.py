@@ -6,7 +6,6 @@ import io
 import os
 import tokenize
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,15 +16,6 @@ SUFFIXES: dict[str, Kind] = {
     ".py": "python", ".pyi": "python", ".pyw": "python", ".ipynb": "notebook",
     ".sh": "shell", ".bash": "shell", ".zsh": "shell", ".slurm": "shell", ".sbatch": "shell", ".pbs": "shell", ".lsf": "shell",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Source:
-    """A file's text, with its own line ends, and the encoding of its bytes."""
-
-    path: Path
-    text: str
-    encoding: str
 
 
 def find(paths: Iterable[Path]) -> Iterator[Path]:
@@ -77,8 +67,8 @@ def kind(path: Path) -> Kind | None:
     return "python" if b"python" in first else "shell" if first.rstrip().endswith(b"sh") else None
 
 
-def read(path: Path, data: bytes, what: Kind) -> Source:
-    """A file's text by its own declaration of the encoding (PEP 263), else UTF-8.
+def decode(data: bytes, what: Kind) -> tuple[str, str]:
+    """A file's text, with its own line ends, and its encoding: the one it declares (PEP 263), else UTF-8.
 
     Raises:
         UnicodeDecodeError, SyntaxError: the bytes are not of that encoding, or it is unknown.
@@ -86,15 +76,15 @@ def read(path: Path, data: bytes, what: Kind) -> Source:
     encoding = "utf-8-sig" if data.startswith(b"\xef\xbb\xbf") else "utf-8"
     if what == "python":
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    return Source(path, data.decode(encoding), encoding)
+    return data.decode(encoding), encoding
 
 
-def write(source: Source, text: str) -> None:
+def write(path: Path, data: bytes) -> None:
     """Replace a file's content; all of it or nothing. Links stay links, and permissions stay."""
-    real = source.path.resolve()
+    real = path.resolve()
     part = real.with_name(f".{real.name}.{os.getpid()}.unidist")
     try:
-        part.write_bytes(text.encode(source.encoding))
+        part.write_bytes(data)
         part.chmod(real.stat().st_mode)
         part.replace(real)
     finally:

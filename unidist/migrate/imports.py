@@ -16,6 +16,8 @@ _NO_PLACE = "it has no place in the drop-in, which stands for horovod.torch alon
 _ELSEWHERE = "this file imports it for others, which may import it from here: it is the drop-in's"
 _BOUND_OTHERWISE = "this name is bound to something else too: what is called by it stays the drop-in's"
 _BY_HAND = "replace it by hand, or keep Horovod for it"
+_DROP_IN = ("unidist has no call of this meaning: it is the drop-in's", "keep it, or find another way")
+_RUN = ("unidist starts no processes: it is the drop-in's", "start the script with torchrun")
 
 
 def change_imports(site: Site, exported: Collection[str]) -> None:
@@ -45,8 +47,23 @@ class _Imports:
         self._left = {_first(use) for use in site.left()} | site.names.kept
         if not site.through_holders:
             self._left |= {_first(node) for node in site.names.modules}
-        #: What hangs on the bare package and cannot move.
-        self._bare = {name for node in self._longest() for name in self._code.imported(node) if _is_bare(name)}
+        #: The names of the bare package, and those that are used without a part of it, as in ``if horovod:``.
+        self._packages = {
+            full_name(alias.asname.name) if alias.asname else "horovod"
+            for node in self._code.all(cst.Import) for alias in node.names if full_name(alias.name) == "horovod"
+        }  # fmt: skip
+        self._whole = {
+            node.value for node in self._code.all(cst.Name) if node.value in self._packages and self._is_whole(node)
+        }
+        parts = [
+            (node, name)
+            for node in self._longest()
+            for name in self._code.imported(node)
+            if name.startswith("horovod.")
+        ]
+        #: What hangs on the bare package and cannot move, and the names by which something of the drop-in's beside the calls is used.
+        self._bare = {name for _, name in parts if moved(name) is None}
+        self._others = {_first(node) for node, name in parts if symbol(name) is None and self._moves(name)}
         self._present = {
             id(self._code.block(statement)) for node in self._code.all(cst.Import)
             if (statement := self._code.statement(node)) and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
@@ -68,10 +85,12 @@ class _Imports:
                 new, needs_own = self._module(alias, name, bound)
                 aliases += new
                 own = own or needs_own
-            elif name == "horovod" and not self._bare:
-                own = own or "horovod" not in self._left
-                aliases += [alias.with_changes(name=dotted("unidist.hvd"))] if "horovod" in self._left else []
+            elif name == "horovod":
+                new, needs_own = self._package(node, alias, bound or name)
+                aliases += new
+                own = own or needs_own
             elif moved(name) is not None:
+                self._is_other(alias, name)
                 aliases.append(alias.with_changes(name=dotted(moved(name) or "")))
             else:
                 aliases.append(alias)
@@ -93,15 +112,54 @@ class _Imports:
         if mixed and self._site.through_holders:
             return [alias.with_changes(name=cst.Name("unidist"))], False
         first = bound or name.split(".")[0]
-        if first in self._left or (mixed and not self._site.through_holders):
+        if first in self._left | self._others or (mixed and not self._site.through_holders):
             return [kept], self._native and self._is_used(first) and not mixed
         exported = first in self._exported or not self._is_used(first)
         if exported:
             self._keeps(alias, first)
         return [kept] if exported else [], self._is_used(first)
 
+    def _package(self, node: cst.Import, alias: cst.ImportAlias, first: str) -> tuple[list[cst.ImportAlias], bool]:
+        """What stands for ``horovod`` itself, and whether ``import unidist`` does too."""
+        kept, word = [], self._word(first)
+        if self._bare:
+            kept.append(alias)
+            self._stays(node, "horovod")
+        if first in self._left | self._others or (first in self._whole and not self._bare):
+            asname = None if word == "unidist.hvd" else cst.AsName(cst.Name(word))
+            kept.append(cst.ImportAlias(dotted("unidist.hvd"), asname))
+            return _spaced(kept), asname is not None and self._is_used(first)
+        return kept, not kept or self._is_used(first)
+
+    def _word(self, first: str) -> str:
+        """What the drop-in is called where the package was called so."""
+        renamed = not self._bare and first in self._packages and (first != "horovod" or first in self._whole)
+        return first if renamed else "unidist.hvd"
+
+    def _moves(self, name: str) -> bool:
+        """Whether a name becomes the drop-in's; what else hangs on the package stays there together."""
+        return moved(name) is not None and (not self._bare or name.startswith(("horovod.torch", "horovod.common")))
+
+    def _is_whole(self, node: cst.Name) -> bool:
+        parent = self._code.parent(node)
+        named = isinstance(parent, cst.Attribute) or (isinstance(parent, cst.Arg) and parent.keyword is node)
+        return not named and not any(
+            isinstance(above, (cst.Import, cst.ImportFrom)) for above in self._code.parents(node)
+        )
+
     def _is_used(self, first: str) -> bool:
-        return any(_first(use) == first and self._site.is_settled(use) for use in self._site.names.symbols)
+        """Whether a name leads to something that is unidist's own from now on."""
+        called = any(_first(use) == first and self._site.is_settled(use) for use in self._site.names.symbols)
+        return called or any(_first(node) == first and self._is_module(node) for node in self._site.names.modules)
+
+    def _is_module(self, node: cst.BaseExpression) -> bool:
+        """Whether this is the module itself, as in ``self.hvd = hvd``, and unidist's from now on."""
+        return (
+            node in self._site.names.modules
+            and self._site.through_holders
+            and (isinstance(node, cst.Attribute) or _first(node) in self._site.names.clean)
+            and any(symbol(name) == "" for name in self._code.imported(node))
+        )
 
     def names(self, node: cst.ImportFrom) -> None:
         """``from horovod.torch import rank``."""
@@ -114,43 +172,17 @@ class _Imports:
             elif is_horovod(module):
                 self._put(node, [node.with_changes(module=dotted(moved(module) or module))], False)
             return
+        renamed: list[cst.Import] = []
         places: dict[str, list[cst.ImportAlias]] = {}
         own = False
         for alias in node.names:
-            name = full_name(alias.name)
-            bound = full_name(alias.asname.name) if alias.asname else name
-            whole = f"{module}.{name}"
-            meaning = symbol(whole)
-            if bound in self._site.names.kept and moved(whole) is not None:
-                self._is_kept(alias, bound)
-            if meaning is not None and bound not in self._left:
-                if meaning == "" and bound not in self._site.names.clean:
-                    if self._site.through_holders and is_horovod(whole):
-                        renamed = cst.Import([cst.ImportAlias(cst.Name("unidist"), cst.AsName(cst.Name(bound)))])
-                        self._put(node, [renamed], False)
-                        return
-                elif self._is_used(bound) and bound not in self._exported:
-                    own = True
-                    continue
-                else:
-                    own = own or self._is_used(bound)
-                    if moved(whole) is not None:
-                        self._keeps(alias, bound)
-            target = moved(whole)
-            if target is None:
-                if is_horovod(whole):
-                    self._stays(node, whole)
-                places.setdefault(module, []).append(alias)
-                continue
-            own = own or (meaning == "" and self._is_used(bound))
-            parent, _, last = target.rpartition(".")
-            if last != name:  # `from horovod import torch`: what it is called here stays
-                asname = alias.asname or cst.AsName(cst.Name(name))
-                alias = alias.with_changes(
-                    name=cst.Name(last), asname=None if full_name(asname.name) == last else asname
-                )
-            places.setdefault(parent, []).append(alias)
-        if not own and list(places) == [module] and len(places[module]) == len(node.names):
+            new, needs_own = self._name(node, module, alias)
+            own = own or needs_own
+            if isinstance(new, cst.Import):
+                renamed.append(new)
+            elif new is not None:
+                places.setdefault(new[0], []).append(new[1])
+        if not own and not renamed and places == {module: list(node.names)}:
             return
         statements = [
             node.with_changes(
@@ -159,7 +191,39 @@ class _Imports:
             )
             for place, aliases in places.items()
         ]  # fmt: skip
-        self._put(node, statements, own)
+        self._put(node, [*renamed, *statements], own)
+
+    def _name(
+        self, node: cst.ImportFrom, module: str, alias: cst.ImportAlias
+    ) -> tuple[cst.Import | tuple[str, cst.ImportAlias] | None, bool]:
+        """What stands for one of the names, as a module and a name of it, and whether ``import unidist`` does too."""
+        name = full_name(alias.name)
+        bound = full_name(alias.asname.name) if alias.asname else name
+        whole = f"{module}.{name}"
+        meaning, target, used = symbol(whole), moved(whole), self._is_used(bound)
+        if bound in self._site.names.kept and target is not None:
+            self._is_kept(alias, bound)
+        own = False
+        if meaning is not None and bound not in self._left:
+            if meaning != "" or bound in self._site.names.clean:
+                if used and bound not in self._exported:
+                    return None, True
+                own = used
+                if target is not None:
+                    self._keeps(alias, bound)
+            elif self._site.through_holders and is_horovod(whole):
+                return cst.Import([cst.ImportAlias(cst.Name("unidist"), cst.AsName(cst.Name(bound)))]), False
+        if target is None:
+            if is_horovod(whole):
+                self._stays(node, whole)
+            return (module, alias), own
+        if meaning is None:
+            self._is_other(alias, whole)
+        parent, _, last = target.rpartition(".")
+        if last != name:  # `from horovod import torch`: what it is called here stays
+            asname = alias.asname or cst.AsName(cst.Name(name))
+            alias = alias.with_changes(name=cst.Name(last), asname=None if full_name(asname.name) == last else asname)
+        return (parent, alias), own or (meaning == "" and used)
 
     def _put(self, node: cst.Import | cst.ImportFrom, statements: Sequence[cst.BaseSmallStatement], own: bool) -> None:
         """Other imports in the place of one."""
@@ -199,31 +263,28 @@ class _Imports:
     # -------------------------------------------------------------------------------- uses
     def attribute(self, node: cst.Attribute) -> None:
         """``horovod.torch.rank()`` after ``import horovod.torch``: the name is part of the import."""
-        written = full_name(node)
-        parent = self._code.parent(node)
-        if not written.startswith("horovod.") or written not in self._code.imported(node):
+        first, written, parent = _first(node), full_name(node), self._code.parent(node)
+        name = f"horovod{written[len(first) :]}" if first in self._packages else written
+        if not name.startswith("horovod.") or name not in self._code.imported(node):
             return
-        if isinstance(parent, cst.Attribute) and parent.value is node and moved(full_name(parent)):
+        if self._is_module(node):
+            self._site.edits.replace(node, cst.Name("unidist"))
+            return
+        if isinstance(parent, cst.Attribute) and parent.value is node and moved(f"{name}.{parent.attr.value}"):
             return  # the longest name decides
         if any(isinstance(above, (cst.Import, cst.ImportFrom)) for above in self._code.parents(node)):
             return
-        stays = self._bare and not written.startswith(("horovod.torch", "horovod.common"))
-        if self._site.edits.is_changed(node) or moved(written) is None or stays:
+        target = moved(name)
+        if self._site.edits.is_changed(node) or target is None or not self._moves(name):
             return
-        self._site.edits.replace(node, dotted(moved(written) or ""))
+        if symbol(name) is None:
+            self._is_other(node, name)
+        self._site.edits.replace(node, dotted(target.replace("unidist.hvd", self._word(first), 1)))
 
     def module(self, node: cst.Name) -> None:
         """``self.hvd = hvd``: the module itself."""
-        site = self._site
-        imported = any(symbol(name) == "" for name in self._code.imported(node))
-        if (
-            imported
-            and node in site.names.modules
-            and site.through_holders
-            and node.value in site.names.clean
-            and node.value not in self._left
-        ):
-            site.edits.replace(node, lambda updated: updated.with_changes(value="unidist"))
+        if self._is_module(node):
+            self._site.edits.replace(node, lambda updated: updated.with_changes(value="unidist"))
 
     def string(self, node: cst.SimpleString) -> None:
         """``importlib.import_module("horovod.torch")``."""
@@ -295,6 +356,10 @@ class _Imports:
         if self._site.reports_exports:
             self._site.edits.note(alias, name, _ELSEWHERE, "import unidist where it is used, then take this line out")
 
+    def _is_other(self, node: cst.CSTNode, name: str) -> None:
+        if self._site.reports_exports and moved(name) != name:
+            self._site.edits.note(node, name, *(_RUN if name.endswith(".run") else _DROP_IN))
+
     def _stays(self, node: cst.CSTNode, name: str) -> None:
         self._site.edits.note(node, name, _NO_PLACE, _BY_HAND)
 
@@ -321,10 +386,6 @@ def _first(node: cst.BaseExpression) -> str:
     return node.value if isinstance(node, cst.Name) else ""
 
 
-def _is_bare(name: str) -> bool:
-    return name.startswith("horovod.") and moved(name) is None
-
-
 def _is_head(statement: cst.CSTNode) -> bool:
     """The docstring and the imports with which a module begins."""
     if not isinstance(statement, cst.SimpleStatementLine):
@@ -337,3 +398,9 @@ def _is_head(statement: cst.CSTNode) -> bool:
 def _closed(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
     """Without a comma behind the last."""
     return [*aliases[:-1], aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+
+
+def _spaced(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
+    """With a comma behind each but the last."""
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    return _closed([alias.with_changes(comma=comma) for alias in aliases])

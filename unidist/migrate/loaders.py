@@ -78,7 +78,7 @@ def has_even_loops(site: Site) -> bool:
 
 def _is_uneven(site: Site, loop: cst.For) -> bool:
     """Whether some batches may have no backward pass."""
-    if _leaves(site, loop.body):
+    if any(site.code.jumps(loop.body)):
         return True
     for call in site.code.method_calls("backward", inside=loop.body):
         for above in site.code.parents(call):
@@ -333,13 +333,7 @@ def _counts_from_zero(site: Site, pair: Pair, call: cst.Call, statement: Stateme
     inner = [each for each in code.all(cst.For, inside=loop.body) if any(use is _iterated(each) for use in uses)]
     if len(uses) != 1 or len(inner) != 1 or code.block(inner[0]) is not loop.body:
         return False
-    return not any(_leaves(site, each) for each in (inner[0].body, loop.body))
-
-
-def _leaves(site: Site, block: cst.CSTNode) -> bool:
-    """Whether an iteration may end before its time."""
-    kinds = (cst.Break, cst.Continue, cst.Return, cst.Raise)
-    return any(next(site.code.all(kind, inside=block), None) is not None for kind in kinds)
+    return not any(jump for each in (inner[0].body, loop.body) for jump in site.code.jumps(each))
 
 
 def _asks_sampler(site: Site, pair: Pair) -> bool:

@@ -24,6 +24,8 @@ def moved(name: str) -> str | None:
     """The drop-in's name for one of Horovod's; None where it has none."""
     if name in ("horovod.run", "horovod.runner.run"):
         return "unidist.hvd.run"
+    if name == "horovod.runner":
+        return "unidist.hvd"
     target = drop_in_name(name)
     return target if target is not None and _is_there(target) else None
 

@@ -41,6 +41,7 @@ class FileReport:
     needs_horovod: bool = False
     #: Whether some calls go through the drop-in then.
     uses_drop_in: bool = False
+    encoding: str = "utf-8"
     before: str = ""
     after: str = ""
 

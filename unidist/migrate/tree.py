@@ -87,12 +87,14 @@ def migrate_file(path: Path, level: Level, exports: Exports) -> FileReport | Non
     if not _NAMED.search(data):
         return None
     try:
-        source = files.read(path, data, what)
+        text, encoding = files.decode(data, what)
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:
         report = _failed(path, 1, f"its bytes are no text: {error}", "declare its encoding (PEP 263)")
         report.needs_horovod = bool(_IMPORTS.search(data.decode("latin-1")))
         return report
-    return _migrated(path, source.text, what, partial(migrate, level=level, exported=exports.of(path)))
+    report = _migrated(path, text, what, partial(migrate, level=level, exported=exports.of(path)))
+    report.encoding = encoding
+    return report
 
 
 def _migrated(path: Path, text: str, what: Kind, rules: Migrate) -> FileReport:

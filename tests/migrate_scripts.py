@@ -1,0 +1,333 @@
+"""Random scripts of Horovod's users, each run as it is, on the drop-in, and migrated.
+
+As a program (``python -m tests.migrate_scripts FIRST END FILE``) it is one rank: it runs the scripts of some seeds both ways, and
+rank 0 writes a line of JSON for each. A script appends what it has computed to the list ``out``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+#: How the module is imported, and what it is called then; in functions for the second.
+IMPORTS = [
+    ("import horovod.torch as hvd", "hvd"),
+    ("import horovod.torch as horo, sys as _sys", "horo"),
+    ("import horovod.torch", "horovod.torch"),
+    ("from horovod import torch as hvd", "hvd"),
+    ("from horovod import torch as hvd, run", "hvd"),
+    ("import horovod\nimport horovod.torch as hvd", "hvd"),
+    ("import json; import horovod.torch as hvd", "hvd"),
+    ("try:\n    import horovod.torch as hvd\nexcept ImportError:\n    hvd = None", "hvd"),
+    ("USED = True\nif USED:\n    import horovod.torch as hvd", "hvd"),
+    ("import horovod as h\nimport horovod.torch", "h.torch"),
+    ("try:\n    import horovod\n    import horovod.torch\nexcept ImportError:\n    horovod = None", "horovod.torch"),
+    ("import importlib\nhvd = importlib.import_module('horovod.torch')", "hvd"),
+]
+#: What holds the module, and the expression by which it is reached.
+HOLDERS = [
+    ("", "{hvd}"),
+    (
+        "class T:\n    def __init__(self):\n        self.hvd = {hvd}\n    def rank(self):\n        return self.hvd.rank()\n"
+        "t = T()\nout.append(t.rank())",
+        "t.hvd",
+    ),
+    ("class T:\n    def __init__(self, lib={hvd}):\n        self.lib = lib\nt = T()", "t.lib"),
+    ("class T:\n    hvd = {hvd}\n    def rank(self):\n        return self.hvd.rank()\nout.append(T().rank())", "T.hvd"),
+    ("def f(lib={hvd}):\n    return lib.size()\nout.append(f())", "{hvd}"),
+    ("def g(lib):\n    return lib.local_rank()\nout.append(g({hvd}))", "{hvd}"),
+    ("def get():\n    return {hvd}\nout.append(get().size())", "get()"),
+    ("comm = {hvd} if out is not None else None", "comm"),
+    ("comm = {hvd}", "comm"),
+    ("libs = dict(a={hvd})", "libs['a']"),
+]
+USES = [
+    "",
+    "{held}.init()\nout.append({held}.rank())",
+    "out.append({held}.rank())\nout.append({hvd}.size())",
+    "out.append({held}.allreduce(torch.ones(2)).tolist())",
+    "out.append({held}.synchronize({held}.allreduce_async(torch.ones(2))).tolist())",
+    "out.append({held}.rank())\nout.append({hvd}.synchronize({hvd}.allreduce_async(torch.ones(2))).tolist())",
+    "out.append({held}.Compression.fp16 is not None)\nout.append({hvd}.rank())",
+    "def use():\n    return {held}.rank()\nout.append(use())",
+    "out.append(getattr({held}, 'rank')())",
+    "out.append({held}.broadcast_object([{hvd}.rank()], root_rank=0))",
+]
+
+MODELS = {
+    "nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))": ("", "[0]"),
+    "Net()": (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.fc1 = nn.Linear(4, 5)\n"
+        "        self.fc2 = nn.Linear(5, 3)\n    def forward(self, x):\n        return self.fc2(torch.tanh(self.fc1(x)))\n"
+        "    def norm(self):\n        return sum(float(p.detach().norm()) for p in self.parameters())",
+        ".fc1",
+    ),
+}
+OPTIMIZERS = [
+    "torch.optim.SGD({model}.parameters(), lr=0.1)",
+    "torch.optim.SGD({model}.parameters(), lr=0.01 * {hvd}.size(), momentum=0.9)",
+    "torch.optim.Adam([p for p in {model}.parameters() if p.requires_grad], lr=0.01)",
+]
+NAMED = ["named_parameters={model}.named_parameters()"] * 3 + ["{model}.named_parameters()", ""]
+OPTIONS = [""] * 7 + [
+    "compression={hvd}.Compression.fp16",
+    "compression={hvd}.Compression.none",
+    "op={hvd}.Average",
+    "op={hvd}.Sum",
+    "gradient_predivide_factor=1.0",
+    "num_groups=1",
+]
+PARAMETERS = [
+    "{hvd}.broadcast_parameters({model}.state_dict(), root_rank=0)",
+    "{hvd}.broadcast_parameters({model}.state_dict(), 0)",
+    "{hvd}.broadcast_parameters(list({model}.named_parameters()), root_rank=0)",
+]
+WRAPPINGS = [
+    "{parameters}\n{inner} = {made}\n{opt} = {wrap}",
+    "{inner} = {made}\n{opt} = {wrap}\n{parameters}",
+    "{inner} = {made}\n{parameters}\n{hvd}.broadcast_optimizer_state({inner}, root_rank=0)\n{opt} = {wrap}",
+    "{opt} = {wrap_made}\n{parameters}",
+    "{parameters}\n{opt} = {wrap_made}\n{state}",
+]
+#: Arguments of the wrapped optimizer, and what a batch does.
+_LOSS = "loss = F.cross_entropy({model}(x), y)\n"
+_CLIP = "torch.nn.utils.clip_grad_norm_({model}.parameters(), 0.5)\n"
+_SKIP = "with {opt}.skip_synchronize():\n    {opt}.step()"
+STEPS = [
+    ("", "{opt}.zero_grad()\n" + _LOSS + "loss.backward()\n{opt}.step()"),
+    ("", _LOSS + "{model}.zero_grad()\nloss.backward()\nif True:\n    {opt}.step()"),
+    ("", "{opt}.zero_grad()\n" + _LOSS + "loss.backward()\n{opt}.synchronize()\n" + _CLIP + _SKIP),
+    ("", "{opt}.zero_grad()\n" + _LOSS + "loss.backward()\n" + _CLIP.replace("0.5", "100.0") + "{opt}.step()"),
+    (
+        "",
+        "{opt}.zero_grad()\n" + _LOSS + "{self}scaler.scale(loss).backward()\n{opt}.synchronize()\n{self}scaler.unscale_({opt})\n"
+        "with {opt}.skip_synchronize():\n    {self}scaler.step({opt})\n{self}scaler.update()",
+    ),
+    (
+        "",
+        "def one(a, b):\n    {opt}.zero_grad()\n    value = F.cross_entropy({model}(a), b)\n    value.backward()\n    {opt}.step()\n"
+        "    return value\nloss = one(x, y)",
+    ),
+    (
+        "",
+        "{opt}.zero_grad()\n" + _LOSS + "loss.backward()\nif len(x) > 0:\n    {opt}.synchronize()\n    " + _CLIP
+        + textwrap.indent(_SKIP, "    ") + "\nelse:\n    {opt}.step()",
+    ),
+    (
+        "backward_passes_per_step=2",
+        "{opt}.zero_grad()\nfor j in range(2):\n    loss = F.cross_entropy({model}(x[j:j + 1]), y[j:j + 1])\n"
+        "    (loss / 2).backward()\n{opt}.step()",
+    ),
+    (
+        "backward_passes_per_step=2",
+        _LOSS + "loss.backward()\nif (i + 1) % 2 == 0:\n    {opt}.step()\n    {opt}.zero_grad()",
+    ),
+]  # fmt: skip
+#: What the metric is made of, and how a batch's loss is kept.
+METRICS = [
+    ("", "losses.append(loss.item())"),
+    ("", "losses.append({hvd}.allreduce(loss.detach(), name='loss').item())"),
+    (
+        "def metric_average(value, name):\n    tensor = torch.tensor(value)\n    average = {hvd}.allreduce(tensor, name=name)\n"
+        "    return average.item()",
+        "losses.append(metric_average(loss.item(), 'loss'))",
+    ),
+    (
+        "class Metric:\n    def __init__(self, name):\n        self.name = name\n        self.sum = torch.tensor(0.)\n"
+        "    def update(self, value):\n        self.sum += {hvd}.allreduce(value.detach().cpu(), name=self.name)\nmeter = Metric('m')",
+        "meter.update(loss)\nlosses.append(float(meter.sum))",
+    ),
+]
+LOADERS = [
+    "sampler = DistributedSampler(data, num_replicas={hvd}.size(), rank={hvd}.rank())\n"
+    "loader = DataLoader(data, batch_size=3, sampler=sampler)",
+    "sampler = DistributedSampler(data, num_replicas={hvd}.size(), rank={hvd}.rank(), shuffle=False)\n"
+    "loader = DataLoader(data, batch_size=3, sampler=sampler)\nout.append(len(sampler))",
+    "loader = DataLoader(TensorDataset(X[{hvd}.rank()::{hvd}.size()], Y[{hvd}.rank()::{hvd}.size()]), batch_size=3)",
+    "loader = [(X[i:i + 3] + {hvd}.rank(), Y[i:i + 3]) for i in range(0, 12, 3)]",
+]
+#: Other lines, in the loop or before it.
+LINES = [
+    "out.append({model}{part}.weight.sum().item())",
+    "out.append(sorted({model}.state_dict()))",
+    "for p in {model}.parameters():\n    out.append(list(p.shape))",
+    "{model}.load_state_dict({model}.state_dict())",
+    "out.append({opt}.param_groups[0]['lr'])",
+    "for group in {opt}.param_groups:\n    group['lr'] = group['lr'] * 0.5",
+    "{opt}.load_state_dict({opt}.state_dict())",
+    "out.append(type({model}).__name__)",
+    "import copy\nshadow = copy.deepcopy({model})\nout.append(sum(float(p.detach().sum()) for p in shadow.parameters()))",
+    "out.append({hvd}.allgather(torch.tensor([float({hvd}.rank())])).tolist())",
+    "out.append({hvd}.broadcast(torch.tensor(3), 0, name='resume').item())",
+    "out.append({hvd}.broadcast_object(dict(a={hvd}.rank()), root_rank=0))",
+    "out.append({hvd}.allreduce(torch.tensor(2.0), average=False).item())",
+    "out.append({hvd}.allreduce(torch.tensor([1, 2]), op={hvd}.Sum, name='s').tolist())",
+    "{hvd}.allreduce(torch.tensor(0), name='barrier')",
+    "{hvd}.join()",
+    "out.append(len(loader))",
+    "if {hvd}.rank() == 0:\n    torch.save({model}.state_dict(), path)",
+    "{model}.to(torch.device('cuda', {hvd}.local_rank()) if torch.cuda.is_available() else 'cpu')",
+    "{model} = {model}.to('cpu')",
+    "for p in {model}.parameters():\n    p.requires_grad_(True)",
+    "hook = {model}.register_forward_hook(lambda module, given, output: None)\nhook.remove()",
+    "net = {model}\nout.append(len(list(net.children())))",
+    "def evaluate(net):\n    net.eval()\n    with torch.no_grad():\n        value = float(net(X).sum())\n    net.train()\n"
+    "    return value\nout.append(evaluate({model}))",
+    "{model}.eval()\nwith torch.no_grad():\n    right = ({model}(X).argmax(1) == Y).float().mean()\n"
+    "out.append(float({hvd}.allreduce(right, name='accuracy')))\n{model}.train()",
+]
+
+
+def script(seed: int) -> str:
+    """One script; most train, the others hand the module about."""
+    draw = random.Random(seed)
+    return _holding(draw) if seed % 4 == 0 else _training(draw)
+
+
+def _holding(draw: random.Random) -> str:
+    imported, hvd = draw.choice(IMPORTS)
+    holder, held = draw.choice(HOLDERS)
+    held = held.format(hvd=hvd)
+    return _lines("import torch", imported, holder.format(hvd=hvd), draw.choice(USES).format(hvd=hvd, held=held))
+
+
+def _training(draw: random.Random) -> str:
+    imported, hvd = draw.choice(IMPORTS)
+    make = draw.choice(list(MODELS))
+    form = draw.choice(["flat", "main", "train", "build", "class"])
+    in_class = form == "class"
+    given, step = draw.choice(STEPS)
+    made, wrapping, metric = draw.choice(OPTIMIZERS), draw.choice(WRAPPINGS), draw.choice(METRICS)
+    opt = "self.opt" if in_class else draw.choice(["opt", "optimizer"])
+    words = {
+        "hvd": hvd,
+        "model": "self.model" if in_class else "model",
+        "opt": opt,
+        "self": "self." if in_class else "",
+    }
+    words["part"] = MODELS[make][1]
+    words["inner"] = opt if draw.random() < 0.9 else f"{opt}_inner"
+    options = ", ".join(each for each in (draw.choice(NAMED), given, draw.choice(OPTIONS)) if each)
+    words["made"] = made.format(**words)
+    # Horovod's broadcast of an empty state makes Adam count one step more.
+    words["state"] = "" if "Adam" in made else "{hvd}.broadcast_optimizer_state({opt}, root_rank=0)".format(**words)
+    words["parameters"] = draw.choice(PARAMETERS).format(**words)
+    rest = f", {options.format(**words)}" if options else ""
+    words["wrap"] = f"{hvd}.DistributedOptimizer({words['inner']}{rest})"
+    words["wrap_made"] = f"{hvd}.DistributedOptimizer({words['made']}{rest})"
+    if "Adam" in made:
+        wrapping = wrapping.replace("{hvd}.broadcast_optimizer_state({inner}, root_rank=0)\n", "")
+
+    def fill(text: str) -> str:
+        return text.format(**words)
+
+    start = _lines(
+        fill("{hvd}.init()\ntorch.manual_seed({hvd}.rank())"),
+        "noise = torch.Generator().manual_seed(7)\nX = torch.randn(36, 4, generator=noise)",
+        "Y = torch.randint(0, 3, (36,), generator=noise)\ndata = TensorDataset(X, Y)",
+    )
+    loader = fill(draw.choice(LOADERS))
+    setup = _lines(
+        fill("{model} = ") + make, fill(wrapping), fill("{self}scaler = torch.amp.GradScaler('cpu', init_scale=8.0)")
+    )
+    batch = _lines(fill(step), fill(metric[1]))
+    epoch = [f"for i, (x, y) in enumerate(loader):\n{textwrap.indent(batch, '    ')}"]
+    before = []
+    for line in draw.sample(LINES, draw.choice([0, 1, 1, 2])):
+        (epoch if draw.random() < 0.5 else before).append(fill(line))
+    if "set_epoch" not in loader and "DistributedSampler" in loader and draw.random() < 0.8:
+        epoch.insert(0, "sampler.set_epoch(epoch)")
+    train = _lines(
+        *before,
+        "losses = []",
+        f"for epoch in range(2):\n{textwrap.indent(_lines(*epoch), '    ')}",
+        "out.append(losses)",
+    )
+    end = fill("out.append([p.tolist() for p in {model}.state_dict().values()])")
+    head = _lines(
+        "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F", imported,
+        "from torch.utils.data import DataLoader, TensorDataset, DistributedSampler", MODELS[make][0], fill(metric[0]),
+    )  # fmt: skip
+    sampler = ", sampler" if "sampler =" in loader else ""
+    found = f"model, {opt}, scaler"
+    body = {
+        "flat": lambda: _lines(start, loader, setup, train, end),
+        "main": lambda: _lines(_function("main()", start, loader, setup, train, end), "main()"),
+        "train": lambda: _lines(
+            start, loader, setup, _function(f"train({found}, loader{sampler})", train), f"train({found}, loader{sampler})", end
+        ),
+        "build": lambda: _lines(_function("build()", setup, f"return {found}"), start, loader, f"{found} = build()", train, end),
+        "class": lambda: _lines(
+            "class Trainer:",
+            textwrap.indent(_lines(_function("__init__(self)", setup), _function(f"train(self, loader{sampler})", train),
+                                   _function("report(self)", end)), "    "),
+            start, loader, f"trainer = Trainer()\ntrainer.train(loader{sampler})\ntrainer.report()",
+        ),
+    }  # fmt: skip
+    return _lines(head, body[form]())
+
+
+def _lines(*parts: str) -> str:
+    return "".join(f"{part.rstrip()}\n" for part in parts if part)
+
+
+def _function(signature: str, *parts: str) -> str:
+    return f"def {signature}:\n{textwrap.indent(_lines(*parts), '    ')}"
+
+
+# ------------------------------------------------------------------------------------ one rank
+def run(code: str, path: str) -> tuple[list[Any], str | None]:
+    """What a script has computed, and the error that ended it."""
+    out: list[Any] = []
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(code, "script", "exec"), {"out": out, "path": path, "__name__": "script"})
+    except Exception as error:
+        return out, f"{type(error).__name__}: {error}"
+    return out, None
+
+
+def distance(left: Any, right: Any) -> float:
+    """How far numbers are apart, inside lists too; infinite for values of other kinds."""
+    if repr(left) == repr(right):
+        return 0.0
+    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        return max(map(distance, left, right))
+    if isinstance(left, float) and isinstance(right, float):
+        return abs(left - right)
+    return float("inf")
+
+
+def main(first: int, end: int, file: str) -> None:
+    from unidist.hvd import alias
+
+    alias.install()
+    import unidist
+    from unidist.migrate.native import migrate
+
+    unidist.init()
+    rank, lines = unidist.rank(), []
+    for seed in range(first, end):
+        before = script(seed)
+        after, findings = migrate(before, "native")
+        again = migrate(after, "native")[0]
+        legacy, migrated = (run(code, f"{file}.{rank}.pt") for code in (before, after))
+        told = {
+            "seed": seed, "errors": [legacy[1], migrated[1]], "distance": distance(legacy[0], migrated[0]),
+            "findings": len(findings), "drop_in": "unidist.hvd" in after or "unidist import hvd" in after, "settled": again == after,
+        }  # fmt: skip
+        lines.append([told, *unidist.all_gather_object(told)][1:])
+    if rank == 0:
+        with open(file, "w") as report:
+            report.writelines(f"{json.dumps(line)}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    arguments: Sequence[str] = sys.argv[1:]
+    main(int(arguments[0]), int(arguments[1]), arguments[2])
