@@ -58,8 +58,8 @@ class Site:
     def is_through_holder(self, use: cst.BaseExpression) -> bool:
         """Whether a use goes through a variable that holds the module."""
         root = self.root(use)
-        imported = isinstance(root, cst.Name) and (root.value in self.names.clean or root.value == "horovod")
-        return not imported and "horovod" not in self.code.imported(root)
+        by_import = isinstance(root, cst.Name) and root.value in self.names.clean
+        return not by_import and "horovod" not in self.code.imported(root)
 
     def root(self, use: cst.BaseExpression) -> cst.BaseExpression:
         """What a use begins with: the imported name, or the expression that holds the module."""
