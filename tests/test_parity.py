@@ -24,7 +24,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], W
     folder = tmp_path_factory.mktemp("parity")
     found = {}
     worlds = [("single", "python", "single", 1)]
-    worlds += [(engine, launcher, backend, size) for size in (2, 3) for engine, (launcher, backend) in ENGINES.items()]
+    worlds += [(engine, *place, 2) for engine, place in ENGINES.items()]
+    worlds += [(engine, *ENGINES[engine], 3) for engine in ("gloo", "horovod-gloo", "mpi")]
     for engine, launcher, backend, size in worlds:
         path = folder / f"{engine}{size}.pt"
         program = ["-m", "tests.parity", str(path)]

@@ -1,4 +1,4 @@
-"""Make and end a thousand worlds with a group each: ``mpi_cycles.py CYCLES``. Communicators that leak run out at about 2,000."""
+"""Make and end many worlds with a group each: ``mpi_cycles.py CYCLES``. Communicators that leak run out at about 2,000."""
 
 import sys
 import threading
