@@ -90,11 +90,11 @@ class _Imports:
                 aliases += new
                 own = own or needs_own
             elif moved(name) is not None:
-                self._is_other(alias, name)
+                self._note_other(alias, name)
                 aliases.append(alias.with_changes(name=dotted(moved(name) or "")))
             else:
                 aliases.append(alias)
-                self._stays(node, name)
+                self._note_left(node, name)
         if list(node.names) != aliases or own:
             self._put(node, [node.with_changes(names=_closed(aliases))] if aliases else [], own)
 
@@ -102,11 +102,11 @@ class _Imports:
         """What stands for ``horovod.torch``, and whether ``import unidist`` does too."""
         target = moved(name) or name
         if target == name and is_horovod(name):
-            self._stays(alias, name)
+            self._note_left(alias, name)
             return [alias], False
         kept = alias if target == name else alias.with_changes(name=dotted(target))
         if bound in self._site.names.kept:
-            self._is_kept(alias, bound or "")
+            self._note_kept(alias, bound or "")
             return [kept], False
         mixed = bound is not None and bound not in self._site.names.clean
         if mixed and self._site.through_holders:
@@ -116,7 +116,7 @@ class _Imports:
             return [kept], self._native and self._is_used(first) and not mixed
         exported = first in self._exported or not self._is_used(first)
         if exported:
-            self._keeps(alias, first)
+            self._note_exported(alias, first)
         return [kept] if exported else [], self._is_used(first)
 
     def _package(self, node: cst.Import, alias: cst.ImportAlias, first: str) -> tuple[list[cst.ImportAlias], bool]:
@@ -124,7 +124,7 @@ class _Imports:
         kept, word = [], self._word(first)
         if self._bare:
             kept.append(alias)
-            self._stays(node, "horovod")
+            self._note_left(node, "horovod")
         if first in self._left | self._others or (first in self._whole and not self._bare):
             asname = None if word == "unidist.hvd" else cst.AsName(cst.Name(word))
             kept.append(cst.ImportAlias(dotted("unidist.hvd"), asname))
@@ -168,7 +168,7 @@ class _Imports:
             return
         if isinstance(node.names, cst.ImportStar):
             if moved(module) is None and is_horovod(module):
-                self._stays(node, f"{module}.*")
+                self._note_left(node, f"{module}.*")
             elif is_horovod(module):
                 self._put(node, [node.with_changes(module=dotted(moved(module) or module))], False)
             return
@@ -202,7 +202,7 @@ class _Imports:
         whole = f"{module}.{name}"
         meaning, target, used = symbol(whole), moved(whole), self._is_used(bound)
         if bound in self._site.names.kept and target is not None:
-            self._is_kept(alias, bound)
+            self._note_kept(alias, bound)
         own = False
         if meaning is not None and bound not in self._left:
             if meaning != "" or bound in self._site.names.clean:
@@ -210,15 +210,15 @@ class _Imports:
                     return None, True
                 own = used
                 if target is not None:
-                    self._keeps(alias, bound)
+                    self._note_exported(alias, bound)
             elif self._site.through_holders and is_horovod(whole):
                 return cst.Import([cst.ImportAlias(cst.Name("unidist"), cst.AsName(cst.Name(bound)))]), False
         if target is None:
             if is_horovod(whole):
-                self._stays(node, whole)
+                self._note_left(node, whole)
             return (module, alias), own
         if meaning is None:
-            self._is_other(alias, whole)
+            self._note_other(alias, whole)
         parent, _, last = target.rpartition(".")
         if last != name:  # `from horovod import torch`: what it is called here stays
             asname = alias.asname or cst.AsName(cst.Name(name))
@@ -278,7 +278,7 @@ class _Imports:
         if self._site.edits.is_changed(node) or target is None or not self._moves(name):
             return
         if symbol(name) is None:
-            self._is_other(node, name)
+            self._note_other(node, name)
         self._site.edits.replace(node, dotted(target.replace("unidist.hvd", self._word(first), 1)))
 
     def module(self, node: cst.Name) -> None:
@@ -307,7 +307,7 @@ class _Imports:
         if gone and (value == "horovod" or symbol(value) == ""):
             target = "unidist"
         if target is None:
-            self._stays(node, value)
+            self._note_left(node, value)
         elif target != value:
             self._site.edits.replace(node, node.with_changes(value=node.value.replace(value, target)))
 
@@ -348,19 +348,19 @@ class _Imports:
                 found.append(node)
         return found
 
-    def _is_kept(self, alias: cst.ImportAlias, name: str) -> None:
+    def _note_kept(self, alias: cst.ImportAlias, name: str) -> None:
         if self._site.reports_exports:
             self._site.edits.note(alias, name, _BOUND_OTHERWISE, "give one of them another name, then migrate again")
 
-    def _keeps(self, alias: cst.ImportAlias, name: str) -> None:
+    def _note_exported(self, alias: cst.ImportAlias, name: str) -> None:
         if self._site.reports_exports:
             self._site.edits.note(alias, name, _ELSEWHERE, "import unidist where it is used, then take this line out")
 
-    def _is_other(self, node: cst.CSTNode, name: str) -> None:
+    def _note_other(self, node: cst.CSTNode, name: str) -> None:
         if self._site.reports_exports and moved(name) != name:
             self._site.edits.note(node, name, *(_RUN if name.endswith(".run") else _DROP_IN))
 
-    def _stays(self, node: cst.CSTNode, name: str) -> None:
+    def _note_left(self, node: cst.CSTNode, name: str) -> None:
         self._site.edits.note(node, name, _NO_PLACE, _BY_HAND)
 
 
