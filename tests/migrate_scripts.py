@@ -73,6 +73,8 @@ OPTIMIZERS = [
     "torch.optim.SGD({model}.parameters(), lr=0.1)",
     "torch.optim.SGD({model}.parameters(), lr=0.01 * {hvd}.size(), momentum=0.9)",
     "torch.optim.Adam([p for p in {model}.parameters() if p.requires_grad], lr=0.01)",
+    "torch.optim.SGD([dict(params=[p for p in {model}.parameters() if p.dim() == 1]), "
+    "dict(params=[p for p in {model}.parameters() if p.dim() > 1], lr=0.05)], lr=0.1)",
 ]
 NAMED = ["named_parameters={model}.named_parameters()"] * 3 + ["{model}.named_parameters()", ""]
 OPTIONS = [""] * 7 + [
@@ -101,6 +103,17 @@ _CLIP = "torch.nn.utils.clip_grad_norm_({model}.parameters(), 0.5)\n"
 _SKIP = "with {opt}.skip_synchronize():\n    {opt}.step()"
 STEPS = [
     ("", "{opt}.zero_grad()\n" + _LOSS + "loss.backward()\n{opt}.step()"),
+    ("", "{opt}.zero_grad()\nloss = F.cross_entropy({model}.forward(x), y)\nloss.backward()\n{opt}.step()"),
+    (
+        "",
+        "{opt}.zero_grad()\nloss = F.cross_entropy({model}(x), y)\nother = F.cross_entropy({model}(2 * x), y)\n"
+        "(loss + 0.5 * other).backward()\n{opt}.step()",
+    ),
+    (
+        "",
+        "def compute(net, a, b):\n    return F.cross_entropy(net(a), b)\n{opt}.zero_grad()\nloss = compute({model}, x, y)\n"
+        "loss.backward()\n{opt}.step()",
+    ),
     ("", _LOSS + "{model}.zero_grad()\nloss.backward()\nif True:\n    {opt}.step()"),
     ("", "{opt}.zero_grad()\n" + _LOSS + "loss.backward()\n{opt}.synchronize()\n" + _CLIP + _SKIP),
     ("", "{opt}.zero_grad()\n" + _LOSS + "loss.backward()\n" + _CLIP.replace("0.5", "100.0") + "{opt}.step()"),
@@ -154,6 +167,16 @@ LOADERS = [
 ]
 #: Other lines, in the loop or before it.
 LINES = [
+    "out.append(float({model}(X).sum()))",
+    "with torch.no_grad():\n    for p in {model}.parameters():\n        p.mul_(0.99)",
+    "{hvd}.broadcast_parameters({model}.state_dict(), root_rank=0)",
+    "for p in {model}{part}.parameters():\n    p.requires_grad = False",
+    "torch.optim.lr_scheduler.StepLR({opt}, 1, gamma=0.9).step()",
+    "kept = dict(model={model}.state_dict(), opt={opt}.state_dict())\nout.append(len(kept['model']))\n"
+    "{model}.load_state_dict(kept['model'])\n{opt}.load_state_dict(kept['opt'])",
+    "path_of = path if {hvd}.rank() == 0 else None\nif path_of:\n    torch.save(dict(m={model}.state_dict()), path_of)\n"
+    "    out.append(sorted(torch.load(path_of)['m']))",
+    "out.append(isinstance({opt}, torch.optim.Optimizer))",
     "out.append({model}{part}.weight.sum().item())",
     "out.append(sorted({model}.state_dict()))",
     "for p in {model}.parameters():\n    out.append(list(p.shape))",
