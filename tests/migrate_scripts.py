@@ -264,7 +264,7 @@ def _training(draw: random.Random) -> str:
     before = []
     for line in draw.sample(LINES, draw.choice([0, 1, 1, 2])):
         (epoch if draw.random() < 0.5 else before).append(fill(line))
-    if "set_epoch" not in loader and "DistributedSampler" in loader and draw.random() < 0.8:
+    if "DistributedSampler" in loader and draw.random() < 0.8:
         epoch.insert(0, "sampler.set_epoch(epoch)")
     train = _lines(
         *before,
@@ -277,23 +277,26 @@ def _training(draw: random.Random) -> str:
         "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F", imported,
         "from torch.utils.data import DataLoader, TensorDataset, DistributedSampler", MODELS[make][0], fill(metric[0]),
     )  # fmt: skip
-    sampler = ", sampler" if "sampler =" in loader else ""
-    found = f"model, {opt}, scaler"
-    body = {
-        "flat": lambda: _lines(start, loader, setup, train, end),
-        "main": lambda: _lines(_function("main()", start, loader, setup, train, end), "main()"),
-        "train": lambda: _lines(
-            start, loader, setup, _function(f"train({found}, loader{sampler})", train), f"train({found}, loader{sampler})", end
-        ),
-        "build": lambda: _lines(_function("build()", setup, f"return {found}"), start, loader, f"{found} = build()", train, end),
-        "class": lambda: _lines(
-            "class Trainer:",
-            textwrap.indent(_lines(_function("__init__(self)", setup), _function(f"train(self, loader{sampler})", train),
-                                   _function("report(self)", end)), "    "),
-            start, loader, f"trainer = Trainer()\ntrainer.train(loader{sampler})\ntrainer.report()",
-        ),
-    }  # fmt: skip
-    return _lines(head, body[form]())
+    return _lines(head, _arranged(form, start, loader, setup, train, end, f"model, {opt}, scaler"))
+
+
+def _arranged(form: str, start: str, loader: str, setup: str, train: str, end: str, made: str) -> str:
+    """The parts of a training script in one of its forms; ``made`` names what ``setup`` makes."""
+    given = "loader, sampler" if "sampler =" in loader else "loader"
+    if form == "flat":
+        return _lines(start, loader, setup, train, end)
+    if form == "main":
+        return _lines(_function("main()", start, loader, setup, train, end), "main()")
+    if form == "train":
+        return _lines(start, loader, setup, _function(f"train({made}, {given})", train), f"train({made}, {given})", end)
+    if form == "build":
+        build = _function("build()", setup, f"return {made}")
+        return _lines(build, start, loader, f"{made} = build()", train, end)
+    methods = _lines(
+        _function("__init__(self)", setup), _function(f"train(self, {given})", train), _function("report(self)", end)
+    )
+    calls = f"trainer = Trainer()\ntrainer.train({given})\ntrainer.report()"
+    return _lines("class Trainer:", textwrap.indent(methods, "    "), start, loader, calls)
 
 
 def _lines(*parts: str) -> str:

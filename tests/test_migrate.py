@@ -54,19 +54,8 @@ def test_no_rule_leaves_a_name_undefined(tmp_path: Path) -> None:
         before, after = path.read_text().split("=== report\n")[0].split("=== after\n")
         (tmp_path / f"{path.stem}.before.py").write_text(before)
         (tmp_path / f"{path.stem}.after.py").write_text(after)
-    command = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--isolated",
-        "--no-cache",
-        "--select",
-        "F821",
-        "--output-format",
-        "json",
-        ".",
-    ]
+    options = "--isolated --no-cache --select F821 --output-format json ."
+    command = [sys.executable, "-m", "ruff", "check", *options.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     undefined: dict[str, set[str]] = {}
     for each in json.loads(done.stdout):

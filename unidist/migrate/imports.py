@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import libcst as cst
 
 from unidist.migrate.code import dotted, full_name
-from unidist.migrate.names import IMPORTERS, is_horovod, moved, symbol
+from unidist.migrate.names import IMPORTERS, in_import, is_horovod, moved, root_name, symbol
 from unidist.migrate.site import Site
 
 _FINDERS = {*IMPORTERS, "find_spec", "importorskip"}
@@ -44,9 +44,9 @@ class _Imports:
         self._exported = {*exported, *_named_in_strings(site)}
         self._code = site.code
         #: Names by which something of Horovod's is still used.
-        self._left = {_first(use) for use in site.left()} | site.names.kept
+        self._left = {root_name(use) for use in site.left()} | site.names.kept
         if not site.through_holders:
-            self._left |= {_first(node) for node in site.names.modules}
+            self._left |= {root_name(node) for node in site.names.modules}
         #: The names of the bare package, and those that are used without a part of it, as in ``if horovod:``.
         self._packages = {
             full_name(alias.asname.name) if alias.asname else "horovod"
@@ -63,7 +63,7 @@ class _Imports:
         ]
         #: What hangs on the bare package and cannot move, and the names by which something of the drop-in's beside the calls is used.
         self._bare = {name for _, name in parts if moved(name) is None}
-        self._others = {_first(node) for node, name in parts if symbol(name) is None and self._moves(name)}
+        self._others = {root_name(node) for node, name in parts if symbol(name) is None and self._moves(name)}
         self._present = {
             id(self._code.block(statement)) for node in self._code.all(cst.Import)
             if (statement := self._code.statement(node)) and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
@@ -128,7 +128,7 @@ class _Imports:
         if first in self._left | self._others or (first in self._whole and not self._bare):
             asname = None if word == "unidist.hvd" else cst.AsName(cst.Name(word))
             kept.append(cst.ImportAlias(dotted("unidist.hvd"), asname))
-            return _spaced(kept), asname is not None and self._is_used(first)
+            return kept, asname is not None and self._is_used(first)
         return kept, not kept or self._is_used(first)
 
     def _word(self, first: str) -> str:
@@ -143,21 +143,19 @@ class _Imports:
     def _is_whole(self, node: cst.Name) -> bool:
         parent = self._code.parent(node)
         named = isinstance(parent, cst.Attribute) or (isinstance(parent, cst.Arg) and parent.keyword is node)
-        return not named and not any(
-            isinstance(above, (cst.Import, cst.ImportFrom)) for above in self._code.parents(node)
-        )
+        return not named and not in_import(self._code, node)
 
     def _is_used(self, first: str) -> bool:
         """Whether a name leads to something that is unidist's own from now on."""
-        called = any(_first(use) == first and self._site.is_settled(use) for use in self._site.names.symbols)
-        return called or any(_first(node) == first and self._is_module(node) for node in self._site.names.modules)
+        called = any(root_name(use) == first and self._site.is_settled(use) for use in self._site.names.symbols)
+        return called or any(root_name(node) == first and self._is_module(node) for node in self._site.names.modules)
 
     def _is_module(self, node: cst.BaseExpression) -> bool:
         """Whether this is the module itself, as in ``self.hvd = hvd``, and unidist's from now on."""
         return (
             node in self._site.names.modules
             and self._site.through_holders
-            and (isinstance(node, cst.Attribute) or _first(node) in self._site.names.clean)
+            and (isinstance(node, cst.Attribute) or root_name(node) in self._site.names.clean)
             and any(symbol(name) == "" for name in self._code.imported(node))
         )
 
@@ -263,7 +261,7 @@ class _Imports:
     # -------------------------------------------------------------------------------- uses
     def attribute(self, node: cst.Attribute) -> None:
         """``horovod.torch.rank()`` after ``import horovod.torch``: the name is part of the import."""
-        first, written, parent = _first(node), full_name(node), self._code.parent(node)
+        first, written, parent = root_name(node), full_name(node), self._code.parent(node)
         name = f"horovod{written[len(first) :]}" if first in self._packages else written
         if not name.startswith("horovod.") or name not in self._code.imported(node):
             return
@@ -272,7 +270,7 @@ class _Imports:
             return
         if isinstance(parent, cst.Attribute) and parent.value is node and moved(f"{name}.{parent.attr.value}"):
             return  # the longest name decides
-        if any(isinstance(above, (cst.Import, cst.ImportFrom)) for above in self._code.parents(node)):
+        if in_import(self._code, node):
             return
         target = moved(name)
         if self._site.edits.is_changed(node) or target is None or not self._moves(name):
@@ -342,9 +340,8 @@ class _Imports:
         found = []
         for node in self._code.all(cst.Attribute):
             parent = self._code.parent(node)
-            inside = any(isinstance(above, (cst.Import, cst.ImportFrom)) for above in self._code.parents(node))
             longer = isinstance(parent, cst.Attribute) and self._code.imported(parent)
-            if not inside and not longer:
+            if not longer and not in_import(self._code, node):
                 found.append(node)
         return found
 
@@ -357,7 +354,7 @@ class _Imports:
             self._site.edits.note(alias, name, _ELSEWHERE, "import unidist where it is used, then take this line out")
 
     def _note_other(self, node: cst.CSTNode, name: str) -> None:
-        if self._site.reports_exports and moved(name) != name:
+        if self._site.reports_exports:
             self._site.edits.note(node, name, *(_RUN if name.endswith(".run") else _DROP_IN))
 
     def _note_left(self, node: cst.CSTNode, name: str) -> None:
@@ -380,12 +377,6 @@ def _named_in_strings(site: Site) -> set[str]:
     return found
 
 
-def _first(node: cst.BaseExpression) -> str:
-    while isinstance(node, cst.Attribute):
-        node = node.value
-    return node.value if isinstance(node, cst.Name) else ""
-
-
 def _is_head(statement: cst.CSTNode) -> bool:
     """The docstring and the imports with which a module begins."""
     if not isinstance(statement, cst.SimpleStatementLine):
@@ -398,9 +389,3 @@ def _is_head(statement: cst.CSTNode) -> bool:
 def _closed(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
     """Without a comma behind the last."""
     return [*aliases[:-1], aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
-
-
-def _spaced(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """With a comma behind each but the last."""
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    return _closed([alias.with_changes(comma=comma) for alias in aliases])

@@ -94,7 +94,7 @@ def find(code: Code) -> Names:
         if node.value in bound and code.variable(node) is not None and any(symbol(name) is not None for name in code.imported(node))
     }  # fmt: skip
     set_otherwise |= {item.name.value for node in code.all(cst.Global) for item in node.names} & bound
-    modules = {_root_name(node) for node in code.all(cst.Name) if "" in map(symbol, code.imported(node))}
+    modules = {root_name(node) for node in code.all(cst.Name) if "" in map(symbol, code.imported(node))}
     names.kept = _bound_otherwise(code, bound) | (set_otherwise - modules)
     set_otherwise -= names.kept
     in_classes = _imported_in_classes(code) & bound
@@ -106,10 +106,10 @@ def find(code: Code) -> Names:
     }  # fmt: skip
     starts |= {f".{name}" for name in in_classes}
     for node in code.nodes:
-        if not isinstance(node, (cst.Name, cst.Attribute, cst.Call)) or _in_import(code, node):
+        if not isinstance(node, (cst.Name, cst.Attribute, cst.Call)) or in_import(code, node):
             continue
         is_module = any(symbol(name) == "" for name in code.imported(node)) and not isinstance(node, cst.Call)
-        if is_module and _root_name(node) in names.kept:
+        if is_module and root_name(node) in names.kept:
             continue
         if (is_module and not isinstance(code.parent(node), cst.Attribute)) or _imports_module(code, node):
             reached = destinations(code, node)
@@ -119,9 +119,9 @@ def find(code: Code) -> Names:
     flow = follow(code, starts)
     names.holders, names.escapes = flow.variables, [*names.escapes, *flow.escapes]
     for node in code.nodes:
-        if not isinstance(node, (cst.Name, cst.Attribute)) or is_target(code, node) or _in_import(code, node):
+        if not isinstance(node, (cst.Name, cst.Attribute)) or is_target(code, node) or in_import(code, node):
             continue
-        if _root_name(node) in names.kept:
+        if root_name(node) in names.kept:
             continue
         found = _symbol(code, names, node)
         if found is None or (
@@ -185,11 +185,13 @@ def _imports_module(code: Code, value: cst.CSTNode) -> bool:
     return isinstance(name, cst.SimpleString) and symbol(str(name.evaluated_value)) == ""
 
 
-def _in_import(code: Code, node: cst.CSTNode) -> bool:
+def in_import(code: Code, node: cst.CSTNode) -> bool:
+    """Whether a node is a part of an import statement."""
     return any(isinstance(above, (cst.Import, cst.ImportFrom)) for above in code.parents(node))
 
 
-def _root_name(node: cst.CSTNode) -> str:
+def root_name(node: cst.CSTNode) -> str:
+    """The name that a dotted name begins with; empty for other expressions."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return node.value if isinstance(node, cst.Name) else ""
