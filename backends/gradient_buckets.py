@@ -88,6 +88,8 @@ class Bucket:
         self.params = params
         #: What its gradients are multiplied with on their way in.
         self.share = share
+        # Fixed from here on: a rank that changes its memory format later must not lay out its bucket unlike the others.
+        self._layouts = [(p.numel(), p.shape, _strides_without_gaps(p)) for p in params]
         self.renew()
         #: Whether gradients come in one by one, lest a second copy of them stay alive, or all together, which is faster.
         self.eager = max(view.numel() * view.element_size() for view in self.views) >= EAGER
@@ -96,10 +98,13 @@ class Bucket:
 
     def renew(self) -> None:
         """Lay the storage out, anew where somebody else keeps the old one's gradients."""
-        params = self.params
-        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
-        parts = torch.split(self.flat, [p.numel() for p in params])
-        self.views = [_laid_out_as(part, p) for part, p in zip(parts, params)]
+        sizes = [size for size, _, _ in self._layouts]
+        self.flat = torch.zeros(sum(sizes), dtype=self.params[0].dtype, device=self.params[0].device)
+        parts = torch.split(self.flat, sizes)
+        self.views = [
+            part.view(shape) if strides is None else part.as_strided(shape, strides)
+            for part, (_, shape, strides) in zip(parts, self._layouts)
+        ]
 
     def take(self, indices: Iterable[int], share: float) -> None:
         """Bring ``share`` of some parameters' gradients into ``flat``, which becomes their storage."""
@@ -368,15 +373,15 @@ class BucketedDataParallel(DataParallel):
         return finish
 
 
-def _laid_out_as(part: Tensor, param: Tensor) -> Tensor:
-    """With the parameter's strides if it has no gaps: fused optimizers walk through both alike."""
+def _strides_without_gaps(param: Tensor) -> tuple[int, ...] | None:
+    """The parameter's strides, which its gradient shares because fused optimizers walk through both alike; None if they leave gaps."""
     expected = 1
     for stride, size in sorted(zip(param.stride(), param.shape)):
         if size != 1:
             if stride != expected:
-                return part.view_as(param)
+                return None
             expected *= size
-    return part.as_strided(param.shape, param.stride())
+    return param.stride()
 
 
 def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

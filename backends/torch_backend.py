@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -28,7 +29,7 @@ from unidist.backends.base import (
     tensors_in,
     unused_parameters,
 )
-from unidist.errors import BackendError
+from unidist.errors import BackendError, MismatchError
 from unidist.topology import Launch, Topology, locate
 
 _OPS = {
@@ -208,14 +209,28 @@ class Wrapped(DistributedDataParallel):
     frozen: list[tuple[str, Tensor]]
 
     def settle(self) -> None:
-        """Lay out the buckets anew, as the pass after the first does on all ranks."""
-        self.reducer._rebuild_buckets()
+        """Lay out the buckets anew, as the pass after the first does on all ranks.
+
+        DDP takes the strides of each parameter as they are then, and compares them between ranks at wrapping only.
+        """
+        if not self.reducer._rebuild_buckets():
+            return
+        strides = zlib.crc32(repr([p.stride() for p in self.parameters() if p.requires_grad]).encode())
+        ends = torch.tensor([strides, -strides], device=self.device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, self.process_group)
+        if ends.sum() != 0:
+            raise MismatchError(
+                "the memory format of a wrapped model was changed on some ranks only, so that their gradients cannot be "
+                "averaged: change it before unidist.wrap_model, on every rank."
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             check_not_joined(self)
             check_frozen(self.frozen)
         try:
+            if torch.is_grad_enabled():
+                self.settle()
             output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             # DDP tells of unused parameters here, one step late and by their indices.
@@ -238,7 +253,7 @@ class Wrapped(DistributedDataParallel):
         def begin(grad: Tensor) -> None:
             task = torch._C._current_graph_task_id()
             if tasks and task not in tasks:
-                self.reducer._rebuild_buckets()  # as before each forward pass
+                self.settle()  # as before each forward pass
                 self.reducer.prepare_for_backward([tensor for ref in outputs if (tensor := ref()) is not None])
             tasks.append(task)
 

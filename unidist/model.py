@@ -71,7 +71,7 @@ def wrap_model(
         raise ValueError("wrap_model: no parameter of this model requires grad, so there is nothing to average.")
     if is_wrapped(model):
         raise ValueError(f"wrap_model: this {type(model).__name__} is wrapped already: pass its .module.")
-    _check_same(model, group)
+    _check_same(model, group, layout=True)
     if sync_bn:
         model = convert_batch_norm(model, group)
     options = ModelOptions(
@@ -231,10 +231,13 @@ def _crc(tensor: Tensor) -> int:
     return zlib.crc32(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
-def _check_same(model: nn.Module, group: Group | None) -> None:
-    """Raise on every rank if the ranks' parameters and buffers differ."""
+def _check_same(model: nn.Module, group: Group | None, *, layout: bool = False) -> None:
+    """Raise on every rank if the ranks' parameters and buffers differ; with ``layout``, in memory format too."""
     mine = [
-        *(f"parameter {name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in model.named_parameters()),
+        *(
+            f"parameter {name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" + f" strides={p.stride()}" * layout
+            for name, p in model.named_parameters()
+        ),
         *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()),
     ]  # fmt: skip
     everyone = all_gather_object(mine, group)

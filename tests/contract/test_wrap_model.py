@@ -238,6 +238,40 @@ def test_different_models_are_told_on_every_rank() -> None:
         unidist.wrap_model(nn.Linear(2, 3 if last else 2))
     with pytest.raises(unidist.MismatchError, match="nothing more"):
         unidist.wrap_model(nn.Linear(2, 2, bias=not last))
+    # A bucket is laid out by the parameters' strides, so ranks that differ in them would mix up their gradients.
+    conv = nn.Conv2d(3, 4, 3)
+    with pytest.raises(unidist.MismatchError, match=r"weight .* strides=\(27, 9, 3, 1\) on rank 0, but .*\(27, 1, 9, 3\)"):
+        unidist.wrap_model(conv.to(memory_format=torch.channels_last) if last else conv)
+    unidist.broadcast_model_state(conv)  # copies values, whatever the strides
+
+
+def test_a_memory_format_that_changes_later() -> None:
+    """After wrapping, on all ranks or on one: the gradient is the mean, or DDP, which lays out its buckets again, raises on all."""
+
+    def loss(net: nn.Module, rank: int) -> Tensor:
+        images = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
+        return net(images).square().sum()  # type: ignore[no-any-return]
+
+    def passes(changed: bool) -> None:
+        inner = seeded(lambda: nn.Conv2d(3, 4, 3))
+        expected = mean_gradient(inner, loss)
+        model = unidist.wrap_model(inner)
+        if changed:
+            inner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for _ in range(3):
+            model.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own, about strides of gradients
+                loss(model, unidist.rank()).backward()
+            for param, grad in zip(model.parameters(), expected):
+                torch.testing.assert_close(param.grad, grad)
+
+    passes(changed=True)
+    is_ddp = isinstance(unidist.wrap_model(nn.Linear(1, 1)), nn.parallel.DistributedDataParallel)
+    with contextlib.ExitStack() as stack:
+        if is_ddp and unidist.world_size() > 1:
+            stack.enter_context(pytest.raises(unidist.MismatchError, match="memory format"))
+        passes(changed=unidist.is_main())
 
 
 def test_bad_options() -> None:

@@ -489,6 +489,47 @@ def test_parameters_that_are_not_contiguous(fused: bool, rank: int, size: int) -
 
 
 @alone
+@pytest.mark.skipif(REAL, reason="Horovod trains them apart in silence")
+def test_parameters_that_are_not_reduced_are_named(rank: int, size: int) -> None:
+    """Unfrozen, or added, after wrapping: Horovod does not reduce them either."""
+    model = net()
+    model.a.requires_grad_(False)
+    optimizer = distributed(model)
+    later = nn.Parameter(torch.zeros(2, 5))
+    optimizer.add_param_group({"params": [torch.zeros(1)]})  # trains nothing
+    with pytest.warns(UserWarning, match=r"does not reduce 1 parameters, the first of shape \(2, 5\), which were added") as seen:
+        optimizer.add_param_group({"params": [later]})
+    assert len(seen) == 1 and seen[0].filename == __file__
+    for step in range(4):
+        optimizer.zero_grad()
+        (loss_of(model, rank, step) + later.sum()).backward()
+        if step == 2:
+            with pytest.warns(UserWarning, match=r"does not reduce 2 parameters, the first a\.weight, which were frozen") as seen:
+                optimizer.step()
+            assert len(seen) == 1
+        else:
+            optimizer.step()  # a warning is an error here
+        model.a.requires_grad_(step >= 1)
+
+
+@alone
+@pytest.mark.skipif(REAL, reason="Horovod does not run where strides differ")
+def test_a_memory_format_that_changes_between_steps(rank: int, size: int) -> None:
+    conv = nn.Conv2d(3, 4, 3, bias=False)
+    hvd.broadcast_parameters(conv.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(conv.parameters(), 0.0), conv.named_parameters())
+    kept = []
+    for step in range(3):
+        optimizer.zero_grad()
+        (conv.weight * torch.arange(108.0).view(4, 3, 3, 3)).sum().backward()
+        optimizer.step()
+        kept.append(conv.weight.grad)  # so the bucket is laid out again
+        assert torch.equal(conv.weight.grad, torch.arange(108.0).view(4, 3, 3, 3)), step  # type: ignore[arg-type]
+        if rank == 0:
+            conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+@alone
 @pytest.mark.skipif(REAL, reason="Horovod's copies fail in another way")
 def test_copies_say_that_they_reduce_nothing(rank: int, size: int) -> None:
     model, optimizer = copy.deepcopy((model := net(), distributed(model)))

@@ -6,7 +6,7 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -156,6 +156,12 @@ class _Reducing(torch.optim.Optimizer):
             )
         super().zero_grad(set_to_none)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of the optimizer; warns that the group's gradients are not reduced."""
+        super().add_param_group(param_group)
+        if self._gradients is not None:
+            self._gradients.warn_of_unreduced(self.param_groups[-1]["params"], "were added by add_param_group")
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As of the optimizer; gradients that were on their way are forgotten."""
         if self._gradients is not None:
@@ -249,6 +255,7 @@ class _Gradients:
         sparse_as_dense: bool, process_set: ProcessSet,
     ) -> None:  # fmt: skip
         self._names = {param: name for param, name in names.items() if param.requires_grad}
+        self._frozen = {param: name for param, name in names.items() if not param.requires_grad}
         self._compression = compression
         self._passes = passes
         self._op = op
@@ -290,6 +297,7 @@ class _Gradients:
         """Wait for all gradients, after beginning with those that are not on their way. Collective."""
         if self._session is not session():
             self._join_session()
+        self.warn_of_unfrozen()
         self._begin_round()
         if self._buckets is None:
             self._buckets = self._lay_out()
@@ -303,6 +311,24 @@ class _Gradients:
                     param.grad = view
         self._finish_sparse()
         self._reset()
+
+    def warn_of_unfrozen(self) -> None:
+        """Warn, once for each, of parameters that were frozen when the optimizer was made and require grad now."""
+        unfrozen = [param for param in self._frozen if param.requires_grad]
+        if unfrozen:
+            self.warn_of_unreduced(unfrozen, "were frozen when it was made and require grad now")
+            self._frozen = {param: name for param, name in self._frozen.items() if not param.requires_grad}
+
+    def warn_of_unreduced(self, params: Sequence[Tensor], reason: str) -> None:
+        """Warn of parameters that this optimizer steps and does not reduce, as Horovod's does not."""
+        params = [param for param in params if param.requires_grad and param not in self._names]
+        if params:
+            first = self._frozen.get(params[0]) or f"of shape {tuple(params[0].shape)}"
+            warnings.warn(
+                f"DistributedOptimizer does not reduce {len(params)} parameters, the first {first}, which {reason}: each rank "
+                "trains its own copy of them. Make the DistributedOptimizer again, on every rank, from a plain optimizer.",
+                stacklevel=3,
+            )
 
     def with_nothing(self) -> None:
         """One round with zeros, after this rank has joined. Collective."""
