@@ -64,14 +64,28 @@ def test_place(launcher: str, size: int, backend: str, nodes: int, request: pyte
 
 
 @pytest.mark.parametrize(
-    ("launcher", "chosen"),
-    [("python", "single"), ("torchrun", "gloo"), ("horovodrun --gloo", "horovod"), ("mpirun", "gloo")],
+    ("launcher", "size", "chosen"),
+    [
+        ("python", 1, "single"),
+        ("torchrun", 2, "gloo"),
+        ("mpirun", 2, "gloo"),
+        # All three forms; without a flag horovodrun takes MPI where Horovod has it, and becomes an mpirun.
+        ("horovodrun", 2, "horovod"),
+        ("horovodrun --gloo", 8, "horovod"),
+        ("horovodrun --mpi", 8, "horovod"),
+    ],
 )
-def test_auto(launcher: str, chosen: str) -> None:
-    size = 1 if launcher == "python" else 2
+def test_auto(launcher: str, size: int, chosen: str) -> None:
     result = run_world(launcher, size, [PLACE])
     assert result.returncode == 0, result.output
     assert places(result.output) == expected(chosen, size)
+
+
+def test_a_process_alone_in_an_allocation_of_slurm_warns() -> None:
+    for env, warns in (({"SLURM_NTASKS": "8"}, True), ({"SLURM_NTASKS": "8", "UNIDIST_LAUNCHER": "none"}, False)):
+        result = run_world("python", 1, [PLACE], env={"SLURM_JOB_ID": "7", **env})
+        assert result.returncode == 0, result.output
+        assert ("alone in a Slurm allocation of 8 tasks" in result.output) == warns, result.output
 
 
 def test_torchrun_inside_mpirun_and_slurm_wins(srun_env: dict[str, str]) -> None:

@@ -48,6 +48,13 @@ OPENMPI = {
     "OMPI_COMM_WORLD_NODE_RANK": "0",
     "PMIX_RANK": "1",
 }
+HOROVODRUN_MPI = {
+    **OPENMPI,
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "^openib",
+    "OMPI_MCA_btl_tcp_if_include": "eth0",
+    "NCCL_SOCKET_IFNAME": "eth0",
+}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 JSRUN = {
     "JSM_NAMESPACE_RANK": "2",
@@ -66,6 +73,7 @@ BY_HAND = {"RANK": "0", "WORLD_SIZE": "3"}
         (TORCHRUN, "torchrun", (5, 8, 1, 4, 1, 2)),
         (HOROVODRUN, "horovodrun", (1, 2, 1, 2, 0, 1)),
         (OPENMPI, "openmpi", (1, 6, 0, 3, None, None)),
+        (HOROVODRUN_MPI, "horovodrun-mpi", (1, 6, 0, 3, None, None)),
         (MPICH, "mpich", (1, 2, 1, 2, None, None)),
         (JSRUN, "jsrun", (2, 6, 2, 6, None, None)),
         (SLURM, "slurm", (3, 4, 1, None, 1, 2)),
@@ -95,6 +103,9 @@ def test_each_launcher(env: dict[str, str], launcher: str, numbers: tuple[Any, .
         ({**HOROVODRUN, **TORCHRUN}, "torchrun"),
         ({**SLURM, **HOROVODRUN}, "horovodrun"),
         ({**SLURM, **OPENMPI}, "openmpi"),  # mpirun in an allocation
+        ({**SLURM, **HOROVODRUN_MPI}, "horovodrun-mpi"),
+        ({**HOROVODRUN_MPI, "OMPI_MCA_pml": "ucx"}, "openmpi"),  # a user's own mpirun
+        ({k: v for k, v in HOROVODRUN_MPI.items() if k != "NCCL_SOCKET_IFNAME"}, "openmpi"),
         ({**SLURM, **MPICH}, "mpich"),
         ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, "slurm"),  # srun --mpi=pmi2
         ({**SLURM, "PMIX_RANK": "3"}, "slurm"),  # srun --mpi=pmix

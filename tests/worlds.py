@@ -51,6 +51,7 @@ LAUNCHERS: dict[str, Callable[[int, Sequence[str]], list[list[str]]]] = {
         )
     ),
     "torchrun 2 nodes": _two_agents,
+    "horovodrun": _one(lambda n, argv: [*worlds.HOROVODRUN, "-np", str(n), PYTHON, *argv]),
     "launch": lambda n, argv: [
         [PYTHON, "-W", "ignore", "-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", str(n), *argv]
     ],

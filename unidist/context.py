@@ -19,7 +19,7 @@ from unidist import knobs
 from unidist.backends.base import Backend, Start
 from unidist.errors import BackendError, NotInitializedError, WorldSizeError
 from unidist.seed import set_seed
-from unidist.topology import EXPLICIT, Launch, detect
+from unidist.topology import EXPLICIT, Launch, detect, unused_tasks
 from unidist.topology import NONE as NO_LAUNCHER
 
 
@@ -66,7 +66,7 @@ def init(
     Args:
         backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, or ``auto``: the value of ``UNIDIST_BACKEND``
             if set; else a process group or Horovod that is already initialised; else Horovod under
-            horovodrun's Gloo controller if it can be imported; else ``nccl`` where CUDA is available and
+            horovodrun if it is installed; else ``nccl`` where CUDA is available and
             ``gloo`` elsewhere; ``single`` without a launcher. A backend that was named is never replaced.
         init_method: where the processes meet, as for ``torch.distributed.init_process_group``: ``env://``,
             ``tcp://host:port`` or ``file:///path``. Default: what the launcher offers.
@@ -104,6 +104,11 @@ def init(
         started, why = _start(name, start)
         _guard(started, launch)
         _current, _asked = started, asked
+        if name == "auto" and world_size is None and (tasks := unused_tasks(os.environ)) > 1:
+            _log.warning(
+                "this process trains alone in a Slurm allocation of %d tasks: start the script with 'srun python script.py', or "
+                "set %s=none if one process is meant.", tasks, knobs.LAUNCHER,
+            )  # fmt: skip
         if started.topology.rank == 0:
             place = started.topology
             _log.info(
@@ -276,8 +281,8 @@ def _pick(start: Start) -> tuple[str, str]:
     launcher = start.launch.launcher
     if launcher is NO_LAUNCHER and start.init_method is None:
         return "single", "no launcher"
-    if launcher.meeting == "horovod" and importlib.util.find_spec("horovod"):
-        return "horovod", "started by horovodrun"
+    if launcher.engine and importlib.util.find_spec(launcher.engine):
+        return launcher.engine, f"started by {launcher.name}"
     cuda = torch.cuda.is_available() and (start.device is None or start.device.type == "cuda")
     return ("nccl", "CUDA is available") if cuda else ("gloo", "no CUDA in use")
 

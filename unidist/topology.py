@@ -27,13 +27,21 @@ class Launcher:
     local_size: str = ""
     node_rank: str = ""
     num_nodes: str = ""
-    #: The row matches when all of these are set.
+    #: The row matches when all of these are set: ``NAME``, or ``NAME=value`` where it must have that value.
     marks: tuple[str, ...] = ()
     #: How its processes find each other: ``master`` (MASTER_ADDR and MASTER_PORT), ``horovod`` (the
     #: launcher's key-value server), ``mpi`` (one broadcast) or ``slurm`` (first node of the step).
     meeting: str = "master"
     #: The MPI library that it belongs to: ``openmpi``, ``mpich`` or none.
     mpi: str = ""
+    #: The engine that ``init("auto")`` picks under it where that is installed; empty: by device.
+    engine: str = ""
+
+    def started(self, env: Mapping[str, str]) -> bool:
+        """Whether its marks are in the environment."""
+        return all(
+            env.get(name) and value in ("", env[name]) for name, _, value in (m.partition("=") for m in self.marks)
+        )
 
 
 def _torch_like(name: str, mark: str) -> Launcher:
@@ -46,6 +54,21 @@ def _torch_like(name: str, mark: str) -> Launcher:
         node_rank="GROUP_RANK",
         num_nodes="GROUP_WORLD_SIZE",
         marks=(mark,),
+    )
+
+
+def _openmpi(name: str, *marks: str, engine: str = "") -> Launcher:
+    # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the rank of the node.
+    return Launcher(
+        name,
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        marks=("OMPI_COMM_WORLD_RANK", *marks),
+        meeting="mpi",
+        mpi="openmpi",
+        engine=engine,
     )
 
 
@@ -63,19 +86,19 @@ LAUNCHERS: tuple[Launcher, ...] = (
         num_nodes="HOROVOD_CROSS_SIZE",
         marks=("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
         meeting="horovod",
+        engine="horovod",
     ),
-    # horovodrun --mpi becomes an mpirun and leaves no variable of its own.
-    # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the rank of the node.
-    Launcher(
-        "openmpi",
-        rank="OMPI_COMM_WORLD_RANK",
-        world_size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        marks=("OMPI_COMM_WORLD_RANK",),
-        meeting="mpi",
-        mpi="openmpi",
+    # horovodrun --mpi replaces itself by an mpirun with these options, which become variables (horovod/runner/mpi_run.py).
+    # Its lines for MPICH and Intel MPI have no option of the kind.
+    _openmpi(
+        "horovodrun-mpi",
+        "OMPI_MCA_pml=ob1",
+        "OMPI_MCA_btl=^openib",
+        "OMPI_MCA_btl_tcp_if_include",
+        "NCCL_SOCKET_IFNAME",
+        engine="horovod",
     ),
+    _openmpi("openmpi"),
     Launcher(
         "mpich",
         rank="PMI_RANK",
@@ -140,7 +163,8 @@ class Launch:
         if self.launcher is NONE:
             return "no launcher's variables are set"
         row = self.launcher
-        return f"{row.rank.rstrip('=')}={self.rank} {row.world_size.rstrip('=')}={self.world_size}"
+        values = "".join(f" {mark}" for mark in row.marks if "=" in mark)
+        return f"{row.rank.rstrip('=')}={self.rank} {row.world_size.rstrip('=')}={self.world_size}{values}"
 
 
 @dataclass(frozen=True)
@@ -193,6 +217,13 @@ def detect(env: Mapping[str, str]) -> Launch:
     return launch
 
 
+def unused_tasks(env: Mapping[str, str]) -> int:
+    """The tasks of the Slurm allocation that this process, started by no launcher, is alone in; 0 elsewhere."""
+    text = env.get("SLURM_NTASKS", "")
+    alone = not env.get(knobs.LAUNCHER) and _launcher(env) is NONE
+    return int(text) if alone and re.fullmatch("[0-9]{1,9}", text) else 0
+
+
 def locate(launch: Launch, hosts: Sequence[str]) -> Topology:
     """Complete a declaration with the host name of every rank, in rank order.
 
@@ -234,7 +265,7 @@ def _launcher(env: Mapping[str, str]) -> Launcher:
         names = ", ".join(["none", *(row.name for row in LAUNCHERS)])
         raise LaunchError(f"{knobs.LAUNCHER}={forced!r} is not a known launcher: use one of {names}.")
     for row in LAUNCHERS:
-        if all(env.get(mark) for mark in row.marks):
+        if row.started(env):
             return row
     if env.get("WORLD_SIZE"):
         raise LaunchError(

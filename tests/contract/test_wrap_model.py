@@ -240,7 +240,9 @@ def test_different_models_are_told_on_every_rank() -> None:
         unidist.wrap_model(nn.Linear(2, 2, bias=not last))
     # A bucket is laid out by the parameters' strides, so ranks that differ in them would mix up their gradients.
     conv = nn.Conv2d(3, 4, 3)
-    with pytest.raises(unidist.MismatchError, match=r"weight .* strides=\(27, 9, 3, 1\) on rank 0, but .*\(27, 1, 9, 3\)"):
+    with pytest.raises(
+        unidist.MismatchError, match=r"weight .* strides=\(27, 9, 3, 1\) on rank 0, but .*\(27, 1, 9, 3\)"
+    ):
         unidist.wrap_model(conv.to(memory_format=torch.channels_last) if last else conv)
     unidist.broadcast_model_state(conv)  # copies values, whatever the strides
 

@@ -497,14 +497,18 @@ def test_parameters_that_are_not_reduced_are_named(rank: int, size: int) -> None
     optimizer = distributed(model)
     later = nn.Parameter(torch.zeros(2, 5))
     optimizer.add_param_group({"params": [torch.zeros(1)]})  # trains nothing
-    with pytest.warns(UserWarning, match=r"does not reduce 1 parameters, the first of shape \(2, 5\), which were added") as seen:
+    with pytest.warns(
+        UserWarning, match=r"does not reduce 1 parameters, the first of shape \(2, 5\), which were added"
+    ) as seen:
         optimizer.add_param_group({"params": [later]})
     assert len(seen) == 1 and seen[0].filename == __file__
     for step in range(4):
         optimizer.zero_grad()
         (loss_of(model, rank, step) + later.sum()).backward()
         if step == 2:
-            with pytest.warns(UserWarning, match=r"does not reduce 2 parameters, the first a\.weight, which were frozen") as seen:
+            with pytest.warns(
+                UserWarning, match=r"does not reduce 2 parameters, the first a\.weight, which were frozen"
+            ) as seen:
                 optimizer.step()
             assert len(seen) == 1
         else:

@@ -165,9 +165,7 @@ def here(env: Mapping[str, str]) -> Iterator[Finding]:
         forced = f", forced by {knobs.LAUNCHER}" if env.get(knobs.LAUNCHER) else ""
         yield Finding("launched by", "ok", f"{launch.launcher.name}: {place} ({launch.evidence}{forced})")
         others = [
-            row.name
-            for row in LAUNCHERS
-            if row.name not in (launch.launcher.name, "env") and all(env.get(mark) for mark in row.marks)
+            row.name for row in LAUNCHERS if row.name != "env" and row.rank != launch.launcher.rank and row.started(env)
         ]
         if others and not forced:
             yield Finding(
@@ -175,9 +173,7 @@ def here(env: Mapping[str, str]) -> Iterator[Finding]:
             )
         if launch.local_rank == 0 and (launch.local_size or 1) > 1 and launch.rank % (launch.local_size or 1):
             yield Finding("launched by", "warn", f"LOCAL_RANK=0 on rank {launch.rank} (torchrun --virtual-local-rank): one GPU must be visible to each rank")  # fmt: skip
-        if launch.launcher.name == "openmpi" and find_spec("horovod") and not env.get(knobs.BACKEND):
-            yield Finding("launched by", "warn", "horovodrun --mpi looks like mpirun, so auto picks gloo, not Horovod", f"set {knobs.BACKEND}=horovod to have it")  # fmt: skip
-    if launch.launcher is NONE and env.get("SLURM_JOB_ID") and not env.get("SLURM_STEP_NUM_TASKS"):
+    if launch.launcher is NONE and env.get("SLURM_JOB_ID"):
         yield Finding("launched by", "warn", "this is a batch script or a shell of Slurm, one process", "start the ranks with srun")  # fmt: skip
     wanted = knobs.backend(env)
     if wanted not in ("auto", *BACKENDS):
