@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from unidist.topology import Launch, Topology
 #: Ample time for a thread to let go of the last call's tensors.
 _REST_S = 0.1
 
+M = TypeVar("M", bound=torch.nn.Module)
 Op = Literal["sum", "mean", "min", "max", "product"]
 
 
@@ -65,6 +66,41 @@ class ModelOptions:
     static_graph: bool = False
     #: The global ranks that train the model together.
     ranks: tuple[int, ...] = ()
+
+
+class WrappedModel(torch.nn.Module, Generic[M]):
+    """What ``wrap_model`` returns: a model with the interface of ``DistributedDataParallel``, which it is on the torch engines.
+
+    Call it as the model inside, ``module``, whose other attributes and methods are reached through ``module``.
+    """
+
+    #: The model inside.
+    module: M
+    options: ModelOptions
+    #: Parameters that did not require grad when the model was wrapped.
+    frozen: list[tuple[str, torch.Tensor]]
+    require_backward_grad_sync: bool
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let gradients add up locally: the forward passes inside start no reduction when they go backward."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Do now what the next forward pass would do together with the other ranks. Collective."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is None or not hasattr(inner, name):
+                raise
+        raise AttributeError(
+            f"the wrapped model has no attribute {name!r}; the {type(inner).__name__} inside has: use model.module.{name}. A forward "
+            "pass that trains must be a call of the wrapped model, model(...), or its gradients are not averaged: for a method that makes "
+            f"one, such as training_step, let forward() call it."
+        )
 
 
 class Backend(ABC):
@@ -143,12 +179,10 @@ class Backend(ABC):
         """Combine a 1-d tensor of n * group-size elements; the i-th rank gets the i-th n elements. Collective."""
 
     @abstractmethod
-    def wrap_model(self, model: torch.nn.Module, options: ModelOptions, group: Group | None = None) -> torch.nn.Module:
+    def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
         """Wrap ``model`` so that after ``backward()`` each ``.grad`` is the mean over the ranks.
 
-        The result has DDP's face: ``.module``, ``no_sync()``, state_dict keys that begin with ``module.``; its ``options``
-        are those given, and ``settle()`` does now what its next forward pass would do together with the other ranks.
-        Rank 0's parameters and buffers are the initial ones. Collective.
+        Its state_dict keys begin with ``module.``. Rank 0's parameters and buffers are the initial ones. Collective.
         """
 
     # ------------------------------------------------------------------ the same for every engine
@@ -205,7 +239,7 @@ def frozen_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
 
-def check_not_joined(wrapper: torch.nn.Module) -> None:
+def check_not_joined(wrapper: WrappedModel[Any]) -> None:
     """Raise where a wrapper that ``unidist.join`` does not know would average with ranks that may have run out."""
     if Backend.uneven and wrapper.require_backward_grad_sync:
         raise UnidistError(

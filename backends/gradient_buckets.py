@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unidist.backends.base import (
+    M,
     ModelOptions,
+    WrappedModel,
     check_frozen,
     check_not_joined,
     frozen_parameters,
@@ -52,10 +54,10 @@ class Reducer(Protocol):
         """The average of sparse (COO) gradients, in which every rank may have other rows, or none. Collective."""
 
 
-class DataParallel(nn.Module):
-    """A model with the face of ``DistributedDataParallel``; on its own, for a world of one rank."""
+class DataParallel(WrappedModel[M]):
+    """A wrapped model without ``DistributedDataParallel``; on its own, for a world of one rank."""
 
-    def __init__(self, module: nn.Module, options: ModelOptions) -> None:
+    def __init__(self, module: M, options: ModelOptions) -> None:
         super().__init__()
         self.module = module
         self.options = options
@@ -70,7 +72,6 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up locally: the forward passes inside start no reduction when they go backward."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -78,7 +79,7 @@ class DataParallel(nn.Module):
             self.require_backward_grad_sync = before
 
     def settle(self) -> None:
-        """Nothing waits for the next forward pass here."""
+        pass
 
 
 class Bucket:
@@ -145,12 +146,12 @@ class Bucket:
         self.wait = None
 
 
-class BucketedDataParallel(DataParallel):
+class BucketedDataParallel(DataParallel[M]):
     """``DataParallel`` that averages gradients through a ``Reducer`` while backward runs."""
 
     _made = count()
 
-    def __init__(self, module: nn.Module, options: ModelOptions, reducer: Reducer) -> None:
+    def __init__(self, module: M, options: ModelOptions, reducer: Reducer) -> None:
         super().__init__(module, options)
         self._reducer = reducer
         self._forget()

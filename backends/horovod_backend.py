@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unidist.backends import mpi, rendezvous
-from unidist.backends.base import Backend, Group, ModelOptions, Op, Start, default_device
+from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel, default_device
 from unidist.backends.gradient_buckets import BucketedDataParallel
 from unidist.errors import BackendError, UnidistError
 from unidist.topology import Launch, Topology, detect, locate
@@ -191,7 +191,7 @@ class HorovodBackend(Backend):
             result: Tensor = self.wait(hvd.reducescatter_async(tensor, name=name, op=_OPS[op], process_set=_set(group)))
         return result
 
-    def wrap_model(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> nn.Module:
+    def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
         return BucketedDataParallel(model, options, _HorovodReducer(self, options.compression, group))
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from unidist.backends.base import Backend, Group, ModelOptions, Op, Start
+from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel
 from unidist.errors import MismatchError, UnidistError
 
 _OPS: tuple[Op, ...] = get_args(Op)
@@ -96,7 +96,7 @@ class Joined(Backend):
     def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
         return self._refuse("reduce_scatter")
 
-    def wrap_model(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> nn.Module:
+    def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
         return self._refuse("wrap_model")
 
     def _refuse(self, call: str) -> NoReturn:

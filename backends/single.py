@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from unidist.backends.base import Backend, Group, ModelOptions, Op, Start, default_device
+from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel, default_device
 from unidist.backends.gradient_buckets import DataParallel
 from unidist.topology import locate
 
@@ -56,5 +56,5 @@ class SingleBackend(Backend):
     def reduce_scatter(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> torch.Tensor:
         return tensor.clone()
 
-    def wrap_model(self, model: torch.nn.Module, options: ModelOptions, group: Group | None = None) -> torch.nn.Module:
+    def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
         return DataParallel(model, options)

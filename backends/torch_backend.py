@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unidist.backends import mpi, rendezvous
 from unidist.backends.base import (
     Backend,
     Group,
+    M,
     ModelOptions,
     Op,
     Start,
+    WrappedModel,
     check_frozen,
     check_not_joined,
     default_device,
@@ -172,12 +174,12 @@ class TorchBackend(Backend):
             )
         return result.div_(size) if op == "mean" else result
 
-    def wrap_model(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> nn.Module:
+    def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
         devices = {p.device for p in model.parameters()}
         single_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
         handle = self._handle(group, next(iter(devices)).type)
         with self.engine_errors("wrap_model"):
-            wrapped = Wrapped(
+            wrapped: Wrapped[M] = Wrapped(
                 model,
                 device_ids=[next(iter(devices))] if single_gpu else None,
                 process_group=handle,
@@ -197,16 +199,12 @@ class TorchBackend(Backend):
         return (group.handle if group else self._world)[device_type]
 
 
-class Wrapped(DistributedDataParallel):
+class Wrapped(DistributedDataParallel, WrappedModel[M]):
     """DistributedDataParallel whose evaluation is local.
 
     The original broadcasts buffers in every forward pass, also under ``no_grad``, where ranks with
     different numbers of evaluation batches would wait for each other for ever.
     """
-
-    options: ModelOptions
-    #: Not among the parameters that DDP averages.
-    frozen: list[tuple[str, Tensor]]
 
     def settle(self) -> None:
         """Lay out the buckets anew, as the pass after the first does on all ranks.

@@ -20,7 +20,7 @@ PEERS = {"ignite": "ignite", "accelerate": "Accelerate", "lightning_fabric": "Fa
 
 
 def bench(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [PYTHON, "-m", "unidist.cli", "bench", *argv]
+    command = [PYTHON, "-m", "unidist", "bench", *argv]
     whole = environment("python", {"COLUMNS": "80", **env})
     return subprocess.run(command, cwd=ROOT, env=whole, capture_output=True, text=True, timeout=300)
 
@@ -74,7 +74,7 @@ def test_the_drop_in_beside_horovod(tmp_path: Path) -> None:
 
 def test_inside_a_world(tmp_path: Path) -> None:
     data = tmp_path / "here.json"
-    argv = ["-m", "unidist.cli", "bench", "collectives", "loader", "--quick", "--rounds", "1", "--json", str(data)]
+    argv = ["-m", "unidist", "bench", "collectives", "loader", "--quick", "--rounds", "1", "--json", str(data)]
     result = run_world("torchrun", 2, argv, backend="gloo")
     assert result.returncode == 0, result.output
     assert result.output.count("(one call)") == 1  # one rank speaks
@@ -124,7 +124,7 @@ def test_what_cannot_be_measured_is_said() -> None:
     if torch.cuda.device_count() < 2:
         done = bench("metric", "--backend", "nccl")
         assert done.returncode != 0 and "nccl under torchrun: 2 ranks on nccl need 2 GPUs" in done.stderr
-    result = run_world("torchrun", 2, ["-m", "unidist.cli", "bench", "startup"])
+    result = run_world("torchrun", 2, ["-m", "unidist", "bench", "startup"])
     assert result.returncode != 0 and "run them without a launcher" in result.output
 
 

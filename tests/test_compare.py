@@ -27,7 +27,7 @@ CLOSE = Tolerance(1e-4, 1e-6)
 
 
 def compare(folder: Path, *argv: Any, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [PYTHON, "-m", "unidist.cli", "compare", *map(str, argv)]
+    command = [PYTHON, "-m", "unidist", "compare", *map(str, argv)]
     whole = environment("python", {"COLUMNS": "300", "PYTHONPATH": str(ROOT), **env})
     return subprocess.run(command, cwd=folder, env=whole, capture_output=True, text=True, timeout=300)
 

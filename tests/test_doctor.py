@@ -13,7 +13,7 @@ from unidist.cli.doctor import ENGINES, attempt, reason, short
 
 
 def doctor(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [PYTHON, "-m", "unidist.cli", "doctor", *argv]
+    command = [PYTHON, "-m", "unidist", "doctor", *argv]
     whole = environment("python", {"COLUMNS": "80", **env})
     return subprocess.run(command, cwd=ROOT, env=whole, capture_output=True, text=True, timeout=600)
 
@@ -82,7 +82,7 @@ def test_a_world_without_a_library_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_under_a_launcher_it_tells_what_a_rank_sees() -> None:
-    result = run_world("mpirun", 1, ["-m", "unidist.cli", "doctor", "--json"])
+    result = run_world("mpirun", 1, ["-m", "unidist", "doctor", "--json"])
     report = json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])
     texts = [finding["text"] for finding in report["findings"] if finding["subject"] == "launched by"]
     assert texts[0].startswith("openmpi: rank 0 of 1 (OMPI_COMM_WORLD_RANK=0")

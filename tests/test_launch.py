@@ -284,6 +284,25 @@ def test_nonsense_environments_give_one_clear_error_at_once() -> None:
         assert told in line and float(line.split()[2]) < 1.0, (env, line)
 
 
+#: A function of a notebook's cell: new processes cannot import it.
+CELL = """
+import sys, torch, unidist
+factor = 10
+def cell(x):
+    return unidist.rank() * factor + x, unidist.all_reduce(torch.ones(1)).item()
+print("RETURNED", unidist.spawn(cell, 2, (7,)))
+sys.modules["cloudpickle"] = None
+unidist.spawn(cell, 2, (7,))
+"""
+
+
+def test_spawn_returns_the_results_and_takes_a_notebooks_function() -> None:
+    result = run_world("python", 1, ["-c", CELL], backend="gloo")
+    assert "RETURNED [(7, 2.0), (17, 2.0)]" in result.output, result.output
+    assert result.returncode != 0 and "spawn(cell): new processes cannot have this function" in result.output
+    assert "pip install cloudpickle" in result.output
+
+
 def test_spawn_bad_input() -> None:
     import unidist
 

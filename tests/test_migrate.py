@@ -191,7 +191,7 @@ def test_random_scripts(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ the command
 def unidist_migrate(*arguments: str, cwd: Path, status: int = 0) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "unidist.cli", "migrate", *arguments],
+        [sys.executable, "-m", "unidist", "migrate", *arguments],
         cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == status, done.stdout + done.stderr
@@ -416,7 +416,7 @@ def test_the_page_shows_the_proof(tmp_path: Path) -> None:
     unidist_migrate("--write", "migrated.py", cwd=tmp_path, status=0)
     arguments = ["legacy.py", "migrated.py", "--left", "horovod", "--right", "gloo", "-np", "2", "--", "--epochs", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "unidist.cli", "compare", *arguments],
+        [sys.executable, "-m", "unidist", "compare", *arguments],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from tests.worlds import ROOT, environment
 from unidist.context import BACKENDS
 
 FEATURES = {
-    "model", "join", "data", "metrics", "meters", "checkpoint", "console", "collectives", "batch_norm", "launch",
+    "model", "uneven", "data", "metrics", "meters", "checkpoint", "console", "collectives", "batch_norm", "launch",
 }  # fmt: skip
 #: What each module of the package may import of it.
 BELOW = {
@@ -27,7 +27,7 @@ BELOW = {
     "context": {"errors", "knobs", "topology", "seed", "backends"},
     **{name: {"errors", "knobs", "context", "tree", "backends", *FEATURES} for name in FEATURES},
     "bench": {"bench", "cli", "wrap_model", "hvd"},
-    "cli": {"errors", "knobs", "topology", "context", "bench", "cli", "compare", "migrate"},
+    "cli": {"__version__", "errors", "knobs", "topology", "context", "bench", "cli", "compare", "migrate"},
     "migrate": {"hvd", "migrate"},
     "compare": {"topology", "seed", "hvd", "compare"},
     "hvd": {
@@ -44,6 +44,7 @@ BELOW = {
         "hvd",
     },
     "common": {"hvd"},
+    "__main__": {"cli"},
     "__init__": {"errors", "context", "seed", "backends", *FEATURES},
 }
 MPI = {path.name for path in (ROOT / "backends").glob("mpi*.py")}
@@ -105,6 +106,13 @@ def test_features_do_not_ask_which_engine_it_is() -> None:
 
 def test_public_names() -> None:
     assert unidist.__all__ == sorted(unidist.__all__)
+    declared = imported(ROOT / "unidist/__init__.py") - {
+        "importlib.import_module",
+        "typing.TYPE_CHECKING",
+        "typing.Any",
+    }
+    table = {f"unidist.{module}.{name}" for module, names in unidist._MODULES.items() for name in names}
+    assert declared == table and sorted(name.rsplit(".", 1)[1] for name in table) == unidist.__all__
     for name in unidist.__all__:
         assert inspect.getdoc(getattr(unidist, name)), f"{name} has no docstring"
 

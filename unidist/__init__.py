@@ -1,59 +1,120 @@
 """One training script, any launcher, any engine."""
 
-from unidist.backends.base import Group
-from unidist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from unidist.collectives import (
-    all_gather,
-    all_gather_object,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    broadcast_object,
-    new_group,
-    reduce_scatter,
-)
-from unidist.console import RankFilter, print, progress
-from unidist.context import (
-    backend_name,
-    device,
-    init,
-    is_initialized,
-    is_main,
-    local_rank,
-    local_size,
-    node_rank,
-    num_nodes,
-    rank,
-    shutdown,
-    world_size,
-)
-from unidist.data import shard_loader
-from unidist.errors import (
-    BackendError,
-    CheckpointError,
-    CollectiveError,
-    LaunchError,
-    MismatchError,
-    NotInitializedError,
-    UnidistError,
-    WorldSizeError,
-)
-from unidist.join import join
-from unidist.launch import spawn
-from unidist.meters import Accuracy, Mean, Sum, wrap_metric
-from unidist.metrics import allreduce_metric
-from unidist.model import (
-    assert_in_sync,
-    broadcast_model_state,
-    broadcast_optimizer_state,
-    global_mean,
-    unwrap,
-    wrap_model,
-)
-from unidist.seed import set_seed
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unidist.backends.base import Group, WrappedModel
+    from unidist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+    from unidist.collectives import (
+        all_gather,
+        all_gather_object,
+        all_reduce,
+        all_to_all,
+        barrier,
+        broadcast,
+        broadcast_object,
+        new_group,
+        reduce_scatter,
+    )
+    from unidist.console import RankFilter, print, progress
+    from unidist.context import (
+        backend_name,
+        device,
+        init,
+        is_initialized,
+        is_main,
+        local_rank,
+        local_size,
+        node_rank,
+        num_nodes,
+        rank,
+        shutdown,
+        world_size,
+    )
+    from unidist.data import ShardLoader, shard_loader
+    from unidist.errors import (
+        BackendError,
+        CheckpointError,
+        CollectiveError,
+        LaunchError,
+        MismatchError,
+        NotInitializedError,
+        UnidistError,
+        WorldSizeError,
+    )
+    from unidist.launch import spawn
+    from unidist.meters import Accuracy, Mean, Sum, wrap_metric
+    from unidist.metrics import allreduce_metric
+    from unidist.model import (
+        assert_in_sync,
+        broadcast_model_state,
+        broadcast_optimizer_state,
+        global_mean,
+        unwrap,
+        wrap_model,
+    )
+    from unidist.seed import set_seed
+    from unidist.uneven import join
 
 __version__ = "0.1.0"
+
+#: Where each public name is. A module is imported when one of its names is first asked for: the command line answers
+#: without importing torch.
+_MODULES = {
+    "backends.base": ("Group", "WrappedModel"),
+    "checkpoint": ("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
+    "collectives": (
+        "all_gather",
+        "all_gather_object",
+        "all_reduce",
+        "all_to_all",
+        "barrier",
+        "broadcast",
+        "broadcast_object",
+        "new_group",
+        "reduce_scatter",
+    ),
+    "console": ("RankFilter", "print", "progress"),
+    "context": (
+        "backend_name",
+        "device",
+        "init",
+        "is_initialized",
+        "is_main",
+        "local_rank",
+        "local_size",
+        "node_rank",
+        "num_nodes",
+        "rank",
+        "shutdown",
+        "world_size",
+    ),
+    "data": ("ShardLoader", "shard_loader"),
+    "errors": (
+        "BackendError",
+        "CheckpointError",
+        "CollectiveError",
+        "LaunchError",
+        "MismatchError",
+        "NotInitializedError",
+        "UnidistError",
+        "WorldSizeError",
+    ),
+    "uneven": ("join",),
+    "launch": ("spawn",),
+    "meters": ("Accuracy", "Mean", "Sum", "wrap_metric"),
+    "metrics": ("allreduce_metric",),
+    "model": (
+        "assert_in_sync",
+        "broadcast_model_state",
+        "broadcast_optimizer_state",
+        "global_mean",
+        "unwrap",
+        "wrap_model",
+    ),
+    "seed": ("set_seed",),
+}
 
 __all__ = [
     "Accuracy",
@@ -66,9 +127,11 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "RankFilter",
+    "ShardLoader",
     "Sum",
     "UnidistError",
     "WorldSizeError",
+    "WrappedModel",
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -108,3 +171,17 @@ __all__ = [
     "wrap_metric",
     "wrap_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"unidist.{module}"), name)
+            return value
+    if name in _MODULES:
+        return import_module(f"unidist.{name}")
+    raise AttributeError(f"module 'unidist' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import builtins
 import logging
-import time
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from unidist.backends.base import tensors_in
 from unidist.context import is_initialized, is_main, rank, world_size
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -51,8 +53,8 @@ class RankFilter(logging.Filter):
         return speaker == 0 or record.levelno >= self.level
 
 
-def progress(iterable: Iterable[T], **options: Any) -> Iterator[T]:
-    """Go through batches with a tqdm bar on rank 0, which tells the samples per second of all ranks. Not collective.
+def progress(iterable: Iterable[T], **options: Any) -> tqdm[T]:
+    """Go through batches with a tqdm bar on rank 0, which shows the samples per second of all ranks. Not collective.
 
     The samples of a batch are the first dimension of its first tensor; all ranks are taken to go as fast as rank 0.
 
@@ -60,25 +62,38 @@ def progress(iterable: Iterable[T], **options: Any) -> Iterator[T]:
         iterable: a ``shard_loader``'s result, or anything else.
         options: passed to ``tqdm``: ``desc``, ``total``, ``leave``, ``disable``, ...
 
+    Returns:
+        The bar, with all that tqdm has (``set_postfix``, ``write``, ...); on other ranks one that shows nothing.
+
     Raises:
         ImportError: tqdm is not installed: ``pip install "unidist-torch[progress]"``.
     """
-    if is_initialized() and not is_main():
-        yield from iterable
-        return
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise ImportError('unidist.progress needs tqdm: pip install "unidist-torch[progress]".') from error
+
+    class Bar(tqdm):  # type: ignore[type-arg]  # it takes none when the program runs
+        samples = 0
+
+        def __iter__(self) -> Iterator[T]:
+            for batch in super().__iter__():
+                yield batch  # its time counts when its work is done
+                self.samples += _samples(batch) * ranks
+
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            values = dict(super().format_dict)
+            if self.samples and values["elapsed"]:
+                speed = f"{self.samples / values['elapsed']:.4g} samples/s"
+                values["postfix"] = f"{speed}, {values['postfix']}" if values["postfix"] else speed
+            return values
+
     options.setdefault("total", _length(iterable))
     ranks = world_size() if is_initialized() else 1
-    samples, start = 0, time.perf_counter()
-    with tqdm(**options) as bar:
-        for batch in iterable:
-            yield batch  # its time counts when its work is done
-            samples += _samples(batch) * ranks
-            bar.set_postfix_str(f"{samples / (time.perf_counter() - start):.4g} samples/s", refresh=False)
-            bar.update()
+    if is_initialized() and not is_main():
+        options["disable"] = True
+    return Bar(iterable, **options)
 
 
 def _length(iterable: Any) -> int | None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -40,6 +40,9 @@ BACKENDS = {
     "horovod": Engine("unidist.backends.horovod_backend", "HorovodBackend", "horovod.torch"),
 }
 
+#: What ``init`` and ``spawn`` take for ``backend``.
+BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod"]
+
 _log = logging.getLogger("unidist")
 _current: Backend | None = None
 _asked: dict[str, object] = {}
@@ -49,7 +52,7 @@ _process = os.getpid()
 
 
 def init(
-    backend: str = "auto",
+    backend: BackendName = "auto",
     *,
     init_method: str | None = None,
     rank: int | None = None,

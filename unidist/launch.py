@@ -3,41 +3,78 @@
 from __future__ import annotations
 
 import os
+import pickle
+import sys
+import tempfile
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch.multiprocessing.spawn import spawn as start_processes
 
 from unidist import context, knobs
+from unidist.errors import UnidistError
+
+T = TypeVar("T")
 
 
-def spawn(fn: Callable[..., object], nprocs: int, args: tuple[Any, ...] = (), backend: str = "auto") -> None:
+def spawn(
+    fn: Callable[..., T], nprocs: int, args: tuple[Any, ...] = (), backend: context.BackendName = "auto"
+) -> list[T]:
     """Run ``fn(*args)`` in ``nprocs`` new processes of this host, each in a world of that size.
 
     ``init(backend)`` is called in each before ``fn``, so that ``fn`` may call ``unidist.rank()`` and the like (and
-    ``unidist.init()``, as it would under a launcher). Returns when all have ended. As with
-    ``torch.multiprocessing.spawn``, ``fn`` and ``args`` must pickle, and the script needs
-    ``if __name__ == "__main__":`` around the call.
+    ``unidist.init()``, as it would under a launcher). As with ``torch.multiprocessing.spawn``, ``fn``, ``args`` and the
+    results must pickle, and a script needs ``if __name__ == "__main__":`` around the call. Functions of a notebook, lambdas
+    and local functions need cloudpickle.
 
     Args:
-        fn: a function of a module, called with ``args`` alone.
+        fn: called with ``args`` alone.
         nprocs: number of processes, at least 1.
         args: arguments of ``fn``.
         backend: as for ``init``.
 
+    Returns:
+        What ``fn`` returned in each process, in rank order.
+
     Raises:
         ValueError: ``nprocs`` below 1.
+        UnidistError: ``fn`` or ``args`` do not pickle.
         torch.multiprocessing.ProcessRaisedException: ``fn`` failed in one process; the others were ended.
     """
     if nprocs < 1:
         raise ValueError(f"spawn(nprocs={nprocs}) needs at least 1 process.")
     from unidist.backends import rendezvous
 
+    payload = _pickled((fn, args), fn)
     store = rendezvous.open_on_free_port()  # the children's meeting point, for as long as they run
-    start_processes(_run, args=(nprocs, store.port, fn, args, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]
+    with tempfile.TemporaryDirectory(prefix="unidist-spawn-") as folder:
+        start_processes(_run, args=(nprocs, store.port, payload, folder, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(nprocs)]
 
 
-def _run(index: int, nprocs: int, port: int, fn: Callable[..., object], args: tuple[Any, ...], backend: str) -> None:
+def _pickled(value: object, fn: Callable[..., object]) -> bytes:
+    # A new process imports the script, but knows nothing of a notebook's cells.
+    by_reference = getattr(fn, "__module__", "") != "__main__" or hasattr(sys.modules["__main__"], "__file__")
+    reason: Exception | str = "it is not in a file that they could import"
+    if by_reference:
+        try:
+            return pickle.dumps(value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            reason = error
+    try:
+        import cloudpickle
+
+        data: bytes = cloudpickle.dumps(value)
+        return data
+    except ImportError:
+        raise UnidistError(
+            f"spawn({getattr(fn, '__qualname__', fn)}): new processes cannot have this function or its arguments: {reason}. Put the "
+            "function into a .py file and import it from there, or pip install cloudpickle."
+        ) from None
+
+
+def _run(index: int, nprocs: int, port: int, payload: bytes, folder: str, backend: context.BackendName) -> None:
     os.environ.update(
         {
             knobs.LAUNCHER: "spawn",
@@ -56,6 +93,8 @@ def _run(index: int, nprocs: int, port: int, fn: Callable[..., object], args: tu
     )
     context.init(backend)
     try:
-        fn(*args)
+        fn, args = pickle.loads(payload)
+        result = fn(*args)
     finally:
         context.shutdown()
+    (Path(folder) / str(index)).write_bytes(_pickled(result, fn))

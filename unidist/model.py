@@ -7,12 +7,12 @@ import math
 import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.base import Group, ModelOptions
+from unidist.backends.base import Group, M, ModelOptions, WrappedModel
 from unidist.batch_norm import convert_batch_norm
 from unidist.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
 from unidist.context import current
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def wrap_model(
-    model: nn.Module,
+    model: M,
     *,
     sync_bn: bool = False,
     find_unused_parameters: bool = False,
@@ -33,11 +33,11 @@ def wrap_model(
     compression: Literal["fp16", "bf16"] | None = None,
     static_graph: bool = False,
     group: Group | None = None,
-) -> nn.Module:
+) -> WrappedModel[M]:
     """Make a model data-parallel: after ``backward()``, each ``.grad`` is the mean over the ranks. Collective.
 
     The optimizer stays a plain one, and everything between ``backward()`` and ``step()`` (clipping,
-    scaling, skipping) sees the averaged gradients. The result has the face of
+    scaling, skipping) sees the averaged gradients. The result has the interface of
     ``DistributedDataParallel`` (which it is on the torch engines): ``.module``, ``no_sync()``, and
     state_dict keys that begin with ``module.``.
 
@@ -58,10 +58,11 @@ def wrap_model(
         group: the ranks that train this model together.
 
     Raises:
-        ValueError: no parameter requires grad, the model is wrapped already, or an option has no such value.
+        ValueError: no parameter requires grad, one is on the meta device or a DTensor, the model is wrapped already, or an
+            option has no such value.
         UnidistError: from ``backward()`` (on the torch engines from the next forward pass), when parameters got no
             gradient and ``find_unused_parameters`` is off; names them.
-        MismatchError: on every rank, when the ranks' models differ; names the first difference.
+        MismatchError: on every rank, when the ranks' models differ, in memory format too; names the first difference.
     """
     if compression is not None and compression not in _COMPRESSION:
         raise ValueError(f"compression={compression!r} is unknown: use 'fp16', 'bf16' or None.")
@@ -71,9 +72,16 @@ def wrap_model(
         raise ValueError("wrap_model: no parameter of this model requires grad, so there is nothing to average.")
     if is_wrapped(model):
         raise ValueError(f"wrap_model: this {type(model).__name__} is wrapped already: pass its .module.")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"wrap_model: {name!r} is on the meta device and has no values: move the model with "
+                "model.to_empty(device=unidist.device()), initialise it, and wrap it then."
+            )
+    _refuse_sharded(model)
     _check_same(model, group, layout=True)
     if sync_bn:
-        model = convert_batch_norm(model, group)
+        model = convert_batch_norm(model, group)  # type: ignore[assignment]  # a model that is no BatchNorm keeps its class
     options = ModelOptions(
         find_unused_parameters=find_unused_parameters,
         broadcast_buffers=broadcast_buffers,
@@ -85,6 +93,10 @@ def wrap_model(
     return current().wrap_model(model, options, group)
 
 
+@overload
+def unwrap(model: WrappedModel[M]) -> M: ...
+@overload
+def unwrap(model: M) -> M: ...
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside ``wrap_model``'s result (and ``torch.compile``'s); a plain model is returned as it is.
 
@@ -116,7 +128,9 @@ def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
 
     Raises:
         MismatchError: on every rank; names the first parameter that differs, and the ranks that differ from the first.
+        ValueError: a parameter is a DTensor.
     """
+    _refuse_sharded(unwrap(model))
     mine = [(name, tuple(p.shape), str(p.dtype), _crc(p)) for name, p in unwrap(model).named_parameters()]
     ranks = current().ranks(group)
     for entries in zip_longest(*all_gather_object(mine, group)):
@@ -224,6 +238,16 @@ class _Described:
 
 def _describe(leaf: Any) -> Any:
     return _Described(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if hasattr(param, "device_mesh") and hasattr(param, "placements"):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor, of which each rank holds a part: wrap_model, assert_in_sync and save_checkpoint "
+                "take whole tensors. FSDP2 and tensor parallelism average gradients themselves: train without wrap_model, and save "
+                "with torch.distributed.checkpoint."
+            )
 
 
 def _crc(tensor: Tensor) -> int:

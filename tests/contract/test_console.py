@@ -33,10 +33,14 @@ def test_rank_filter() -> None:
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     loader = unidist.shard_loader(DataLoader(torch.arange(10.0), 5, shuffle=True))
     text = io.StringIO()
-    batches = list(unidist.progress(loader, desc="train", file=text, mininterval=0))
+    bar = unidist.progress(loader, desc="train", file=text, mininterval=0)
+    batches = []
+    for batch in bar:
+        batches.append(batch)
+        bar.set_postfix(loss=0.5)
     assert sum(map(len, batches)) == -(-10 // unidist.world_size())
     shown = text.getvalue()
-    assert not shown if unidist.rank() else "train: 100%" in shown and "samples/s" in shown
+    assert not shown if unidist.rank() else "train: 100%" in shown and "samples/s, loss=0.5" in shown
     pairs = [(torch.ones(4, 2), torch.ones(4)), {"x": torch.ones(3)}, 7]
     assert list(unidist.progress(iter(pairs), disable=True)) == pairs
     assert not capsys.readouterr().out

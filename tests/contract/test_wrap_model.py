@@ -285,6 +285,30 @@ def test_bad_options() -> None:
         unidist.wrap_model(nn.Linear(2, 2), bucket_cap_mb=0)
 
 
+def test_models_that_cannot_be_wrapped() -> None:
+    with torch.device("meta"):
+        meta = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device.*to_empty"):
+        unidist.wrap_model(meta)
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean = norm.running_mean.to("meta")  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"'running_mean' is on the meta device"):
+        unidist.wrap_model(norm)
+
+
+def test_attributes_of_the_model_inside() -> None:
+    class Lightning(nn.Linear):
+        def training_step(self, x: Tensor) -> Tensor:
+            return self(x).sum()  # type: ignore[no-any-return]
+
+    model = unidist.wrap_model(Lightning(2, 2))
+    with pytest.raises(AttributeError, match=r"use model\.module\.training_step.*gradients are not averaged"):
+        model.training_step(torch.ones(1, 2))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        model.nothing  # noqa: B018
+    assert not hasattr(model, "training_step") and model.module.training_step(torch.ones(1, 2)).dim() == 0
+
+
 def test_a_copy_of_a_wrapped_model_averages_too() -> None:
     model = unidist.wrap_model(seeded())
     loss_of(model, unidist.rank()).backward()

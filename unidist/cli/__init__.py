@@ -1,4 +1,4 @@
-"""The command line: ``unidist COMMAND``, also ``python -m unidist.cli``.
+"""The command line: ``unidist COMMAND``, also ``python -m unidist COMMAND``.
 
 One module per command: ``build-horovod`` is ``command`` in ``build_horovod.py``.
 """
@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
     # The console script imports this module before anything else: a traceback would hide the remedy.
     raise SystemExit(f"unidist: {error.name} is not installed: pip install 'unidist-torch[cli]'") from None
 
+from unidist import __version__
 from unidist.errors import UnidistError
 
 # The help lines stand here, so that `unidist --help` imports no command.
@@ -50,4 +51,6 @@ class LazyCommands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-main = LazyCommands("unidist", help="One PyTorch training script for every launcher and engine.")
+main = click.version_option(__version__, prog_name="unidist", message="%(prog)s %(version)s")(
+    LazyCommands("unidist", help="One PyTorch training script for every launcher and engine.")
+)

@@ -64,7 +64,7 @@ def command(
     that noise meets all of them; figures are medians over the rounds, with half the distance between the quartiles.
     A ratio is unidist's median over the other's: below 1, unidist is faster.
 
-    Starts its own worlds on this host. Under a launcher (torchrun -m unidist.cli bench step) it measures that world.
+    Starts its own worlds on this host. Under a launcher (torchrun -m unidist bench step) it measures that world.
     """
     if plot_path and plot_path.suffix not in (".png", ".svg", ".pdf"):
         raise click.ClickException(f"--plot {plot_path}: the name must end in .png, .svg or .pdf")
@@ -159,7 +159,7 @@ def _measure_in_worlds(
 def _world(launcher: str, engine: str, place: str, suites: Sequence[str], rounds: int, quick: bool, ranks: int, progress: Any) -> list[Case]:  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "world.json")
-        argv = ["-m", "unidist.cli", "bench", *suites, "--rounds", str(rounds), "--json", str(path), "--place", place]
+        argv = ["-m", "unidist", "bench", *suites, "--rounds", str(rounds), "--json", str(path), "--place", place]
         env = worlds.environment(os.environ, ranks, engine)
 
         def on_line(line: str) -> None:

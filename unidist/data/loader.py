@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
@@ -15,9 +15,13 @@ from unidist.data.sampler import ShardSampler, is_shuffle
 from unidist.data.shares import Cursor, Shares, mixed
 from unidist.data.stream import ShardStream, WorkerInit
 
+T = TypeVar("T")
 
-class ShardLoader(DataLoader[Any]):
+
+class ShardLoader(DataLoader[T]):
     """What ``shard_loader`` returns: a DataLoader with this rank's share and a position that can be saved.
+
+    Its iterators are typed as yielding the type parameter of the loader that it was made of, ``DataLoader[T]``.
 
     Each iteration is the next epoch; one that is left after its first batch was a look and does not count. ``len()`` is the
     number of batches that the running iteration yields, else the next one: fewer than a whole epoch's when
@@ -99,7 +103,7 @@ class ShardLoader(DataLoader[Any]):
             return items
         return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]
         cursor = self._source.cursor
         if self._begun is not None and self._yielded <= 1:  # it was a look
             cursor = self._source.cursor = self._begun
@@ -116,7 +120,7 @@ class ShardLoader(DataLoader[Any]):
             cursor.begin()  # the workers' copies do it for themselves
         return self._counted(iterator, begun)
 
-    def _counted(self, iterator: Iterator[Any], begun: Cursor) -> Iterator[Any]:
+    def _counted(self, iterator: Iterator[T], begun: Cursor) -> Iterator[T]:
         for batch in iterator:
             if self._begun is begun:
                 self._yielded += 1
@@ -138,13 +142,13 @@ class ShardLoader(DataLoader[Any]):
 
 
 def shard_loader(
-    loader: DataLoader[Any],
+    loader: DataLoader[T],
     *,
     shuffle: bool | None = None,
     seed: int = 0,
     drop_last: bool | None = None,
     pad: bool | None = None,
-) -> ShardLoader:
+) -> ShardLoader[T]:
     """A DataLoader like ``loader`` that yields this rank's share of the samples.
 
     The batch size stays: it is each rank's. Order and workers' seeds follow from ``seed`` alone and leave the

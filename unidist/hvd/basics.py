@@ -42,7 +42,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     if is_open():
         return
     if not context.is_initialized():
-        context.init(_engine())
+        context.init(_engine())  # type: ignore[arg-type]  # it refuses names that it does not know
         _started_engine = True
     place = context.current().topology
     if comm is not None and (

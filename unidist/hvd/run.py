@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from unidist.hvd.functions import dumps
@@ -53,14 +51,9 @@ def run(
     if refused:
         raise NotImplementedError(f"run({refused[0]}={options[refused[0]]!r}) has no meaning here: leave it out.")
     count = num_proc if np is None else np
-    with tempfile.TemporaryDirectory(prefix="unidist-run-") as folder:
-        spawn(_call, count, (dumps((func, tuple(args), dict(kwargs or {}))), folder), backend="gloo")
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(count)]
+    return spawn(_call, count, (dumps((func, tuple(args), dict(kwargs or {}))),), backend="gloo")
 
 
-def _call(payload: bytes, folder: str) -> None:
-    from unidist.context import rank
-
+def _call(payload: bytes) -> Any:
     func, args, kwargs = pickle.loads(payload)
-    place = Path(folder) / str(rank())
-    place.write_bytes(dumps(func(*args, **kwargs)))
+    return func(*args, **kwargs)

@@ -1,5 +1,0 @@
-"""``python -m unidist.cli``."""
-
-from unidist.cli import main
-
-main()
