@@ -1,0 +1,88 @@
+"""Installs as people make them, seen from a folder beside the checkout: by Python, by mypy and by pyright."""
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.worlds import ROOT, environment
+
+SCRIPT = """
+import unidist
+unidist.init()
+print("FOUND", unidist.__file__, unidist.world_size())
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this checkout in a folder called unidist, with scripts beside it."""
+    work = tmp_path_factory.mktemp("work")
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for name in filter(lambda name: (ROOT / name).exists(), files):
+        place = work / "unidist" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, place, follow_symlinks=False)
+    (work / "script.py").write_text(SCRIPT)
+    shutil.copy(ROOT / "tests/programs/typed.py", work)
+    settings = {"typeCheckingMode": "standard", "reportUnnecessaryTypeIgnoreComment": "error", "include": ["typed.py"]}
+    (work / "pyrightconfig.json").write_text(json.dumps(settings))
+    return work / "unidist"
+
+
+@pytest.fixture(scope="module")
+def archives(checkout: Path) -> Path:
+    """The folder with the wheel and the source archive of that checkout."""
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(checkout.parent / "dist"), str(checkout)])
+    return checkout.parent / "dist"
+
+
+def run(command: Sequence[str], folder: Path | None = None) -> str:
+    done = subprocess.run(command, cwd=folder, env=environment("python", {}), capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def new_python(place: Path) -> str:
+    """The interpreter of a new environment that has this one's packages but not its unidist."""
+    run([sys.executable, "-m", "venv", "--without-pip", str(place)])
+    paths = sysconfig.get_paths(vars={"base": str(place), "platbase": str(place)})
+    # What stands in a .pth file is put on the path; .pth files that are found there are not followed.
+    Path(paths["purelib"], "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(place / "bin" / "python")
+
+
+def test_archives_have_the_engines(archives: Path) -> None:
+    wheel = zipfile.ZipFile(next(archives.glob("*.whl"))).namelist()
+    assert "unidist/backends/base.py" in wheel and "unidist/py.typed" in wheel and "backends/base.py" not in wheel
+    with tarfile.open(next(archives.glob("*.tar.gz"))) as archive:
+        assert any(name.endswith("/backends/base.py") for name in archive.getnames())
+
+
+def test_a_checkout_that_is_not_installed(checkout: Path) -> None:
+    code = "import unidist.backends.single as s; print(s.__file__)"
+    assert run([sys.executable, "-c", code], checkout).startswith(str(checkout))
+
+
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_a_script_beside_the_checkout(kind: str, checkout: Path, archives: Path, tmp_path: Path) -> None:
+    python = new_python(tmp_path / "venv")
+    what = ["-e", str(checkout)] if kind == "editable" else [str(next(archives.glob("*.whl")))]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    run([*pip, "install", "-q", "--no-deps", "--no-build-isolation", *what])
+    work = checkout.parent
+    home = checkout if kind == "editable" else tmp_path / "venv"
+    found = run([python, "script.py"], work).split()
+    assert found[0] == "FOUND" and found[1].startswith(str(home)) and found[2] == "1", found
+    # Each fails on what it does not find, on a type that is not the declared one and on an ignore that nothing needs.
+    run([sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "typed.py"], work)
+    run([str(Path(sys.executable).parent / "basedpyright"), "--pythonpath", python], work)
