@@ -199,6 +199,20 @@ class Backend(ABC):
         """
         time.sleep(_REST_S)
 
+    def failure(self, call: str, error: BaseException) -> CollectiveError:
+        """The error that explains an engine's own."""
+        place = self.topology
+        hint = ""
+        if call == "backward":
+            hint = (
+                " If none failed, a rank has made fewer steps: share the data with unidist.shard_loader, or train inside "
+                "unidist.join."
+            )
+        return CollectiveError(
+            f"rank {place.rank} of {place.world_size} ({self.name}): {call} failed: {error}. Another rank may have failed first, "
+            f"or made a different call: look for the earliest error among all ranks.{hint}"
+        )
+
     def engine_errors(self, call: str) -> AbstractContextManager[None]:
         """Turn an engine's exception inside the block into a ``CollectiveError`` that names rank and call."""
         return _EngineErrors(self, call)
@@ -218,11 +232,7 @@ class _EngineErrors:
     ) -> Literal[False]:
         if not isinstance(error, Exception) or isinstance(error, UnidistError):
             return False
-        place = self.backend.topology
-        raise CollectiveError(
-            f"rank {place.rank} of {place.world_size} ({self.backend.name}): {self.call} failed: {error}. "
-            "Another rank may have failed first, or made a different call: look for the earliest error among all ranks."
-        ) from error
+        raise self.backend.failure(self.call, error) from error
 
 
 def unused_parameters(names: Sequence[str]) -> UnidistError:

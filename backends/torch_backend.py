@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
+import traceback
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,7 +34,7 @@ from unidist.backends.base import (
     tensors_in,
     unused_parameters,
 )
-from unidist.errors import BackendError, MismatchError
+from unidist.errors import BackendError, MismatchError, UnidistError
 from unidist.topology import Launch, Topology, locate
 
 _OPS = {
@@ -43,6 +46,10 @@ _OPS = {
 # torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+#: How gloo says that another rank has gone or does not answer.
+_LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Timed out waiting \d+ms")
 
 
 class TorchBackend(Backend):
@@ -57,6 +64,7 @@ class TorchBackend(Backend):
         #: A user's own NCCL group takes no CPU tensors; they get a group beside it.
         self._split = name == "nccl" and "gloo" not in dist.get_backend_config()
         self._world = {"cuda": None, "cpu": dist.new_group(backend="gloo") if self._split else None}
+        self._restore_hook = self._explain_lost_ranks()
 
     @classmethod
     def start(cls, name: str, start: Start) -> TorchBackend:
@@ -77,8 +85,9 @@ class TorchBackend(Backend):
                 f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}. Is every rank running, "
                 "and can the hosts reach each other?"
             ) from error
+        backend = cls(name, topology, device, owned=True)
         mpi.end_all_on_error(start.launch)
-        return cls(name, topology, device, owned=True)
+        return backend
 
     @classmethod
     def adopt(cls, start: Start) -> TorchBackend | None:
@@ -95,7 +104,34 @@ class TorchBackend(Backend):
         topology = locate(launch, hosts)
         return cls(name, topology, _device(name, start, topology), owned=False)
 
+    def _explain_lost_ranks(self) -> Callable[[], None]:
+        """Say at an uncaught error of gloo's which rank it is of and what to look for; the result takes that back.
+
+        Nothing of ours is between DDP's backward pass and the user's call of it: a communication hook in Python would be,
+        and cost up to 5 % of a step.
+        """
+        show = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            ours = isinstance(error, RuntimeError) and not isinstance(error, UnidistError)
+            if not (ours and _LOST_RANK.search(str(error))):
+                show(kind, error, trace)
+                return
+            frames = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(trace)}
+            call = "backward" if "torch.autograd" in frames else "a call of torch.distributed"
+            explained = self.failure(call, error)
+            explained.__cause__ = error
+            show(type(explained), explained, None)
+
+        def restore() -> None:
+            if sys.excepthook is hook:
+                sys.excepthook = show
+
+        sys.excepthook = hook
+        return restore
+
     def shutdown(self) -> None:
+        self._restore_hook()
         self.quiesce()
         if self._owned and dist.is_initialized():
             # A rank that leaves after an error leaves a group that is broken already.

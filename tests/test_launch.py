@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -239,13 +240,21 @@ def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> 
     argv = ["tests/programs/fail_on_rank.py", "1", "sleep"]
     result = run_world(launcher, 2, argv, backend=backend, env={"UNIDIST_TIMEOUT": "4"}, timeout=60)
     assert result.returncode != 0 and result.seconds < 30
-    # DDP's own error is gloo's.
     told = {
-        "gloo": "Timed out waiting",
+        "gloo": "rank 0 of 2 (gloo): backward failed: ",
         "horovod": "rank 0 of 2 (horovod): backward failed: no answer from another rank",
         "mpi": "ran into its timeout of 4 s: rank 1 is not there",
     }
     assert told[backend] in result.output, result.output
+
+
+def test_a_rank_that_leaves_early_is_explained_in_backward() -> None:
+    """It makes fewer steps than the others, and fails in nothing."""
+    result = run_world("torchrun", 2, ["tests/programs/fail_on_rank.py", "1", "leave"], backend="gloo", timeout=60)
+    assert result.returncode != 0 and "Connection closed by peer" in result.output
+    assert re.search(r"rank 0 of 2 \(gloo\): backward failed: .*shard_loader.*unidist\.join", result.output), (
+        result.output
+    )
 
 
 NONSENSE: list[tuple[dict[str, str], str]] = [

@@ -1,4 +1,4 @@
-"""Train until one rank fails in the middle: ``fail_on_rank.py RANK raise|exit|sleep``."""
+"""Train until one rank fails in the middle: ``fail_on_rank.py RANK raise|exit|leave|sleep``."""
 
 import sys
 import time
@@ -15,6 +15,8 @@ for step in range(100_000):
     if step == 5 and unidist.rank() == rank:
         if how == "exit":
             sys.exit(3)
+        if how == "leave":
+            sys.exit()
         if how == "sleep":
             time.sleep(600)
         raise RuntimeError(f"rank {rank} fails on purpose")
