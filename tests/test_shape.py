@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import unidist
-from tests.worlds import ROOT, environment
+from tests.worlds import ROOT, environment, run_world
 from unidist.context import BACKENDS
 
 FEATURES = {
@@ -157,19 +157,16 @@ def test_readme_names_every_public_call() -> None:
             assert name in page or (name.endswith("_object") and "*_object" in page), name
 
 
-def test_readme_script_runs() -> None:
-    """The first example, with a model and data in place of the reader's."""
-    script = (ROOT / "README.md").read_text().split("```python")[1].split("```")[0]
-    before = (
-        "import torch\n"
-        "train_set = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 3, (64,)))\n"
-        "loss_fn = torch.nn.functional.cross_entropy\n"
-        "Net = lambda: torch.nn.Linear(4, 3)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", before + script], cwd=ROOT, env=environment("python", {}), capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "{'loss': " in done.stdout, done.stderr
+@pytest.mark.parametrize(("launcher", "size"), [("python", 1), ("torchrun", 2)])
+def test_readme_script_runs(launcher: str, size: int, tmp_path: Path) -> None:
+    """The first example as it stands, on one process and on two: it learns, and one rank prints."""
+    script = tmp_path / "train.py"
+    text = (ROOT / "README.md").read_text().split("```python")[1].split("```")[0]
+    script.write_text(text.replace("model.pt", str(tmp_path / "model.pt")))
+    result = run_world(launcher, size, [str(script)])
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\d\.\d+)", result.output)]
+    assert result.returncode == 0 and len(losses) == 5 and losses[-1] < 0.5 * losses[0], result.output
+    assert (tmp_path / "model.pt").exists()
 
 
 def readme_commands() -> list[str]:

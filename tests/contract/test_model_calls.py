@@ -1,6 +1,7 @@
 """``unwrap``, ``assert_in_sync`` and ``global_mean``."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,3 +77,18 @@ def test_global_mean_of_nothing_and_of_nonsense() -> None:
     assert loss.item() == 0 and nothing.grad is not None and nothing.grad.item() == 0
     with pytest.raises(ValueError, match="below 0 or not finite"):
         unidist.global_mean(nothing, -1 if unidist.rank() == 0 else 5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_sharded_models_are_refused(tmp_path: Path) -> None:
+    if not torch.distributed.is_initialized():
+        pytest.skip("FSDP2 needs torch.distributed, and this engine does not start it")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Linear(4, 6), mesh=init_device_mesh("cpu", (unidist.world_size(),)))
+    for call in (unidist.wrap_model, unidist.assert_in_sync):
+        with pytest.raises(ValueError, match=r"'weight' is a DTensor.*torch\.distributed\.checkpoint"):
+            call(model)
+    with pytest.raises(ValueError, match=r"'weight' is a DTensor"):
+        unidist.save_checkpoint(tmp_path / "model.pt", model=model)

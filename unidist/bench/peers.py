@@ -134,20 +134,10 @@ def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
         yield "ignite", ignite
     if find_spec("accelerate") and known_to_all():
         accelerator = _accelerator()
-        yield (
-            "Accelerate",
-            lambda: accelerator.reduce(
-                {name: torch.tensor(value, device=device) for name, value in figures.items()}, "mean"
-            ),
-        )
+        yield "Accelerate", lambda: _numbers(accelerator.reduce(_tensors(figures), "mean"))
     if find_spec("lightning_fabric") and known_to_all():
         fabric = _launched_fabric()
-        yield (
-            "Fabric",
-            lambda: fabric.all_reduce(
-                {name: torch.tensor(value, device=device) for name, value in figures.items()}, reduce_op="mean"
-            ),
-        )
+        yield "Fabric", lambda: _numbers(fabric.all_reduce(_tensors(figures), reduce_op="mean"))
 
 
 def _tensors(figures: dict[str, float]) -> dict[str, Tensor]:
