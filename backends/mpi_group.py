@@ -269,7 +269,18 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
+        try:
+            dist.get_process_group_ranks(self)
+        except KeyError:
+            # torch 2.14 attaches its flight recorder to a new group that names devices, and needs a backend in C++ for it.
+            return []
         return [torch.device("cpu"), torch.device("cuda")] if torch.cuda.is_available() else [torch.device("cpu")]
+
+    def get_backend(self, device: torch.device) -> MpiProcessGroup:
+        """The group is its own backend, on every device."""
+        return self
+
+    _get_backend = get_backend
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Of the operations that come."""
