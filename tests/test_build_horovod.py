@@ -55,6 +55,7 @@ else:
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     script = tmp_path / "pip.py"
     script.write_text(PIP)
+    (tmp_path / "cache").mkdir()
     monkeypatch.setattr(build_horovod, "PIP", [sys.executable, str(script)])
     return build_horovod.PIP
 
@@ -217,14 +218,49 @@ def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("has_modules")
 def test_a_wheel_in_the_cache_needs_no_tools(tools: Callable[..., None], tmp_path: Path) -> None:
-    folder = tmp_path / "horovod" / toolchain.find_target("").key()
-    folder.mkdir(parents=True)
-    (folder / WHEEL).touch()
+    wheel = cached_wheel(tmp_path)
     result = call("--cache-dir", str(tmp_path))
     assert result.exit_code == 0, result.output
-    assert result.stdout == f"{folder / WHEEL}\n"
+    assert result.stdout == f"{wheel}\n"
     assert "Found in the cache" in result.stderr
     assert call("--cache-dir", str(tmp_path), "--force").exit_code == 1  # builds, which needs the tools
+
+
+def cached_wheel(cache: Path) -> Path:
+    """What an earlier build for this Python and torch left in the cache."""
+    folder = cache / "horovod" / toolchain.find_target("").key()
+    build_horovod.make_private(cache, folder)
+    (cache / WHEEL).write_bytes(b"a wheel")
+    return build_horovod.publish(cache / WHEEL, folder)
+
+
+@pytest.mark.usefixtures("has_modules")
+def test_a_wheel_that_is_not_the_one_that_was_built_is_not_used(tools: Callable[..., None], tmp_path: Path) -> None:
+    wheel = cached_wheel(tmp_path)
+    wheel.write_bytes(b"another")
+    result = call("--cache-dir", str(tmp_path))
+    assert result.exit_code == 1 and "cmake 3.13" in result.output  # builds, which needs the tools
+    assert f"{wheel} does not have a sha256 that {wheel.name}.sha256 records" in result.output
+
+
+@pytest.mark.usefixtures("has_modules")
+@pytest.mark.parametrize("level", ["", "horovod"])
+def test_a_cache_that_others_can_write_is_refused(tools: Callable[..., None], tmp_path: Path, level: str) -> None:
+    cached_wheel(tmp_path)
+    (tmp_path / level).chmod(0o775)
+    result = call("--cache-dir", str(tmp_path))
+    assert result.exit_code == 1 and f"{tmp_path / level} can be written by others (mode 775)" in result.output
+    assert "UNIDIST_CACHE" in result.output
+    (tmp_path / level).chmod(0o755)
+    assert call("--cache-dir", str(tmp_path)).exit_code == 0
+
+
+@pytest.mark.usefixtures("has_modules")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_cache_of_another_user_is_refused(tools: Callable[..., None], tmp_path: Path) -> None:
+    os.chown(cached_wheel(tmp_path).parent, 12345, -1)
+    result = call("--cache-dir", str(tmp_path))
+    assert result.exit_code == 1 and "belongs to another user (uid 12345)" in result.output
 
 
 @pytest.mark.usefixtures("pip")
@@ -234,7 +270,7 @@ def test_the_build_raises_the_standard_and_publishes_one_wheel(
     wheel = build_horovod.build(TARGET, tmp_path / "cache", 1)
     with zipfile.ZipFile(wheel) as content:
         assert {content.read(name) for name in content.namelist()} == {b"set(CMAKE_CXX_STANDARD 17)"}
-    assert sorted(path.name for path in wheel.parent.iterdir()) == ["build.log", WHEEL]
+    assert sorted(path.name for path in wheel.parent.iterdir()) == ["build.log", WHEEL, f"{WHEEL}.sha256"]
     assert " 50 % common.cc\n" in capfd.readouterr().err
 
 
@@ -269,7 +305,7 @@ def test_two_builds_at_once(pip: list[str], tmp_path: Path) -> None:
     for process in both:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["build.log", WHEEL]
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["build.log", WHEEL, f"{WHEEL}.sha256"]
 
 
 def driver(pip: list[str], cache: Path) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tarfile
@@ -125,7 +127,6 @@ def telling(lines: Sequence[str], count: int = 20) -> list[str]:
 
 def build(target: Target, folder: Path, jobs: int) -> Path:
     """Build the wheel in a temporary folder, then put it into the cache's."""
-    folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"build-{platform.node()}-{os.getpid()}.log"  # its own: another build may run
     click.echo(f"Building Horovod {VERSION} for {target.key()}: some minutes; log: {log}", err=True)
     on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended like with Ctrl-C: nothing stays behind
@@ -171,11 +172,54 @@ def unpack(archive: Path) -> Path:
 def publish(wheel: Path, folder: Path) -> Path:
     """Move the wheel into the folder in one step, so that nobody ever reads half of it."""
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as staging:
-        return Path(shutil.copy(wheel, staging)).replace(folder / wheel.name)
+        new = Path(shutil.copy(wheel, staging))
+        # Before the wheel is there, and beside those of earlier builds: two builds may run at once.
+        with record(folder / wheel.name).open("a") as digests:
+            digests.write(f"{sha256(new)}\n")
+        return new.replace(folder / wheel.name)
 
 
 def cached(folder: Path) -> Path | None:
-    return next(folder.glob(f"horovod-{VERSION}-*.whl"), None)
+    """The wheel in the folder, if it is one that was built there."""
+    wheel = next(folder.glob(f"horovod-{VERSION}-*.whl"), None)
+    if wheel is None:
+        return None
+    digests = record(wheel).read_text().split() if record(wheel).exists() else []
+    if sha256(wheel) in digests:
+        return wheel
+    click.echo(f"{wheel} does not have a sha256 that {record(wheel).name} records: building it again.", err=True)
+    return None
+
+
+def record(wheel: Path) -> Path:
+    """The file with the sha256 of every build of this wheel."""
+    return wheel.with_name(f"{wheel.name}.sha256")
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def make_private(cache: Path, folder: Path) -> None:
+    """Make the folders from ``cache`` down to ``folder``, and see that nobody else can put a wheel there.
+
+    Raises:
+        ClickException: a folder belongs to another user (other than root), or others can write to it.
+    """
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    for each in reversed([folder, *(above for above in folder.parents if above.is_relative_to(cache))]):
+        each.mkdir(mode=0o755, exist_ok=True)
+        found = each.stat()
+        if found.st_uid not in (0, os.getuid()):
+            wrong = f"{each} belongs to another user (uid {found.st_uid})"
+        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            wrong = f"{each} can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+        else:
+            continue
+        raise click.ClickException(
+            f"{wrong}, who could replace the wheels that are installed from there: chmod -R go-w {cache}, or choose "
+            "another folder with --cache-dir or UNIDIST_CACHE."
+        )
 
 
 def install(wheel: Path) -> str:
@@ -239,7 +283,10 @@ def get_wheel(force: bool, jobs: int, mpi: str, cache: Path) -> Path:
     if problems:
         stop_if([*problems, *lacking_tools(mpi)])
     target = find_target(mpi)
-    folder = cache.absolute() / "horovod" / target.key()
+    cache = cache.absolute()
+    folder = cache / "horovod" / target.key()
+    if folder.exists():
+        make_private(cache, folder)
     wheel = None if force else cached(folder)
     if wheel:
         click.echo(f"Found in the cache: {target.key()}", err=True)
@@ -247,4 +294,5 @@ def get_wheel(force: bool, jobs: int, mpi: str, cache: Path) -> Path:
     stop_if(lacking_tools(mpi))
     for note in notes(target):
         click.echo(note, err=True)
+    make_private(cache, folder)
     return build(target, folder, jobs)
