@@ -32,9 +32,9 @@ import io, os, sys, tarfile, time, zipfile
 name = "horovod-0.28.1"
 if sys.argv[1] == "download":
     with tarfile.open(name + ".tar.gz", "w:gz") as tar:
-        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", "cmake/Modules/FindPytorch.cmake"):
             entry = tarfile.TarInfo(f"{name}/{path}")
-            text = b"set(CMAKE_CXX_STANDARD 14)"
+            text = b"(torch.version.cuda is not None)" if "Find" in path else b"set(CMAKE_CXX_STANDARD 14)"
             entry.size = len(text)
             tar.addfile(entry, io.BytesIO(text))
 else:
@@ -46,7 +46,7 @@ else:
         time.sleep(600)
     os.mkdir("wheel")
     with zipfile.ZipFile(f"wheel/{name}-cp311-cp311-linux_x86_64.whl", "w") as wheel:
-        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", "cmake/Modules/FindPytorch.cmake"):
             wheel.write(sys.argv[-1] + "/" + path, path)
 """
 
@@ -126,13 +126,19 @@ def test_missing_modules_come_with_the_missing_tools(
     tools: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = {"torch", "pip", "cffi", "yaml"}
-    find = toolchain.util.find_spec
-    monkeypatch.setattr(toolchain.util, "find_spec", lambda name: None if name in gone else find(name))
+    find = toolchain.is_installed
+    monkeypatch.setattr(toolchain, "is_installed", lambda name: name not in gone and find(name))
     output = call().output
     assert "pip install torch" in output
     assert "python -m ensurepip" in output
     assert "cffi, yaml are missing: pip install 'unidist-torch[horovod]'" in output
     assert "cmake" in output
+
+
+def test_setuptools_can_be_imported_after_the_search_for_modules() -> None:
+    """A CUDA build of PyTorch needs it to say where CUDA is."""
+    done = python("from unidist.cli import toolchain; list(toolchain.lacking_modules()); import setuptools")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_compiler_that_does_not_compile_is_missing(
@@ -173,6 +179,16 @@ def test_mpi_is_told_by_name_and_version(tools: Callable[..., None], text: str, 
 def test_no_mpicxx_means_gloo_alone_and_a_hint(tools: Callable[..., None]) -> None:
     assert toolchain.find_mpi() == ""
     assert "with Gloo only" in "".join(build_horovod.notes(Target("2.13.0")))
+
+
+def test_nvcc_alone_is_no_cuda_toolkit(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").touch()
+    assert not toolchain.has_toolkit(tmp_path)
+    (tmp_path / "targets/sbsa-linux/include").mkdir(parents=True)
+    (tmp_path / "targets/sbsa-linux/include/cuda_runtime.h").touch()
+    assert toolchain.has_toolkit(tmp_path)
+    assert "For CPU tensors only" in "".join(build_horovod.notes(Target("2.15.0+cu132", "openmpi4.1.4")))
 
 
 def test_nccl_header_is_looked_for_where_horovod_looks(tmp_path: Path) -> None:
@@ -269,7 +285,7 @@ def test_the_build_raises_the_standard_and_publishes_one_wheel(
 ) -> None:
     wheel = build_horovod.build(TARGET, tmp_path / "cache", 1)
     with zipfile.ZipFile(wheel) as content:
-        assert {content.read(name) for name in content.namelist()} == {b"set(CMAKE_CXX_STANDARD 17)"}
+        assert {content.read(name) for name in content.namelist()} == {b"set(CMAKE_CXX_STANDARD 17)", b"False"}
     assert sorted(path.name for path in wheel.parent.iterdir()) == ["build.log", WHEEL, f"{WHEEL}.sha256"]
     assert " 50 % common.cc\n" in capfd.readouterr().err
 

@@ -46,6 +46,8 @@ def notes(target: Target) -> Iterator[str]:
     if not shutil.which("mpicxx"):
         install = remedy("libopenmpi-dev openmpi-bin", "brew install open-mpi")
         yield f"Without MPI, with Gloo only; for MPI, have mpicxx on the PATH ({install}) and build again."
+    if "+cu" in target.torch and not target.cuda:
+        yield "For CPU tensors only: CUDA's nvcc and headers are not found; install the CUDA toolkit or set CUDA_HOME, and build again."
     if target.cuda and not target.nccl:
         yield "Without NCCL: nccl.h is not found; install NCCL's headers or set HOROVOD_NCCL_HOME, and build again."
 
@@ -136,7 +138,7 @@ def build(target: Target, folder: Path, jobs: int) -> Path:
             log.open("w", encoding="utf-8") as out,
             progress() as show,
         ):
-            built = compile_wheel(Path(work), target.env(os.environ, jobs) | {"TMPDIR": work}, out, show)
+            built = compile_wheel(Path(work), target, target.env(os.environ, jobs) | {"TMPDIR": work}, out, show)
             wheel = publish(built, folder)
     except KeyboardInterrupt:
         log.unlink()
@@ -147,26 +149,32 @@ def build(target: Target, folder: Path, jobs: int) -> Path:
     return wheel
 
 
-def compile_wheel(work: Path, env: dict[str, str], log: TextIO, show: Callable[[str], None]) -> Path:
+def compile_wheel(work: Path, target: Target, env: dict[str, str], log: TextIO, show: Callable[[str], None]) -> Path:
     pin = work / "pin.txt"
     pin.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
     from_source = ["--no-deps", "--no-build-isolation"]
     run_step([*PIP, "download", *from_source, "--no-binary=:all:", f"-r{pin}"], work, env, log, show)
-    source = unpack(work / f"horovod-{VERSION}.tar.gz")
+    source = unpack(work / f"horovod-{VERSION}.tar.gz", target)
     run_step([*PIP, "wheel", *from_source, "-v", "--wheel-dir=wheel", str(source)], work, env, log, show)
     return next(work.glob("wheel/*.whl"))
 
 
-def unpack(archive: Path) -> Path:
-    """The source beside the archive, set to C++17: PyTorch's headers need it since 2.1."""
+def unpack(archive: Path, target: Target) -> Path:
+    """The source beside the archive, corrected."""
     with tarfile.open(archive) as tar:
         # Pythons that know the filter warn without it; 3.10.0 does not know it.
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(archive.parent)
     source = archive.parent / archive.name.removesuffix(".tar.gz")
-    for path in (source / "CMakeLists.txt", source / "horovod/torch/CMakeLists.txt"):
-        path.write_text(path.read_text().replace("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"))
+    for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):  # PyTorch's headers need C++17 since 2.1
+        replace(source / path, "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)")
+    if not target.cuda:  # a PyTorch with CUDA would have Horovod look for the CUDA toolkit
+        replace(source / "cmake/Modules/FindPytorch.cmake", "(torch.version.cuda is not None)", "False")
     return source
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
 
 
 def publish(wheel: Path, folder: Path) -> Path:

@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import util
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 # What Horovod imports to be built and to run; pip knows `yaml` as pyyaml.
@@ -67,9 +68,15 @@ def find_target(mpi: str) -> Target:
         return Target(torch.__version__, mpi)
     from torch.utils.cpp_extension import CUDA_HOME  # Horovod's CMake files ask the same
 
-    if not CUDA_HOME or not Path(CUDA_HOME, "bin", "nvcc").exists():
+    if not CUDA_HOME or not has_toolkit(Path(CUDA_HOME)):
         return Target(torch.__version__, mpi)
     return Target(torch.__version__, mpi, torch.version.cuda, has_nccl(os.environ, CUDA_HOME))
+
+
+def has_toolkit(cuda_home: Path) -> bool:
+    """Whether CUDA's compiler and its headers are there."""
+    headers = [cuda_home / "include", *cuda_home.glob("targets/*/include")]
+    return (cuda_home / "bin/nvcc").exists() and any((folder / "cuda_runtime.h").exists() for folder in headers)
 
 
 def has_nccl(env: Mapping[str, str], cuda_home: str) -> bool:
@@ -121,13 +128,19 @@ def remedy(linux: str, mac: str) -> str:
     return mac if platform.system() == "Darwin" else f"apt-get install {linux}"
 
 
+def is_installed(name: str) -> bool:
+    """Whether there is a module of this name."""
+    # Before Python 3.12, a search for pip through all finders makes setuptools' finder give its distutils up, and its import fail.
+    return (PathFinder.find_spec(name) if name == "pip" else find_spec(name)) is not None
+
+
 def lacking_modules() -> Iterator[str]:
     """Python packages that are missing, each line with its remedy."""
-    if not util.find_spec("torch"):
+    if not is_installed("torch"):
         yield "PyTorch is not installed: pip install torch"
-    if not util.find_spec("pip"):
+    if not is_installed("pip"):
         yield "pip is not installed: python -m ensurepip"
-    if missing := [name for name in MODULES if not util.find_spec(name)]:
+    if missing := [name for name in MODULES if not is_installed(name)]:
         yield f"Python modules {', '.join(missing)} are missing: pip install 'unidist-torch[horovod]'"
 
 

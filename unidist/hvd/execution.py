@@ -119,7 +119,12 @@ def _all_reduce_told(answer: Answer, operation: Operation | None, size: int) -> 
 
 
 def _combine(
-    backend: Backend, group: Group, inputs: Sequence[Tensor], outputs: Sequence[Tensor], form: Form, after: tuple[float, int]
+    backend: Backend,
+    group: Group,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    form: Form,
+    after: tuple[float, int],
 ) -> None:
     alone = len(inputs) == 1 and inputs[0].dtype not in _WIDER and carrier(backend, inputs[0]) == inputs[0].device
     if alone:
