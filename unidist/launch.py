@@ -33,7 +33,9 @@ def spawn(fn: Callable[..., object], nprocs: int, args: tuple[Any, ...] = (), ba
         raise ValueError(f"spawn(nprocs={nprocs}) needs at least 1 process.")
     from unidist.backends import rendezvous
 
-    store = rendezvous.open_on_free_port()  # the children's meeting point, for as long as they run
+    store = rendezvous.open_on_free_port(
+        address=rendezvous.LOOPBACK
+    )  # the children's meeting point, for as long as they run
     start_processes(_run, args=(nprocs, store.port, fn, args, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]
 
 
