@@ -68,6 +68,8 @@ class TorchBackend(Backend):
             place: Any = (
                 {} if library == "mpi" else {"store": store, "rank": topology.rank, "world_size": topology.world_size}
             )
+            if name == "nccl":
+                place["device_id"] = device  # else NCCL guesses it by the rank
             dist.init_process_group(library, timeout=start.timeout, **place)
         except Exception as error:
             raise BackendError(

@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 from unidist.cli import build_horovod, main, toolchain
 from unidist.cli.toolchain import Target
 
-TARGET = Target("2.13.0+cpu", "openmpi4.1.4")
+TARGET = Target("2.13.0+cpu", "openmpi4.1.4", cxx="20")
 WHEEL = f"horovod-{build_horovod.VERSION}-cp311-cp311-linux_x86_64.whl"
 # What Python makes of `unidist` is another file's business: these look at what the command line adds.
 BARE_PARENT = "import sys, types; p = types.ModuleType('unidist'); p.__path__ = [{!r}]; sys.modules['unidist'] = p; "
@@ -181,6 +181,16 @@ def test_no_mpicxx_means_gloo_alone_and_a_hint(tools: Callable[..., None]) -> No
     assert "with Gloo only" in "".join(build_horovod.notes(Target("2.13.0")))
 
 
+def test_the_standard_is_the_one_that_torch_asks_for(tmp_path: Path) -> None:
+    header = tmp_path / "include/torch/csrc/api/include/torch/all.h"
+    assert toolchain.cxx_standard(tmp_path) == "17"
+    header.parent.mkdir(parents=True)
+    header.write_text(
+        "#if __cplusplus < 202002L\n#error C++20 or later compatible compiler is required to use PyTorch.\n"
+    )
+    assert toolchain.cxx_standard(tmp_path) == "20"
+
+
 def test_nvcc_alone_is_no_cuda_toolkit(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/nvcc").touch()
@@ -285,7 +295,7 @@ def test_the_build_raises_the_standard_and_publishes_one_wheel(
 ) -> None:
     wheel = build_horovod.build(TARGET, tmp_path / "cache", 1)
     with zipfile.ZipFile(wheel) as content:
-        assert {content.read(name) for name in content.namelist()} == {b"set(CMAKE_CXX_STANDARD 17)", b"False"}
+        assert {content.read(name) for name in content.namelist()} == {b"set(CMAKE_CXX_STANDARD 20)", b"False"}
     assert sorted(path.name for path in wheel.parent.iterdir()) == ["build.log", WHEEL, f"{WHEEL}.sha256"]
     assert " 50 % common.cc\n" in capfd.readouterr().err
 

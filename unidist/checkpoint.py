@@ -12,7 +12,7 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -126,20 +126,22 @@ def load_checkpoint(
     state = _attempt(call, group, lambda: _checked(_read(io.BytesIO(data)), objects))
     undo = _attempt(call, group, lambda: _undo(objects))
 
-    def restore(names: list[str]) -> None:
+    kept = [name for name, thing in objects.items() if hasattr(thing, "state_dict")]
+
+    def restore(names: Iterable[str]) -> None:
         for name in names:
             _restore(objects[name], state.pop(name))
 
-    def restore_random_state() -> None:
+    def restore_kept() -> None:
+        restore(kept)
         saved = state.pop(_RNG, None)
         if saved and random_states:
             place = current().ranks(group).index(current().topology.rank)
             _set_random_state(saved[place % len(saved)])
 
-    kept = [name for name, thing in objects.items() if hasattr(thing, "state_dict")]
     try:
-        _attempt(call, group, lambda: (restore(kept), restore_random_state()))
-        _attempt(call, group, lambda: restore([name for name in objects if name not in kept]))
+        _attempt(call, group, restore_kept)
+        _attempt(call, group, lambda: restore(objects.keys() - kept))
     except Exception as error:
         if changed := undo():
             raise CheckpointError(f"{error}. On this rank these are not as they were before: {changed}") from error
@@ -311,7 +313,7 @@ def _write(path: Path, state: dict[str, Any], stop: Event) -> None:
         try:
             with suppress(OSError):  # not every file system can
                 fcntl.flock(file, fcntl.LOCK_EX)
-            torch.save(state, _Stoppable(file, stop))
+            torch.save(state, _Stoppable(file, stop))  # type: ignore[arg-type]  # it needs no more than this has
             file.flush()
             os.fsync(file.fileno())
             _read(temporary, mmap=True)  # what cannot be loaded must not take the place of what can

@@ -1,5 +1,6 @@
 """Checkpoints within one world; ``tests/test_checkpoint.py`` has those that change worlds."""
 
+import copy
 import fcntl
 import os
 import random
@@ -256,12 +257,12 @@ def test_a_load_that_fails_changes_nothing_on_any_rank(folder: Path) -> None:
         whole["unidist_rng"][-1]["torch"] = torch.zeros(3, dtype=torch.uint8)
         torch.save(whole, folder / "random.pt")
     run, unkept = make_run(1), Unkept()
-    before = checkpoint._copied({name: checkpoint._state_of(thing) for name, thing in run.items()})
+    before = {name: copy.deepcopy(thing.state_dict()) for name, thing in run.items()}
     random_state = torch.get_rng_state()
     for name in (*wrong, "random"):
         with pytest.raises(unidist.CheckpointError, match=r"load_checkpoint\(.* failed on rank \d: "):
             unidist.load_checkpoint(folder / f"{name}.pt", unkept=unkept, **run)
-        after = {name: checkpoint._state_of(thing) for name, thing in run.items()}
+        after = {name: thing.state_dict() for name, thing in run.items()}
         assert after.pop("loader") == before["loader"]
         torch.testing.assert_close(after, {name: before[name] for name in after}, rtol=0, atol=0)
         assert torch.equal(torch.get_rng_state(), random_state) and not unkept.loaded

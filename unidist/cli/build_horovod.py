@@ -166,8 +166,8 @@ def unpack(archive: Path, target: Target) -> Path:
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(archive.parent)
     source = archive.parent / archive.name.removesuffix(".tar.gz")
-    for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):  # PyTorch's headers need C++17 since 2.1
-        replace(source / path, "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)")
+    for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        replace(source / path, "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {target.cxx})")
     if not target.cuda:  # a PyTorch with CUDA would have Horovod look for the CUDA toolkit
         replace(source / "cmake/Modules/FindPytorch.cmake", "(torch.version.cuda is not None)", "False")
     return source
@@ -299,7 +299,7 @@ def get_wheel(force: bool, jobs: int, mpi: str, cache: Path) -> Path:
     if wheel:
         click.echo(f"Found in the cache: {target.key()}", err=True)
         return wheel
-    stop_if(lacking_tools(mpi))
+    stop_if(lacking_tools(mpi, target.cxx))
     for note in notes(target):
         click.echo(note, err=True)
     make_private(cache, folder)

@@ -35,6 +35,8 @@ class Target:
     mpi: str = ""
     cuda: str = ""
     nccl: bool = False
+    #: The standard that torch's headers need.
+    cxx: str = "17"
 
     def key(self) -> str:
         """Name of the wheel's folder in the cache."""
@@ -64,13 +66,21 @@ def find_target(mpi: str) -> Target:
     """What is installed here. A torch for CPUs is built for as such, whatever CUDA the machine has."""
     import torch
 
+    cxx = cxx_standard(Path(torch.__file__).parent)
     if not torch.version.cuda:
-        return Target(torch.__version__, mpi)
+        return Target(torch.__version__, mpi, cxx=cxx)
     from torch.utils.cpp_extension import CUDA_HOME  # Horovod's CMake files ask the same
 
     if not CUDA_HOME or not has_toolkit(Path(CUDA_HOME)):
-        return Target(torch.__version__, mpi)
-    return Target(torch.__version__, mpi, torch.version.cuda, has_nccl(os.environ, CUDA_HOME))
+        return Target(torch.__version__, mpi, cxx=cxx)
+    return Target(torch.__version__, mpi, torch.version.cuda, has_nccl(os.environ, CUDA_HOME), cxx)
+
+
+def cxx_standard(torch: Path) -> str:
+    """The C++ standard that the headers of a PyTorch ask for."""
+    header = torch / "include/torch/csrc/api/include/torch/all.h"
+    asked = re.search(r"C\+\+(\d+) or later", header.read_text()) if header.exists() else None
+    return asked[1] if asked else "17"
 
 
 def has_toolkit(cuda_home: Path) -> bool:
@@ -144,11 +154,11 @@ def lacking_modules() -> Iterator[str]:
         yield f"Python modules {', '.join(missing)} are missing: pip install 'unidist-torch[horovod]'"
 
 
-def lacking_tools(mpi: str) -> Iterator[str]:
+def lacking_tools(mpi: str, standard: str = "17") -> Iterator[str]:
     """Tools and headers that are missing, each line with its remedy."""
     cxx, cc = compiler_of("CXX", "c++", "g++", "clang++"), compiler_of("CC", "cc", "gcc", "clang")
-    if not compiles([*cxx, "-std=c++17"], CXX17):
-        yield f"{shlex.join(cxx)} does not compile C++17: {remedy('g++', 'xcode-select --install')}, or set CXX"
+    if not compiles([*cxx, f"-std=c++{standard}"], CXX17):
+        yield f"{shlex.join(cxx)} does not compile C++{standard}: {remedy('g++', 'xcode-select --install')}, or set CXX"
     if not compiles(cc, "int main(void) { return 0; }\n", ".c"):
         yield f"{shlex.join(cc)} does not compile C: {remedy('gcc', 'xcode-select --install')}, or set CC"
     cmake = output_of(os.environ.get("HOROVOD_CMAKE", "cmake"), "--version")
