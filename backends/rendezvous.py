@@ -70,8 +70,15 @@ def local_address(towards: str) -> str:
         return address
 
 
-def open_on_free_port(timeout: timedelta = START_TIMEOUT, address: str = "0.0.0.0") -> dist.TCPStore:
-    """A store that this process serves at an address of this host (default: at all of them); ``.port`` tells where."""
+def open_on_free_port(timeout: timedelta = START_TIMEOUT, address: str | None = None) -> dist.TCPStore:
+    """A store that this process serves; ``.port`` tells where.
+
+    Args:
+        timeout: of what is asked of the store.
+        address: the one address of this host at which it listens. Default: all.
+    """
+    if address is None:
+        return dist.TCPStore("0.0.0.0", 0, is_master=True, timeout=timeout, wait_for_workers=False)
     listening = socket.create_server((address, 0), backlog=socket.SOMAXCONN)
     return dist.TCPStore(
         address,
@@ -80,6 +87,7 @@ def open_on_free_port(timeout: timedelta = START_TIMEOUT, address: str = "0.0.0.
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
+        use_libuv=False,  # torch 2.6's takes no socket
     )
 
 
@@ -191,7 +199,7 @@ def _at_mpi(launch: Launch, timeout: timedelta) -> dist.Store:
     alone = len(set(world.allgather(socket.gethostname()))) == 1
     store, address = None, None
     if launch.rank == 0:
-        store = open_on_free_port(timeout, LOOPBACK) if alone else open_on_free_port(timeout)
+        store = open_on_free_port(timeout, LOOPBACK if alone else None)
         address = (LOOPBACK if alone else socket.getfqdn(), store.port)
     host, port = world.bcast(address, root=0)
     return store or dist.TCPStore(host, port, is_master=False, timeout=timeout)

@@ -141,7 +141,7 @@ def load_checkpoint(
 
     try:
         _attempt(call, group, restore_kept)
-        _attempt(call, group, lambda: restore(objects.keys() - kept))
+        _attempt(call, group, lambda: restore(name for name in objects if name not in kept))
     except Exception as error:
         if changed := undo():
             raise CheckpointError(f"{error}. On this rank these are not as they were before: {changed}") from error
