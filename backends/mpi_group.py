@@ -390,8 +390,12 @@ def register() -> None:
     """Make the backend known to torch.
 
     Raises:
-        BackendError: the MPI library does not let several threads call it.
+        BackendError: the MPI library does not let several threads call it, or PyTorch is older than 2.7.
     """
+    if torch.__version__ < "2.7":  # its DDP loses the futures of a process group written in Python
+        raise BackendError(
+            f"backend 'mpi' needs PyTorch 2.7 or newer, and this is {torch.__version__}: upgrade it, or use backend 'gloo'."
+        )
     given = MPI.Query_thread()
     if given < MPI.THREAD_MULTIPLE:
         levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
