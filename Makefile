@@ -1,17 +1,28 @@
 # make demo: train the example on 2 ranks.  make test: everything that CI runs.  make bench: docs/performance.md's table.
+# make test-torch TORCH=2.15.0: what another PyTorch may break, in an environment of its own, which takes some gigabytes.
 VENV ?= .venv
+# What pip is held to.
+PINS ?= -c constraints.txt
 PYTHON ?= python3
 BIN := $(VENV)/bin
 APT_PACKAGES := g++ cmake make openmpi-bin libopenmpi-dev mpich slurm-wlm munge
 PROGRAMS := g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld slurmd munged
+# Engines, their process groups, the drop-in, weights, data, checkpoints, comparisons: all that calls PyTorch's own parts.
+TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint compare launch)
 
-.PHONY: demo test bench lint system clean
+.PHONY: demo test test-torch bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
 
 test: $(VENV)/test.stamp lint
 	$(BIN)/pytest
+
+test-torch: TORCH_VENV = .venv-torch-$(TORCH)
+test-torch:
+	@[ -n "$(TORCH)" ] || { echo "Which PyTorch? make test-torch TORCH=2.15.0" >&2; exit 1; }
+	$(MAKE) VENV=$(TORCH_VENV) PINS=torch==$(TORCH) $(TORCH_VENV)/test.stamp
+	$(TORCH_VENV)/bin/pytest $(TORCH_TESTS)
 
 bench: $(VENV)/test.stamp
 	$(BIN)/unidist bench all --quick --json bench.json --plot bench.png
@@ -22,18 +33,18 @@ lint: $(VENV)/test.stamp
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { echo "No venv module: apt-get install python3-venv" >&2; exit 1; }
 
 $(VENV)/demo.stamp: $(BIN)/python setup.cfg constraints.txt
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[examples]"
+	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[examples]"
 	touch $@
 
 # Horovod's wheel is cached outside the checkout (UNIDIST_CACHE, default ~/.cache/unidist).
 $(VENV)/test.stamp: $(BIN)/python setup.cfg constraints.txt | system
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[bench,cli,horovod,mpi,examples,test]"
+	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[bench,cli,horovod,mpi,examples,test]"
 	$(BIN)/unidist build-horovod --install
 	touch $@
 

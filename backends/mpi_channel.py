@@ -48,7 +48,7 @@ class Channel:
         """Queue a collective that ``start`` begins."""
         work = Work(self, call.name, call.outputs, call.finish())
         if call.timeout > timedelta(0):
-            work.timeout = call.timeout.total_seconds()
+            work.limit = call.timeout.total_seconds()
         self._record(work, call)
         small = call.may_be_small and mpi_calls.small(*call.moved)
         self.collectives.submit(work, start, small=small, at_once=call.at_once and self._together is None)
@@ -108,7 +108,7 @@ class Channel:
         account = self._attendance.account(_where(work))
         if not work.is_completed():  # not even while the others were asked
             self._break(
-                f"{work} ran into its timeout of {work.timeout:g} s: {account}. Did a rank fail, or make another call?"
+                f"{work} ran into its timeout of {work.limit:g} s: {account}. Did a rank fail, or make another call?"
             )
 
     def look(self) -> None:
@@ -117,7 +117,7 @@ class Channel:
             return
         for work in [*list(self.collectives.pending)[:1], *list(self._messages.pending)]:
             age = time.monotonic() - work.since
-            if age > work.timeout:
+            if age > work.limit:
                 self.overdue(work)
             elif age > mpi_watch.LATE_S:
                 self._attendance.tell(_where(work))

@@ -269,7 +269,18 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
+        try:
+            dist.get_process_group_ranks(self)
+        except KeyError:
+            # torch 2.14 attaches its flight recorder to a new group that names devices, and needs a backend in C++ for it.
+            return []
         return [torch.device("cpu"), torch.device("cuda")] if torch.cuda.is_available() else [torch.device("cpu")]
+
+    def get_backend(self, device: torch.device) -> MpiProcessGroup:
+        """The group is its own backend, on every device."""
+        return self
+
+    _get_backend = get_backend
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Of the operations that come."""
@@ -379,8 +390,12 @@ def register() -> None:
     """Make the backend known to torch.
 
     Raises:
-        BackendError: the MPI library does not let several threads call it.
+        BackendError: the MPI library does not let several threads call it, or PyTorch is older than 2.7.
     """
+    if torch.__version__ < "2.7":  # its DDP loses the futures of a process group written in Python
+        raise BackendError(
+            f"backend 'mpi' needs PyTorch 2.7 or newer, and this is {torch.__version__}: upgrade it, or use backend 'gloo'."
+        )
     given = MPI.Query_thread()
     if given < MPI.THREAD_MULTIPLE:
         levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}

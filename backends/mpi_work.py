@@ -40,7 +40,8 @@ class Work(dist.Work):
         self.owner = owner
         self.name = name
         self.sequence = 0
-        self.timeout = owner.timeout
+        #: Seconds that it may take; ``timeout`` is a property of torch.
+        self.limit = owner.timeout
         #: Since when it should be going on.
         self.since = float("inf")
         #: The profiler's record of it.
@@ -69,12 +70,12 @@ class Work(dist.Work):
         if not self._done:
             if timeout > timedelta(0):
                 # Who says so may wait for longer than the group would.
-                self.timeout = max(self.timeout, time.monotonic() - self.since + timeout.total_seconds())
+                self.limit = max(self.limit, time.monotonic() - self.since + timeout.total_seconds())
                 if not self.join(timeout.total_seconds()):
                     raise dist.DistBackendError(
                         f"{self} was not done {timeout.total_seconds():g} s after wait() was called."
                     )
-            elif not self.join(self.since + self.timeout - time.monotonic()):
+            elif not self.join(self.since + self.limit - time.monotonic()):
                 self.owner.overdue(self)
         if self._error is not None:
             raise self._error

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-import urllib.error
 import urllib.request
-from contextlib import suppress
 from datetime import timedelta
+from http.client import HTTPException
 
 import torch.distributed as dist
 
@@ -22,8 +21,11 @@ from unidist.errors import BackendError, LaunchError, UnidistError
 from unidist.topology import Launch, Topology, complete, locate
 
 START_TIMEOUT = timedelta(seconds=300)
+LOOPBACK = "127.0.0.1"
 #: One store for all sessions of a process: the address may serve only once.
 _stores: dict[tuple[Launch, str | None], dist.Store] = {}
+#: To the launcher's own server, whatever proxies the environment names.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def join(start: Start) -> tuple[dist.Store, Topology]:
@@ -68,9 +70,25 @@ def local_address(towards: str) -> str:
         return address
 
 
-def open_on_free_port(timeout: timedelta = START_TIMEOUT) -> dist.TCPStore:
-    """A store that this process serves; ``.port`` tells where."""
-    return dist.TCPStore("0.0.0.0", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+def open_on_free_port(timeout: timedelta = START_TIMEOUT, address: str | None = None) -> dist.TCPStore:
+    """A store that this process serves; ``.port`` tells where.
+
+    Args:
+        timeout: of what is asked of the store.
+        address: the one address of this host at which it listens. Default: all.
+    """
+    if address is None:
+        return dist.TCPStore("0.0.0.0", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    listening = socket.create_server((address, 0), backlog=socket.SOMAXCONN)
+    return dist.TCPStore(
+        address,
+        listening.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+        use_libuv=False,  # torch 2.6's takes no socket
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -140,13 +158,13 @@ def _at_horovod(launch: Launch, timeout: timedelta) -> dist.Store:
     server = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
     url = f"http://{server}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}/unidist/store"
     if launch.rank == 0:
-        store = open_on_free_port(timeout)
-        host = "127.0.0.1" if launch.num_nodes == 1 else _reachable_address(server)
-        urllib.request.urlopen(
-            urllib.request.Request(url, data=f"{host}:{store.port}".encode(), method="PUT"), timeout=30
-        )
+        if launch.num_nodes == 1:
+            host, store = LOOPBACK, open_on_free_port(timeout, LOOPBACK)
+        else:
+            host, store = _reachable_address(server), open_on_free_port(timeout)
+        _ask(urllib.request.Request(url, data=f"{host}:{store.port}".encode(), method="PUT"), timeout)
         return store
-    host, port = _poll(url, timeout).rsplit(":", 1)
+    host, port = _ask(urllib.request.Request(url), timeout).rsplit(":", 1)
     return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
 
 
@@ -156,15 +174,19 @@ def _reachable_address(server: str) -> str:
     return server if address.startswith("127.") else address
 
 
-def _poll(url: str, timeout: timedelta) -> str:
+def _ask(request: urllib.request.Request, timeout: timedelta) -> str:
+    """The answer of horovodrun's server, which is asked until it has one."""
     end = time.monotonic() + timeout.total_seconds()
     pause = 0.005
     while True:
-        with suppress(urllib.error.HTTPError), urllib.request.urlopen(url, timeout=30) as answer:
-            text: str = answer.read().decode()
-            return text
-        if time.monotonic() > end:
-            raise TimeoutError("rank 0 has not published its address")
+        try:
+            with _direct.open(request, timeout=30) as answer:
+                text: str = answer.read().decode()
+                return text
+        except (OSError, HTTPException) as error:
+            if time.monotonic() > end:
+                what = "take" if request.data else "have"
+                raise TimeoutError(f"{request.full_url} did not {what} rank 0's address: {error}") from error
         time.sleep(pause)
         pause = min(2 * pause, 0.2)  # soon at first; later without a load on the launcher
 
@@ -174,10 +196,10 @@ def _at_mpi(launch: Launch, timeout: timedelta) -> dist.Store:
     if launch.master_addr is not None and launch.master_port is not None:
         return _at_master(launch, timeout)
     world = mpi.world(launch)
-    store = open_on_free_port(timeout) if launch.rank == 0 else None
-    hosts = world.allgather(socket.gethostname())
-    address = None
-    if store is not None:
-        address = ("127.0.0.1" if len(set(hosts)) == 1 else socket.getfqdn(), store.port)
+    alone = len(set(world.allgather(socket.gethostname()))) == 1
+    store, address = None, None
+    if launch.rank == 0:
+        store = open_on_free_port(timeout, LOOPBACK if alone else None)
+        address = (LOOPBACK if alone else socket.getfqdn(), store.port)
     host, port = world.bcast(address, root=0)
     return store or dist.TCPStore(host, port, is_master=False, timeout=timeout)

@@ -79,6 +79,8 @@ class TorchBackend(Backend):
             place: Any = (
                 {} if library == "mpi" else {"store": store, "rank": topology.rank, "world_size": topology.world_size}
             )
+            if name == "nccl":
+                place["device_id"] = device  # else NCCL guesses it by the rank
             dist.init_process_group(library, timeout=start.timeout, **place)
         except Exception as error:
             raise BackendError(
@@ -202,7 +204,12 @@ class TorchBackend(Backend):
         return result
 
     def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
-        size = len(self.ranks(group))
+        ranks = self.ranks(group)
+        size = len(ranks)
+        if op not in ("sum", "mean") and tensor.device.type == "cpu" and self.name != "mpi":
+            # gloo of torch 2.6 sums, whatever the operation.
+            self.all_reduce(tensor, op, group)
+            return tensor.chunk(size)[ranks.index(self.topology.rank)].clone()
         result = tensor.new_empty(tensor.numel() // size)
         with self.engine_errors("reduce_scatter"):
             _reduce_scatter(

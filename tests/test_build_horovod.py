@@ -23,7 +23,7 @@ import unidist
 from unidist.cli import build_horovod, main, toolchain
 from unidist.cli.toolchain import Target
 
-TARGET = Target("2.13.0+cpu", "openmpi4.1.4")
+TARGET = Target("2.13.0+cpu", "openmpi4.1.4", cxx="20")
 WHEEL = f"horovod-{build_horovod.VERSION}-cp311-cp311-linux_x86_64.whl"
 # What Python makes of `unidist` is another file's business: these look at what the command line adds.
 # Plays pip: "downloads" a source, then "builds" a wheel that holds the CMakeLists.txt it was given.
@@ -32,9 +32,9 @@ import io, os, sys, tarfile, time, zipfile
 name = "horovod-0.28.1"
 if sys.argv[1] == "download":
     with tarfile.open(name + ".tar.gz", "w:gz") as tar:
-        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", "cmake/Modules/FindPytorch.cmake"):
             entry = tarfile.TarInfo(f"{name}/{path}")
-            text = b"set(CMAKE_CXX_STANDARD 14)"
+            text = b"(torch.version.cuda is not None)" if "Find" in path else b"set(CMAKE_CXX_STANDARD 14)"
             entry.size = len(text)
             tar.addfile(entry, io.BytesIO(text))
 else:
@@ -46,7 +46,7 @@ else:
         time.sleep(600)
     os.mkdir("wheel")
     with zipfile.ZipFile(f"wheel/{name}-cp311-cp311-linux_x86_64.whl", "w") as wheel:
-        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", "cmake/Modules/FindPytorch.cmake"):
             wheel.write(sys.argv[-1] + "/" + path, path)
 """
 
@@ -55,6 +55,7 @@ else:
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     script = tmp_path / "pip.py"
     script.write_text(PIP)
+    (tmp_path / "cache").mkdir()
     monkeypatch.setattr(build_horovod, "PIP", [sys.executable, str(script)])
     return build_horovod.PIP
 
@@ -127,13 +128,19 @@ def test_missing_modules_come_with_the_missing_tools(
     tools: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = {"torch", "pip", "cffi", "yaml"}
-    find = toolchain.util.find_spec
-    monkeypatch.setattr(toolchain.util, "find_spec", lambda name: None if name in gone else find(name))
+    find = toolchain.is_installed
+    monkeypatch.setattr(toolchain, "is_installed", lambda name: name not in gone and find(name))
     output = call().output
     assert "pip install torch" in output
     assert "python -m ensurepip" in output
     assert "cffi, yaml are missing: pip install 'unidist-torch[horovod]'" in output
     assert "cmake" in output
+
+
+def test_setuptools_can_be_imported_after_the_search_for_modules() -> None:
+    """A CUDA build of PyTorch needs it to say where CUDA is."""
+    done = python("from unidist.cli import toolchain; list(toolchain.lacking_modules()); import setuptools")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_compiler_that_does_not_compile_is_missing(
@@ -174,6 +181,26 @@ def test_mpi_is_told_by_name_and_version(tools: Callable[..., None], text: str, 
 def test_no_mpicxx_means_gloo_alone_and_a_hint(tools: Callable[..., None]) -> None:
     assert toolchain.find_mpi() == ""
     assert "with Gloo only" in "".join(build_horovod.notes(Target("2.13.0")))
+
+
+def test_the_standard_is_the_one_that_torch_asks_for(tmp_path: Path) -> None:
+    header = tmp_path / "include/torch/csrc/api/include/torch/all.h"
+    assert toolchain.cxx_standard(tmp_path) == "17"
+    header.parent.mkdir(parents=True)
+    header.write_text(
+        "#if __cplusplus < 202002L\n#error C++20 or later compatible compiler is required to use PyTorch.\n"
+    )
+    assert toolchain.cxx_standard(tmp_path) == "20"
+
+
+def test_nvcc_alone_is_no_cuda_toolkit(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").touch()
+    assert not toolchain.has_toolkit(tmp_path)
+    (tmp_path / "targets/sbsa-linux/include").mkdir(parents=True)
+    (tmp_path / "targets/sbsa-linux/include/cuda_runtime.h").touch()
+    assert toolchain.has_toolkit(tmp_path)
+    assert "For CPU tensors only" in "".join(build_horovod.notes(Target("2.15.0+cu132", "openmpi4.1.4")))
 
 
 def test_nccl_header_is_looked_for_where_horovod_looks(tmp_path: Path) -> None:
@@ -219,14 +246,49 @@ def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("has_modules")
 def test_a_wheel_in_the_cache_needs_no_tools(tools: Callable[..., None], tmp_path: Path) -> None:
-    folder = tmp_path / "horovod" / toolchain.find_target("").key()
-    folder.mkdir(parents=True)
-    (folder / WHEEL).touch()
+    wheel = cached_wheel(tmp_path)
     result = call("--cache-dir", str(tmp_path))
     assert result.exit_code == 0, result.output
-    assert result.stdout == f"{folder / WHEEL}\n"
+    assert result.stdout == f"{wheel}\n"
     assert "Found in the cache" in result.stderr
     assert call("--cache-dir", str(tmp_path), "--force").exit_code == 1  # builds, which needs the tools
+
+
+def cached_wheel(cache: Path) -> Path:
+    """What an earlier build for this Python and torch left in the cache."""
+    folder = cache / "horovod" / toolchain.find_target("").key()
+    build_horovod.make_private(cache, folder)
+    (cache / WHEEL).write_bytes(b"a wheel")
+    return build_horovod.publish(cache / WHEEL, folder)
+
+
+@pytest.mark.usefixtures("has_modules")
+def test_a_wheel_that_is_not_the_one_that_was_built_is_not_used(tools: Callable[..., None], tmp_path: Path) -> None:
+    wheel = cached_wheel(tmp_path)
+    wheel.write_bytes(b"another")
+    result = call("--cache-dir", str(tmp_path))
+    assert result.exit_code == 1 and "cmake 3.13" in result.output  # builds, which needs the tools
+    assert f"{wheel} does not have a sha256 that {wheel.name}.sha256 records" in result.output
+
+
+@pytest.mark.usefixtures("has_modules")
+@pytest.mark.parametrize("level", ["", "horovod"])
+def test_a_cache_that_others_can_write_is_refused(tools: Callable[..., None], tmp_path: Path, level: str) -> None:
+    cached_wheel(tmp_path)
+    (tmp_path / level).chmod(0o775)
+    result = call("--cache-dir", str(tmp_path))
+    assert result.exit_code == 1 and f"{tmp_path / level} can be written by others (mode 775)" in result.output
+    assert "UNIDIST_CACHE" in result.output
+    (tmp_path / level).chmod(0o755)
+    assert call("--cache-dir", str(tmp_path)).exit_code == 0
+
+
+@pytest.mark.usefixtures("has_modules")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_cache_of_another_user_is_refused(tools: Callable[..., None], tmp_path: Path) -> None:
+    os.chown(cached_wheel(tmp_path).parent, 12345, -1)
+    result = call("--cache-dir", str(tmp_path))
+    assert result.exit_code == 1 and "belongs to another user (uid 12345)" in result.output
 
 
 @pytest.mark.usefixtures("pip")
@@ -235,8 +297,8 @@ def test_the_build_raises_the_standard_and_publishes_one_wheel(
 ) -> None:
     wheel = build_horovod.build(TARGET, tmp_path / "cache", 1)
     with zipfile.ZipFile(wheel) as content:
-        assert {content.read(name) for name in content.namelist()} == {b"set(CMAKE_CXX_STANDARD 17)"}
-    assert sorted(path.name for path in wheel.parent.iterdir()) == ["build.log", WHEEL]
+        assert {content.read(name) for name in content.namelist()} == {b"set(CMAKE_CXX_STANDARD 20)", b"False"}
+    assert sorted(path.name for path in wheel.parent.iterdir()) == ["build.log", WHEEL, f"{WHEEL}.sha256"]
     assert " 50 % common.cc\n" in capfd.readouterr().err
 
 
@@ -271,7 +333,7 @@ def test_two_builds_at_once(pip: list[str], tmp_path: Path) -> None:
     for process in both:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["build.log", WHEEL]
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["build.log", WHEEL, f"{WHEEL}.sha256"]
 
 
 def driver(pip: list[str], cache: Path) -> list[str]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import fcntl
 import io
 import os
 import pickle
 import random
 import re
+import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from threading import Event, Thread
+from typing import IO, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from unidist.backends.base import Group
@@ -23,6 +28,7 @@ from unidist.collectives import all_gather_object, broadcast, broadcast_object
 from unidist.context import current
 from unidist.errors import CheckpointError
 from unidist.model import assert_in_sync, unwrap
+from unidist.tree import walk
 
 T = TypeVar("T")
 #: Where a checkpoint keeps the random states of the ranks.
@@ -30,6 +36,10 @@ _RNG = "unidist_rng"
 #: Bytes that travel at once.
 _PIECE = 2**28
 _UNFINISHED = ".unfinished"
+#: How often the ranks meet while the first of them reads or writes.
+_PERIOD_S = 0.5
+#: How long an interrupted save may take to remove its temporary file.
+_GRACE_S = 5.0
 
 
 def save_checkpoint(
@@ -38,8 +48,9 @@ def save_checkpoint(
     """Write the state of some objects to one file, which any engine and world size can load. Collective.
 
     Rank 0 writes, to a temporary file beside ``path`` that then takes its place at once: whenever the process is killed,
-    what stands under ``path`` is a whole checkpoint, the old one or the new one. The random states of all ranks
-    (Python's, NumPy's where loaded, torch's on the CPU and on the GPU in use) are written too.
+    what stands under ``path`` is a whole checkpoint, the old one or the new one. Where ``path`` is a link, its target is
+    replaced. The random states of all ranks (Python's, NumPy's where loaded, torch's on the CPU and on the GPU in use) are
+    written too. The other ranks wait for the disk as long as rank 0 lives, whatever the timeout of ``init()``.
 
     The file is a dict that ``torch.load(path, weights_only=True)`` reads; a model's keys have no ``module.`` in front.
 
@@ -74,19 +85,24 @@ def save_checkpoint(
     state = _attempt(call, group, lambda: {name: _state_of(thing) for name, thing in objects.items()})
     state[_RNG] = all_gather_object(_random_state(), group)
 
-    def write() -> None:
-        if _is_first(group):
-            _write(path, state)
-            if keep_last is not None:
-                _prune(path, keep_last)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()  # the thread that writes has a stream of its own
 
-    _attempt(call, group, write)
+    def write(stop: Event) -> None:
+        _write(path.resolve(), state, stop)
+        if keep_last is not None:
+            _prune(path, keep_last)
+
+    _on_first(call, group, write)
 
 
 def load_checkpoint(
     path: str | os.PathLike[str], *, random_states: bool = True, group: Group | None = None, **objects: Any
 ) -> dict[str, Any]:
     """Restore objects from a file that ``save_checkpoint`` wrote, on whatever engine and world size. Collective.
+
+    All or nothing: if a rank fails, the objects and the random states of every rank are as they were before, except objects
+    that have no ``state_dict``; those are restored last. For this each rank holds a copy of its present states on the CPU.
 
     Rank 0 reads, and sends the file to the others, which need not see it. With as many ranks as wrote it, each takes up
     its own random states; otherwise rank ``r`` takes up those of rank ``r`` modulo the number that wrote it.
@@ -106,22 +122,31 @@ def load_checkpoint(
         CheckpointError: on every rank: no such file, one that is not a checkpoint, or a rank's object does not fit it.
     """
     call = f"load_checkpoint({os.fspath(path)!r})"
-    data = _sent(_attempt(call, group, lambda: Path(path).read_bytes() if _is_first(group) else b""), group)
+    data = _sent(_on_first(call, group, lambda stop: Path(path).read_bytes()) or b"", group)
+    state = _attempt(call, group, lambda: _checked(_read(io.BytesIO(data)), objects))
+    undo = _attempt(call, group, lambda: _undo(objects))
 
-    def restore() -> dict[str, Any]:
-        state = _read(io.BytesIO(data))
-        missing = objects.keys() - state.keys()
-        if missing:
-            raise ValueError(f"it has {sorted(state.keys() - {_RNG})}, and not {sorted(missing)}")
-        for name, thing in objects.items():
-            _restore(thing, state.pop(name), name)
+    kept = [name for name, thing in objects.items() if hasattr(thing, "state_dict")]
+
+    def restore(names: Iterable[str]) -> None:
+        for name in names:
+            _restore(objects[name], state.pop(name))
+
+    def restore_kept() -> None:
+        restore(kept)
         saved = state.pop(_RNG, None)
         if saved and random_states:
             place = current().ranks(group).index(current().topology.rank)
             _set_random_state(saved[place % len(saved)])
-        return state
 
-    return _attempt(call, group, restore)
+    try:
+        _attempt(call, group, restore_kept)
+        _attempt(call, group, lambda: restore(name for name in objects if name not in kept))
+    except Exception as error:
+        if changed := undo():
+            raise CheckpointError(f"{error}. On this rank these are not as they were before: {changed}") from error
+        raise
+    return state
 
 
 def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt", group: Group | None = None) -> Path | None:
@@ -137,10 +162,10 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt", gro
     """
 
     def look() -> str | None:
-        found = [path for path in Path(folder).glob(pattern) if _is_whole(path)] if _is_first(group) else []
+        found = [path for path in Path(folder).glob(pattern) if _is_whole(path)]
         return str(max(found, key=_written)) if found else None
 
-    mine = _attempt(f"latest_checkpoint({os.fspath(folder)!r})", group, look)
+    mine = _on_first(f"latest_checkpoint({os.fspath(folder)!r})", group, lambda stop: look())
     name = broadcast_object(mine, current().ranks(group)[0], group)
     return Path(name) if name else None
 
@@ -159,8 +184,38 @@ def _attempt(call: str, group: Group | None, action: Callable[[], T]) -> T:
     return result
 
 
-def _is_first(group: Group | None) -> bool:
-    return current().topology.rank == current().ranks(group)[0]
+def _on_first(call: str, group: Group | None, action: Callable[[Event], T]) -> T | None:
+    """What ``action`` returns on the first rank, and None on the others; its error is raised on all. Collective.
+
+    It may take longer than a collective: a thread does it, and the ranks meet every now and then. If another rank
+    is lost meanwhile, it is finished all the same. If this one is interrupted, ``action`` finds its event set.
+    """
+    ranks, stop = current().ranks(group), Event()
+    if len(ranks) == 1:
+        return _attempt(call, group, lambda: action(stop))
+    done: Future[T | None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(action(stop))
+        except BaseException as error:
+            done.set_exception(error)
+
+    if current().topology.rank == ranks[0]:
+        Thread(target=run, name="unidist-checkpoint", daemon=True).start()
+    else:
+        done.set_result(None)
+    try:
+        while not all(all_gather_object(bool(wait([done], _PERIOD_S).done), group)):
+            pass
+    except Exception:
+        wait([done])
+        raise
+    except BaseException:  # Ctrl-C, or another signal's
+        stop.set()
+        wait([done], _GRACE_S)
+        raise
+    return _attempt(call, group, done.result)
 
 
 # ------------------------------------------------------------------------------------ states
@@ -170,16 +225,48 @@ def _state_of(thing: Any) -> Any:
     return thing.state_dict() if hasattr(thing, "state_dict") else thing
 
 
-def _restore(thing: Any, state: Any, name: str) -> None:
-    if not hasattr(thing, "load_state_dict"):
-        raise TypeError(
-            f"{name}={type(thing).__name__} has no load_state_dict: take the value from what load_checkpoint returns"
-        )
+def _checked(state: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
+    missing = objects.keys() - state.keys()
+    if missing:
+        raise ValueError(f"it has {sorted(state.keys() - {_RNG})}, and not {sorted(missing)}")
+    for name, thing in objects.items():
+        if not hasattr(thing, "load_state_dict"):
+            raise TypeError(
+                f"{name}={type(thing).__name__} has no load_state_dict: take the value from what load_checkpoint returns"
+            )
+    return state
+
+
+def _restore(thing: Any, state: Any) -> None:
     if isinstance(thing, nn.Module):
         thing = unwrap(thing)
         if not any(key.startswith("module.") for key in thing.state_dict()):
             consume_prefix_in_state_dict_if_present(state, "module.")
     thing.load_state_dict(state)
+
+
+def _undo(objects: dict[str, Any]) -> Callable[[], list[str]]:
+    """A function that puts objects and random states back to where they are now; the names of those where that fails."""
+    states = {name: _copied(_state_of(thing)) for name, thing in objects.items() if hasattr(thing, "state_dict")}
+    random_state = _random_state()
+
+    def undo() -> list[str]:
+        failed = []
+        for name, state in states.items():
+            try:
+                _restore(objects[name], state)
+            except Exception:
+                failed.append(name)
+        _set_random_state(random_state)
+        return failed
+
+    return undo
+
+
+def _copied(state: Any) -> Any:
+    # On the CPU: a GPU may have no room for another copy.
+    tensors = {id(leaf): leaf.detach().to("cpu", copy=True) for _, leaf in walk(state) if isinstance(leaf, Tensor)}
+    return copy.deepcopy(state, tensors)
 
 
 def _read(file: Any, **options: Any) -> dict[str, Any]:
@@ -218,25 +305,45 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------ files
-def _write(path: Path, state: dict[str, Any]) -> None:
+def _write(path: Path, state: dict[str, Any], stop: Event) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A job that was requeued may write while the old one still does.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{_UNFINISHED}")
-    try:
-        with temporary.open("wb") as file:
-            torch.save(state, file)
+    # A job that was requeued may write while the old one still does, under the same host name and pid.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(8)}{_UNFINISHED}")
+    with temporary.open("xb") as file:
+        try:
+            with suppress(OSError):  # not every file system can
+                fcntl.flock(file, fcntl.LOCK_EX)
+            torch.save(state, _Stoppable(file, stop))  # type: ignore[arg-type]  # it needs no more than this has
             file.flush()
             os.fsync(file.fileno())
-        _read(temporary, mmap=True)  # what cannot be loaded must not take the place of what can
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            _read(temporary, mmap=True)  # what cannot be loaded must not take the place of what can
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         with suppress(OSError):  # not every file system can
             os.fsync(folder)  # the new name, too, survives a power cut
     finally:
         os.close(folder)
+
+
+class _Stoppable:
+    """A file to which nothing can be written once an event is set."""
+
+    def __init__(self, file: IO[bytes], stop: Event) -> None:
+        self._file = file
+        self._stop = stop
+
+    def write(self, data: memoryview) -> int:
+        for start in range(0, len(data), _PIECE):
+            if self._stop.is_set():
+                raise InterruptedError("the save was interrupted")
+            self._file.write(data[start : start + _PIECE])
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def _prune(path: Path, keep: int) -> None:
@@ -247,12 +354,18 @@ def _prune(path: Path, keep: int) -> None:
     relatives = [other for other in here if re.fullmatch(family, other.name) and _is_whole(other)]
     for other in sorted(relatives, key=_written)[:-keep]:
         other.unlink(missing_ok=True)
+    left = rf"\.{family}\.{re.escape(socket.gethostname())}\.\w+{re.escape(_UNFINISHED)}"
     for other in here:
-        left = re.fullmatch(
-            rf"\.{family}\.{re.escape(socket.gethostname())}\.(\d+){re.escape(_UNFINISHED)}", other.name
-        )
-        if left and not Path("/proc", left[1]).exists():
+        if re.fullmatch(left, other.name) and _is_left(other):
             other.unlink(missing_ok=True)
+
+
+def _is_left(temporary: Path) -> bool:
+    """Whether the process that wrote a temporary file is gone: nobody holds its lock."""
+    with suppress(OSError), temporary.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(file.fileno()).st_size > 0  # an empty one may be about to be locked
+    return False
 
 
 def _is_whole(path: Path) -> bool:

@@ -47,7 +47,8 @@ def spawn(
     from unidist.backends import rendezvous
 
     payload = _pickled((fn, args), fn)
-    store = rendezvous.open_on_free_port()  # the children's meeting point, for as long as they run
+    # The children's meeting point, for as long as they run.
+    store = rendezvous.open_on_free_port(address=rendezvous.LOOPBACK)
     with tempfile.TemporaryDirectory(prefix="unidist-spawn-") as folder:
         start_processes(_run, args=(nprocs, store.port, payload, folder, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(nprocs)]

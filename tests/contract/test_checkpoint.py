@@ -1,9 +1,12 @@
 """Checkpoints within one world; ``tests/test_checkpoint.py`` has those that change worlds."""
 
+import copy
+import fcntl
 import os
 import random
 import socket
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy
@@ -14,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import unidist
 from tests.contract.models import assert_same, make_model, my_batch, train
+from unidist import checkpoint
 
 
 @pytest.fixture
@@ -104,22 +108,27 @@ def test_keep_last_and_latest(folder: Path) -> None:
     assert unidist.latest_checkpoint(folder / "nothing") is None
     for name in ("best.pt", "other-1.pt", "2-step-9.pt"):
         unidist.save_checkpoint(folder / name, x=1)
+    killed = f".step-3.pt.{socket.gethostname()}.4194305.unfinished"
     unfinished = {
-        f".step-3.pt.{socket.gethostname()}.4194305.unfinished",  # of a process that was killed
-        f".step-3.pt.{socket.gethostname()}.1.unfinished",  # of one that still writes
+        killed,
+        f".step-3.pt.{socket.gethostname()}.1.unfinished",  # of a process that still writes
         ".step-3.pt.another-host.4194305.unfinished",
         ".unfinished",
     }
     if unidist.is_main():
         for name in unfinished:
-            (folder / name).touch()
+            (folder / name).write_bytes(b"half of it")
+        writing = (folder / f".step-3.pt.{socket.gethostname()}.1.unfinished").open("r+b")
+        fcntl.flock(writing, fcntl.LOCK_EX)
         (folder / "step-1.pt").mkdir(), (folder / "step-0.pt").symlink_to("nowhere")
     for step in (8, 9, 10, 11):
         unidist.save_checkpoint(folder / f"step-{step}.pt", keep_last=2, x=step)
         assert unidist.latest_checkpoint(folder, "step-*.pt") == folder / f"step-{step}.pt"
     left = on_first(lambda: {path.name for path in folder.iterdir() if path.is_file()})
     assert left - unfinished == {"best.pt", "other-1.pt", "2-step-9.pt", "step-10.pt", "step-11.pt"}
-    assert len(left & unfinished) == 3
+    assert left & unfinished == unfinished - {killed}
+    if unidist.is_main():
+        writing.close()
     for step in (5, 6):  # went back to an older one
         unidist.save_checkpoint(folder / f"step-{step}.pt", keep_last=3, x=step)
     assert unidist.latest_checkpoint(folder) == folder / "step-6.pt"
@@ -194,3 +203,96 @@ def test_a_group_of_its_own(folder: Path) -> None:
     unidist.save_checkpoint(path, group=group, who=rank)
     assert unidist.load_checkpoint(path, group=group) == {"who": group.ranks[0]}
     assert unidist.latest_checkpoint(folder, f"part{rank % 2}.pt", group) == path
+
+
+def make_run(seed: int) -> dict[str, Any]:
+    """A model, its optimizer with momentum and whatever else a run has, all with values of this seed's."""
+    torch.manual_seed(seed)
+    model = unidist.wrap_model(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=seed, momentum=0.9)
+    model(my_batch(seed)[0]).square().sum().backward()
+    optimizer.step()
+    loader = unidist.shard_loader(DataLoader(torch.arange(20.0), 2, shuffle=True))
+    loader.set_epoch(seed)
+    return {"model": model, "optimizer": optimizer, "loader": loader, "epoch": Epoch(seed)}
+
+
+class Epoch:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+        if self.number < 0 and unidist.rank() == unidist.world_size() - 1:
+            raise ValueError("a negative number")
+
+
+class Unkept:
+    """It cannot be put back."""
+
+    loaded = False
+
+    def load_state_dict(self, state: object) -> None:
+        self.loaded = True
+
+
+def test_a_load_that_fails_changes_nothing_on_any_rank(folder: Path) -> None:
+    saved = make_run(2)
+    other = make_model()
+    other.append(nn.Linear(1, 1))
+    wrong: dict[str, Any] = {
+        "model": other,
+        "optimizer": torch.optim.SGD([{"params": [p]} for p in make_model().parameters()], lr=1.0),
+        "loader": unidist.shard_loader(DataLoader(torch.arange(20.0), 2, shuffle=True), seed=9),
+        "epoch": Epoch(-1),
+    }
+    for name, value in wrong.items():
+        unidist.save_checkpoint(folder / f"{name}.pt", **{**saved, name: value}, unkept={})
+    unidist.save_checkpoint(folder / "random.pt", **saved, unkept={})
+    if unidist.is_main():
+        whole = torch.load(folder / "random.pt", weights_only=True)
+        whole["unidist_rng"][-1]["torch"] = torch.zeros(3, dtype=torch.uint8)
+        torch.save(whole, folder / "random.pt")
+    run, unkept = make_run(1), Unkept()
+    before = {name: copy.deepcopy(thing.state_dict()) for name, thing in run.items()}
+    random_state = torch.get_rng_state()
+    for name in (*wrong, "random"):
+        with pytest.raises(unidist.CheckpointError, match=r"load_checkpoint\(.* failed on rank \d: "):
+            unidist.load_checkpoint(folder / f"{name}.pt", unkept=unkept, **run)
+        after = {name: thing.state_dict() for name, thing in run.items()}
+        assert after.pop("loader") == before["loader"]
+        torch.testing.assert_close(after, {name: before[name] for name in after}, rtol=0, atol=0)
+        assert torch.equal(torch.get_rng_state(), random_state) and not unkept.loaded
+    unidist.load_checkpoint(folder / "epoch.pt", model=run["model"], unkept=unkept)
+    assert unkept.loaded
+    assert_same(run["model"], saved["model"])
+
+
+def test_what_is_written_over_and_what_is_not(folder: Path) -> None:
+    path, precious = folder / "run.pt", folder / "precious"
+    names = [f".run.pt.{socket.gethostname()}.{os.getpid()}.unfinished", ".run.pt.unfinished"]
+    if unidist.is_main():
+        precious.write_text("precious")
+        for name in names:
+            (folder / name).symlink_to(precious)
+        (folder / "deep").mkdir()
+        path.symlink_to("deep/target.pt")
+    for step in (1, 2):
+        unidist.save_checkpoint(path, step=step)
+        assert unidist.load_checkpoint(path) == {"step": step}
+    assert on_first(precious.read_text) == "precious"
+    assert on_first(lambda: path.is_symlink() and sorted(os.listdir(folder / "deep"))) == ["target.pt"]
+    if unidist.is_main():
+        (folder / "plain").touch()
+        assert path.stat().st_mode == (folder / "plain").stat().st_mode
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:
+    stop = Event()
+    stop.set()
+    with pytest.raises((RuntimeError, InterruptedError)):
+        checkpoint._write(tmp_path / "run.pt", {"x": torch.ones(1000)}, stop)
+    assert not list(tmp_path.iterdir())

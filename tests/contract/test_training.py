@@ -148,6 +148,9 @@ def test_backward_that_fails_can_be_followed_by_another() -> None:
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
 def test_complex_parameters_keep_both_parts(compression: str | None) -> None:
+    if torch.__version__.startswith("2.6.") and unidist.backend_name() == "gloo":
+        pytest.skip("gloo of torch 2.6 does not broadcast complex tensors, as DDP does with parameters")
+
     class Complex(nn.Module):
         def __init__(self) -> None:
             super().__init__()

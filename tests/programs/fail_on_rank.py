@@ -1,7 +1,10 @@
-"""Train until one rank fails in the middle: ``fail_on_rank.py RANK raise|exit|leave|sleep``."""
+"""Train until one rank fails in the middle: ``fail_on_rank.py RANK raise|exit|leave|sleep``; before it sleeps, save to a slow disk."""
 
+import os
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -10,6 +13,22 @@ import unidist
 
 unidist.init()
 rank, how = int(sys.argv[1]), sys.argv[2]
+if how == "sleep":
+    sync, read = os.fsync, Path.read_bytes
+
+    def slow_sync(file: int) -> None:
+        time.sleep(2.5)  # of the file, and of its folder
+        sync(file)
+
+    def slow_read(path: Path) -> bytes:
+        time.sleep(5)
+        return read(path)
+
+    os.fsync, Path.read_bytes = slow_sync, slow_read  # type: ignore[assignment,method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        unidist.save_checkpoint(Path(folder, "slow.pt"), step=1)
+        assert unidist.load_checkpoint(Path(folder, "slow.pt")) == {"step": 1}
+    print("the disk was slow", flush=True)
 model = unidist.wrap_model(nn.Linear(4, 1))
 for step in range(100_000):
     if step == 5 and unidist.rank() == rank:

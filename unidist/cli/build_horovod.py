@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tarfile
@@ -44,6 +46,8 @@ def notes(target: Target) -> Iterator[str]:
     if not shutil.which("mpicxx"):
         install = remedy("libopenmpi-dev openmpi-bin", "brew install open-mpi")
         yield f"Without MPI, with Gloo only; for MPI, have mpicxx on the PATH ({install}) and build again."
+    if "+cu" in target.torch and not target.cuda:
+        yield "For CPU tensors only: CUDA's nvcc and headers are not found; install the CUDA toolkit or set CUDA_HOME, and build again."
     if target.cuda and not target.nccl:
         yield "Without NCCL: nccl.h is not found; install NCCL's headers or set HOROVOD_NCCL_HOME, and build again."
 
@@ -125,7 +129,6 @@ def telling(lines: Sequence[str], count: int = 20) -> list[str]:
 
 def build(target: Target, folder: Path, jobs: int) -> Path:
     """Build the wheel in a temporary folder, then put it into the cache's."""
-    folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"build-{platform.node()}-{os.getpid()}.log"  # its own: another build may run
     click.echo(f"Building Horovod {VERSION} for {target.key()}: some minutes; log: {log}", err=True)
     on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended like with Ctrl-C: nothing stays behind
@@ -135,7 +138,7 @@ def build(target: Target, folder: Path, jobs: int) -> Path:
             log.open("w", encoding="utf-8") as out,
             progress() as show,
         ):
-            built = compile_wheel(Path(work), target.env(os.environ, jobs) | {"TMPDIR": work}, out, show)
+            built = compile_wheel(Path(work), target, target.env(os.environ, jobs) | {"TMPDIR": work}, out, show)
             wheel = publish(built, folder)
     except KeyboardInterrupt:
         log.unlink()
@@ -146,36 +149,85 @@ def build(target: Target, folder: Path, jobs: int) -> Path:
     return wheel
 
 
-def compile_wheel(work: Path, env: dict[str, str], log: TextIO, show: Callable[[str], None]) -> Path:
+def compile_wheel(work: Path, target: Target, env: dict[str, str], log: TextIO, show: Callable[[str], None]) -> Path:
     pin = work / "pin.txt"
     pin.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
     from_source = ["--no-deps", "--no-build-isolation"]
     run_step([*PIP, "download", *from_source, "--no-binary=:all:", f"-r{pin}"], work, env, log, show)
-    source = unpack(work / f"horovod-{VERSION}.tar.gz")
+    source = unpack(work / f"horovod-{VERSION}.tar.gz", target)
     run_step([*PIP, "wheel", *from_source, "-v", "--wheel-dir=wheel", str(source)], work, env, log, show)
     return next(work.glob("wheel/*.whl"))
 
 
-def unpack(archive: Path) -> Path:
-    """The source beside the archive, set to C++17: PyTorch's headers need it since 2.1."""
+def unpack(archive: Path, target: Target) -> Path:
+    """The source beside the archive, corrected."""
     with tarfile.open(archive) as tar:
         # Pythons that know the filter warn without it; 3.10.0 does not know it.
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(archive.parent)
     source = archive.parent / archive.name.removesuffix(".tar.gz")
-    for path in (source / "CMakeLists.txt", source / "horovod/torch/CMakeLists.txt"):
-        path.write_text(path.read_text().replace("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"))
+    for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        replace(source / path, "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {target.cxx})")
+    if not target.cuda:  # a PyTorch with CUDA would have Horovod look for the CUDA toolkit
+        replace(source / "cmake/Modules/FindPytorch.cmake", "(torch.version.cuda is not None)", "False")
     return source
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
 
 
 def publish(wheel: Path, folder: Path) -> Path:
     """Move the wheel into the folder in one step, so that nobody ever reads half of it."""
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as staging:
-        return Path(shutil.copy(wheel, staging)).replace(folder / wheel.name)
+        new = Path(shutil.copy(wheel, staging))
+        # Before the wheel is there, and beside those of earlier builds: two builds may run at once.
+        with record(folder / wheel.name).open("a") as digests:
+            digests.write(f"{sha256(new)}\n")
+        return new.replace(folder / wheel.name)
 
 
 def cached(folder: Path) -> Path | None:
-    return next(folder.glob(f"horovod-{VERSION}-*.whl"), None)
+    """The wheel in the folder, if it is one that was built there."""
+    wheel = next(folder.glob(f"horovod-{VERSION}-*.whl"), None)
+    if wheel is None:
+        return None
+    digests = record(wheel).read_text().split() if record(wheel).exists() else []
+    if sha256(wheel) in digests:
+        return wheel
+    click.echo(f"{wheel} does not have a sha256 that {record(wheel).name} records: building it again.", err=True)
+    return None
+
+
+def record(wheel: Path) -> Path:
+    """The file with the sha256 of every build of this wheel."""
+    return wheel.with_name(f"{wheel.name}.sha256")
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def make_private(cache: Path, folder: Path) -> None:
+    """Make the folders from ``cache`` down to ``folder``, and see that nobody else can put a wheel there.
+
+    Raises:
+        ClickException: a folder belongs to another user (other than root), or others can write to it.
+    """
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    for each in reversed([folder, *(above for above in folder.parents if above.is_relative_to(cache))]):
+        each.mkdir(mode=0o755, exist_ok=True)
+        found = each.stat()
+        if found.st_uid not in (0, os.getuid()):
+            wrong = f"{each} belongs to another user (uid {found.st_uid})"
+        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            wrong = f"{each} can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+        else:
+            continue
+        raise click.ClickException(
+            f"{wrong}, who could replace the wheels that are installed from there: chmod -R go-w {cache}, or choose "
+            "another folder with --cache-dir or UNIDIST_CACHE."
+        )
 
 
 def install(wheel: Path) -> str:
@@ -239,12 +291,16 @@ def get_wheel(force: bool, jobs: int, mpi: str, cache: Path) -> Path:
     if problems:
         stop_if([*problems, *lacking_tools(mpi)])
     target = find_target(mpi)
-    folder = cache.absolute() / "horovod" / target.key()
+    cache = cache.absolute()
+    folder = cache / "horovod" / target.key()
+    if folder.exists():
+        make_private(cache, folder)
     wheel = None if force else cached(folder)
     if wheel:
         click.echo(f"Found in the cache: {target.key()}", err=True)
         return wheel
-    stop_if(lacking_tools(mpi))
+    stop_if(lacking_tools(mpi, target.cxx))
     for note in notes(target):
         click.echo(note, err=True)
+    make_private(cache, folder)
     return build(target, folder, jobs)

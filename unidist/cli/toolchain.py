@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import util
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 # What Horovod imports to be built and to run; pip knows `yaml` as pyyaml.
@@ -34,6 +35,8 @@ class Target:
     mpi: str = ""
     cuda: str = ""
     nccl: bool = False
+    #: The standard that torch's headers need.
+    cxx: str = "17"
 
     def key(self) -> str:
         """Name of the wheel's folder in the cache."""
@@ -63,13 +66,27 @@ def find_target(mpi: str) -> Target:
     """What is installed here. A torch for CPUs is built for as such, whatever CUDA the machine has."""
     import torch
 
+    cxx = cxx_standard(Path(torch.__file__).parent)
     if not torch.version.cuda:
-        return Target(torch.__version__, mpi)
+        return Target(torch.__version__, mpi, cxx=cxx)
     from torch.utils.cpp_extension import CUDA_HOME  # Horovod's CMake files ask the same
 
-    if not CUDA_HOME or not Path(CUDA_HOME, "bin", "nvcc").exists():
-        return Target(torch.__version__, mpi)
-    return Target(torch.__version__, mpi, torch.version.cuda, has_nccl(os.environ, CUDA_HOME))
+    if not CUDA_HOME or not has_toolkit(Path(CUDA_HOME)):
+        return Target(torch.__version__, mpi, cxx=cxx)
+    return Target(torch.__version__, mpi, torch.version.cuda, has_nccl(os.environ, CUDA_HOME), cxx)
+
+
+def cxx_standard(torch: Path) -> str:
+    """The C++ standard that the headers of a PyTorch ask for."""
+    header = torch / "include/torch/csrc/api/include/torch/all.h"
+    asked = re.search(r"C\+\+(\d+) or later", header.read_text()) if header.exists() else None
+    return asked[1] if asked else "17"
+
+
+def has_toolkit(cuda_home: Path) -> bool:
+    """Whether CUDA's compiler and its headers are there."""
+    headers = [cuda_home / "include", *cuda_home.glob("targets/*/include")]
+    return (cuda_home / "bin/nvcc").exists() and any((folder / "cuda_runtime.h").exists() for folder in headers)
 
 
 def has_nccl(env: Mapping[str, str], cuda_home: str) -> bool:
@@ -121,21 +138,27 @@ def remedy(linux: str, mac: str) -> str:
     return mac if platform.system() == "Darwin" else f"apt-get install {linux}"
 
 
+def is_installed(name: str) -> bool:
+    """Whether there is a module of this name."""
+    # Before Python 3.12, a search for pip through all finders makes setuptools' finder give its distutils up, and its import fail.
+    return (PathFinder.find_spec(name) if name == "pip" else find_spec(name)) is not None
+
+
 def lacking_modules() -> Iterator[str]:
     """Python packages that are missing, each line with its remedy."""
-    if not util.find_spec("torch"):
+    if not is_installed("torch"):
         yield "PyTorch is not installed: pip install torch"
-    if not util.find_spec("pip"):
+    if not is_installed("pip"):
         yield "pip is not installed: python -m ensurepip"
-    if missing := [name for name in MODULES if not util.find_spec(name)]:
+    if missing := [name for name in MODULES if not is_installed(name)]:
         yield f"Python modules {', '.join(missing)} are missing: pip install 'unidist-torch[horovod]'"
 
 
-def lacking_tools(mpi: str) -> Iterator[str]:
+def lacking_tools(mpi: str, standard: str = "17") -> Iterator[str]:
     """Tools and headers that are missing, each line with its remedy."""
     cxx, cc = compiler_of("CXX", "c++", "g++", "clang++"), compiler_of("CC", "cc", "gcc", "clang")
-    if not compiles([*cxx, "-std=c++17"], CXX17):
-        yield f"{shlex.join(cxx)} does not compile C++17: {remedy('g++', 'xcode-select --install')}, or set CXX"
+    if not compiles([*cxx, f"-std=c++{standard}"], CXX17):
+        yield f"{shlex.join(cxx)} does not compile C++{standard}: {remedy('g++', 'xcode-select --install')}, or set CXX"
     if not compiles(cc, "int main(void) { return 0; }\n", ".c"):
         yield f"{shlex.join(cc)} does not compile C: {remedy('gcc', 'xcode-select --install')}, or set CC"
     cmake = output_of(os.environ.get("HOROVOD_CMAKE", "cmake"), "--version")

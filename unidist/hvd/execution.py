@@ -59,19 +59,24 @@ def execute(backend: Backend, group: Group, answer: Answer, operations: Sequence
     return [None]
 
 
-def scaled(tensor: Tensor, factor: float) -> Tensor:
-    """Multiplied in place; whole numbers are cut off towards 0."""
-    if factor == 1.0:
+def scaled(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:
+    """Multiplied and divided in place; whole numbers are cut off towards 0.
+
+    Whole numbers are divided: the product of 49 and 1 / 49 is below 1.
+    """
+    if factor == 1.0 and divisor == 1:
         return tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return tensor.mul_(factor)
-    return tensor.copy_(tensor.double().mul_(factor).trunc_())
+        return tensor.mul_(factor / divisor)
+    if factor == 1.0:
+        return tensor.copy_(torch.div(tensor.long(), divisor, rounding_mode="trunc"))
+    return tensor.copy_(tensor.double().mul_(factor).div_(divisor).trunc_())
 
 
 # ---------------------------------------------------------------------------------------------
-def _after(form: Form, size: int) -> float:
-    """What a sum is multiplied with."""
-    return form.postscale / size if form.op == "average" else form.postscale
+def _after(form: Form, size: int) -> tuple[float, int]:
+    """What a sum is multiplied with, and divided by."""
+    return form.postscale, size if form.op == "average" else 1
 
 
 def _all_reduce(
@@ -108,13 +113,18 @@ def _all_reduce_told(answer: Answer, operation: Operation | None, size: int) -> 
         data = bytearray().join(answer.table)  # type: ignore[arg-type]
         rows = torch.frombuffer(data, dtype=output.dtype).view(len(answer.table), -1)
         rows = scaled(rows.to(_WIDER.get(rows.dtype, rows.dtype)), form.prescale)
-        result = scaled(_ROWS[form.op](rows), _after(form, size))
+        result = scaled(_ROWS[form.op](rows), *_after(form, size))
         output.view(-1).copy_(result)
     return [None]
 
 
 def _combine(
-    backend: Backend, group: Group, inputs: Sequence[Tensor], outputs: Sequence[Tensor], form: Form, after: float
+    backend: Backend,
+    group: Group,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    form: Form,
+    after: tuple[float, int],
 ) -> None:
     alone = len(inputs) == 1 and inputs[0].dtype not in _WIDER and carrier(backend, inputs[0]) == inputs[0].device
     if alone:
@@ -130,7 +140,7 @@ def _combine(
             adasum(backend, parts, group)
         else:
             backend.all_reduce(flat, _ENGINE_OPS[form.op], group)
-    scaled(flat, after)
+    scaled(flat, *after)
     if not alone:
         torch._foreach_copy_([_flat(output) for output in outputs], parts)
 
@@ -211,7 +221,7 @@ def _reduce_scatter(backend: Backend, group: Group, operation: Operation) -> lis
         else:
             backend.all_reduce(flat, "sum", group)
             part = flat.view(tensor.shape).narrow(0, sum(counts[:me]), counts[me]).contiguous().view(-1)
-        scaled(part, _after(form, size))
+        scaled(part, *_after(form, size))
         results.append(part.to(dtype=tensor.dtype, device=tensor.device).view(counts[me], *tensor.shape[1:]))
     return results
 
