@@ -124,6 +124,17 @@ STEPS = [
     ),
     (
         "",
+        "{opt}.zero_grad()\n" + _LOSS + "made = torch.autograd.grad(loss, list({model}.parameters()))\n"
+        "for p, g in zip({model}.parameters(), made):\n    p.grad = g.clone()\n{opt}.step()",
+    ),
+    (
+        "",
+        "{opt}.zero_grad()\n" + _LOSS + "parts = []\nparts.append(loss)\n"
+        "parts.append(0.01 * sum(p.pow(2).sum() for p in {model}.parameters()))\nsum(parts).backward()\n"
+        "{opt}.synchronize()\nfor p in {model}.parameters():\n    p.grad.mul_(0.5)\n" + _SKIP,
+    ),
+    (
+        "",
         "def one(a, b):\n    {opt}.zero_grad()\n    value = F.cross_entropy({model}(a), b)\n    value.backward()\n    {opt}.step()\n"
         "    return value\nloss = one(x, y)",
     ),
