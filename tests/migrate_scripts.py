@@ -129,6 +129,10 @@ STEPS = [
     ),
     (
         "",
+        "{opt}.zero_grad()\nloss = F.cross_entropy({hvd}.allgather({model}(x)), {hvd}.allgather(y))\nloss.backward()\n{opt}.step()",
+    ),
+    (
+        "",
         "{opt}.zero_grad()\n" + _LOSS + "parts = []\nparts.append(loss)\n"
         "parts.append(0.01 * sum(p.pow(2).sum() for p in {model}.parameters()))\nsum(parts).backward()\n"
         "{opt}.synchronize()\nfor p in {model}.parameters():\n    p.grad.mul_(0.5)\n" + _SKIP,

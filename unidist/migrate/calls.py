@@ -8,6 +8,7 @@ import libcst as cst
 
 from unidist.migrate.code import is_pure, keyword
 from unidist.migrate.dtypes import is_floating
+from unidist.migrate.gradients import may_carry_gradient, may_require_gradient
 from unidist.migrate.loaders import has_even_loops
 from unidist.migrate.site import Arguments, Site, is_constant
 
@@ -73,6 +74,8 @@ def change_collectives(site: Site) -> None:
         name, first = COLLECTIVES[site.names.symbols[call.func]]
         if arguments is None or first not in arguments or set(arguments) - {first, "root_rank", *_IDLE}:
             continue
+        if has_other_gradient(site, call, arguments):
+            continue
         values: list[cst.Arg] = [cst.Arg(arguments[first])]
         if "root_rank" in arguments and not is_constant(arguments["root_rank"], 0):
             values.append(keyword("src", arguments["root_rank"]))
@@ -83,6 +86,17 @@ def change_collectives(site: Site) -> None:
             continue
         source: Options = [] if is_constant(arguments["root_rank"], 0) else [("src", arguments["root_rank"])]
         _put_in_place(site, call, arguments["tensor"], "broadcast", source)
+
+
+def has_other_gradient(site: Site, call: cst.Call, arguments: Arguments) -> bool:
+    """Whether unidist's call would give another gradient than Horovod's, or none, and one may go through it."""
+    symbol, tensor = site.symbol(call.func), arguments.get("tensor")
+    if tensor is None:
+        return False
+    if symbol in ("allgather", "broadcast"):
+        return may_carry_gradient(site.code, call, tensor)
+    extremes = symbol == "allreduce" and operation(site, arguments) in ("min", "max", "product")
+    return extremes and may_require_gradient(site.code, call, tensor)
 
 
 def change_allreduce(site: Site) -> None:
@@ -97,6 +111,8 @@ def change_allreduce(site: Site) -> None:
         if "compression" in arguments and site.symbol(arguments["compression"]) is None:
             continue
         tensor = arguments["tensor"]
+        if has_other_gradient(site, call, arguments):
+            continue
         figure = op == "mean" and _is_figure(site, call, tensor)
         floating = is_floating(site.code, tensor)
         if (op == "mean" and (floating is False or (not floating and not figure))) or (

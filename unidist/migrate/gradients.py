@@ -1,4 +1,8 @@
-"""Where gradients come from: a wrapped model averages them in backward passes of what it returns, and nowhere else."""
+"""Where gradients come from, and through which calls they go.
+
+A wrapped model averages them in backward passes of what it returns, and nowhere else. Horovod averages them in the backward passes of
+``allgather`` and ``broadcast``, where unidist adds them up.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +42,15 @@ _ADDING = re.compile(
 #: What a parameter may pass through on its way into its gradient: weight decay.
 _DECAY = {"data", "detach", "clone", "sign", "mul", "abs", "float", "to"}
 _RANDOM = re.compile(r"rand|normal|uniform|bernoulli|noise|dropout|multinomial")
+#: Methods whose results take part in no gradient, those of them that give numbers, and functions that make such tensors.
+_READING = {"item", "tolist", "numpy", "detach"}
+_DETACHING = _READING | {
+    "argmax", "argmin", "argsort", "long", "int", "bool", "byte", "size", "numel", "dim", "nonzero", "eq", "ne", "gt", "lt", "ge", "le", "isnan",
+}  # fmt: skip
+_MAKING = {
+    "tensor", "from_numpy", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "linspace", "eye", "Tensor",
+    "FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "IntTensor", "zeros_like", "ones_like", "rand_like", "randn_like", "empty_like",
+}  # fmt: skip
 _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
 
@@ -345,3 +358,113 @@ class _Origin:
             results: list[cst.Return | cst.Yield]
             results = [*code.all(cst.Return, inside=function.body), *code.all(cst.Yield, inside=function.body)]
             yield from (result.value for result in results if result.value is not None)
+
+
+# ------------------------------------------------------------------------------------ calls that gradients go through
+def may_require_gradient(code: Code, call: cst.Call, tensor: cst.BaseExpression) -> bool:
+    """Whether a collective call may record a gradient, unless the code shows that it does not."""
+    return not (_is_in_no_grad(code, call) or _is_constant(code, tensor))
+
+
+def may_carry_gradient(code: Code, call: cst.Call, tensor: cst.BaseExpression) -> bool:
+    """Whether a gradient may go through a collective call, unless the code shows that none does."""
+    return may_require_gradient(code, call, tensor) and not _is_read(code, call)
+
+
+def _is_in_no_grad(code: Code, node: cst.CSTNode) -> bool:
+    function = code.function(node)
+    if isinstance(function, cst.FunctionDef) and any(_stops(code, each.decorator) for each in function.decorators):
+        return True
+    for above in code.parents(node):
+        if above is function:
+            return False
+        if isinstance(above, cst.With) and any(_stops(code, item.item) for item in above.items):
+            return True
+    return False
+
+
+def _stops(code: Code, node: cst.BaseExpression) -> bool:
+    """``torch.no_grad()`` and the like."""
+    call = node if isinstance(node, cst.Call) else None
+    last = full_name(call.func if call is not None else node).split(".")[-1]
+    if last == "set_grad_enabled":
+        return call is not None and bool(call.args) and is_constant(call.args[0].value, False)
+    return last in ("no_grad", "inference_mode") and (
+        call is None or not call.args or is_constant(call.args[0].value, True)
+    )
+
+
+def _is_read(code: Code, call: cst.Call) -> bool:
+    """Whether a call's result becomes numbers at once: ``.item()``, ``float(...)``."""
+    node: cst.CSTNode = call
+    while True:
+        above = code.parent(node)
+        if (
+            isinstance(above, cst.Attribute)
+            and isinstance(outer := code.parent(above), cst.Call)
+            and outer.func is above
+        ):
+            if above.attr.value in _READING:
+                return True
+            node = outer
+        elif isinstance(above, cst.Subscript) and above.value is node:
+            node = above
+        elif isinstance(above, cst.Arg) and isinstance(outer := code.parent(above), cst.Call):
+            return full_name(outer.func) in ("float", "int", "bool", "len", "print", "str")
+        else:
+            return isinstance(above, cst.Expr)
+
+
+def _is_constant(code: Code, node: cst.BaseExpression, depth: int = 8) -> bool:
+    """Whether a value takes part in no gradient: numbers, what is made of them, what is detached."""
+    if depth == 0:
+        return False
+
+    def inner(*parts: cst.BaseExpression) -> bool:
+        return all(_is_constant(code, part, depth - 1) for part in parts)
+
+    if isinstance(node, (cst.BaseNumber, cst.BaseString, cst.Comparison)):
+        return True
+    if isinstance(node, cst.UnaryOperation):
+        return inner(node.expression)
+    if isinstance(node, cst.BinaryOperation):
+        return inner(node.left, node.right)
+    if isinstance(node, cst.IfExp):
+        return inner(node.body, node.orelse)
+    if isinstance(node, (cst.List, cst.Tuple)):
+        return inner(*(element.value for element in node.elements))
+    if isinstance(node, cst.Subscript):
+        return inner(node.value)
+    if isinstance(node, cst.Call):
+        return _is_constant_call(code, node, depth)
+    if isinstance(node, cst.Attribute) and node.attr.value in ("data", "grad", "shape"):
+        return True
+    if isinstance(node, cst.Name) and node.value in ("True", "False", "None"):
+        return True
+    variable = code.variable(node)
+    if variable is None or is_parameter(code, variable):
+        return False
+    values = [(value, target) for value, target in assignments(code) if code.variable(target) == variable]
+    unpacked = any(
+        isinstance(code.parent(target), cst.Element) and not isinstance(code.parent(value), cst.Element)
+        for value, target in values
+    )
+    changed = [each.value for each in code.all(cst.AugAssign) if code.variable(each.target) == variable]
+    bound = {use for use in code_references(code).get(variable, ()) if is_target(code, use)}
+    known = {target for _, target in values} | {each.target for each in code.all(cst.AugAssign)}
+    return bool(values) and not unpacked and bound <= known and inner(*(value for value, _ in values), *changed)
+
+
+def _is_constant_call(code: Code, call: cst.Call, depth: int) -> bool:
+    last = call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
+    values = [each.value for each in call.args]
+    if not is_constant(argument(call, "requires_grad"), None, False) or last == "requires_grad_":
+        return False
+    of_torch = any(name.startswith("torch.") for name in code.imported(call.func))
+    if last in _DETACHING or (of_torch and last in _MAKING) or last in ("int", "float", "len", "bool"):
+        return True
+    if isinstance(call.func, cst.Attribute) and not code.imported(call.func):
+        values.insert(0, call.func.value)
+    elif not of_torch:
+        return False
+    return not any(each.star for each in call.args) and all(_is_constant(code, each, depth - 1) for each in values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from unidist.migrate.calls import has_other_gradient
 from unidist.migrate.report import Finding
 from unidist.migrate.site import Site
 
@@ -39,6 +40,14 @@ _NUMBERS = (
     "that it holds floating-point numbers cannot be seen, and unidist refuses the mean of whole numbers, which Horovod cuts off",
     "unidist.all_reduce(tensor, 'mean') if they are, allreduce_metric for a figure",
 )
+_GRADIENT = (
+    "a gradient may go through it, which Horovod averages and unidist adds up",
+    "pass tensor.detach() if none is wanted, then migrate again; else keep it",
+)
+_NO_GRADIENT = (
+    "a gradient may go through it, and unidist's minimum, maximum and product have none",
+    "pass tensor.detach(), then migrate again",
+)
 #: Arguments of allreduce that have no counterpart.
 _ARGUMENTS: dict[str, Words] = {
     "prescale_factor": ("factors have no counterpart", "multiply before and after"),
@@ -63,6 +72,8 @@ def _words(site: Site, use: cst.BaseExpression) -> Words:
         for name, words in _ARGUMENTS.items():
             if arguments is not None and name in arguments:
                 return words
+        if arguments is not None and isinstance(call, cst.Call) and has_other_gradient(site, call, arguments):
+            return _NO_GRADIENT
         return _NUMBERS if arguments is not None else ("its arguments cannot be told", "write the call out")
     if symbol in ("broadcast_parameters", "broadcast_optimizer_state"):
         stays = any(site.symbol(other) == "DistributedOptimizer" for other in site.left())
@@ -76,4 +87,6 @@ def _words(site: Site, use: cst.BaseExpression) -> Words:
         )
     if arguments is not None and "process_set" in arguments:
         return _SETS
+    if arguments is not None and isinstance(call, cst.Call) and has_other_gradient(site, call, arguments):
+        return _GRADIENT
     return next(words for start, words in _WORDS.items() if symbol.startswith(start))
