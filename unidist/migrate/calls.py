@@ -8,8 +8,9 @@ import libcst as cst
 
 from unidist.migrate.code import is_pure, keyword
 from unidist.migrate.dtypes import is_floating
+from unidist.migrate.flow import callees
 from unidist.migrate.gradients import may_carry_gradient, may_require_gradient
-from unidist.migrate.loaders import has_even_loops
+from unidist.migrate.loaders import has_even_loops, is_even
 from unidist.migrate.site import Arguments, Site, is_constant
 
 #: Calls without arguments, and unidist's names for them.
@@ -209,16 +210,37 @@ def _rebuilt(site: Site, original: cst.Call, updated: cst.Call, new: cst.Call) -
     return new.with_changes(args=args, lpar=updated.lpar, rpar=updated.rpar)
 
 
+def keep_joined(site: Site) -> None:
+    """All that a rank in ``hvd.join()`` serves stays the drop-in's together with it."""
+    joins = [use for use in site.uses("join") if not _joins_together(site, use)]
+    for use in site.uses() if joins else ():
+        if _is_collective(site.names.symbols[use]):
+            site.kept[use] = _JOIN if use in joins else _WITH_JOIN
+
+
+def _is_collective(symbol: str) -> bool:
+    return symbol not in PLACE or symbol == "barrier"
+
+
+def _joins_together(site: Site, use: cst.BaseExpression) -> bool:
+    call = site.code.parent(use)
+    return isinstance(call, cst.Call) and call.func is use and is_barrier(site, call)
+
+
 def change_barriers(site: Site) -> None:
     """``hvd.join()`` where all ranks come to it together."""
     for call in list(site.calls("join")):
-        if is_barrier(site, call):
-            site.edits.replace(call.func, site.native(call.func, "barrier"))
-            site.settle(call.func)
+        site.edits.replace(call.func, site.native(call.func, "barrier"))
+        site.settle(call.func)
 
 
 #: Calls after which all ranks are at the same place.
 _MEETING = {"init", "barrier", "join", "broadcast_parameters", "broadcast_optimizer_state", "broadcast_object", "broadcast", "allreduce", "allgather", "allgather_object"}  # fmt: skip
+_JOIN = (
+    "join() lets ranks run out of batches at different steps, and the others' calls must be the drop-in's then, in other files too",
+    "unidist.barrier() if all ranks come here together; else train inside `with unidist.join(model):`, see docs/semantics.md",
+)
+_WITH_JOIN = ("a rank in join() takes part in the drop-in's calls alone", "see what is said of join()")
 _STDLIB = ("os", "sys", "time", "logging", "print", "torch", "json", "shutil", "pathlib", "Path", "len", "str", "int")
 
 
@@ -227,7 +249,20 @@ def is_barrier(site: Site, call: cst.Call) -> bool:
     statement = site.code.is_statement(call)
     if statement is None or call.args:
         return False
-    return has_even_loops(site) or _follows_a_meeting(site, statement)
+    return (has_even_loops(site) and not _has_uneven_calls(site)) or _follows_a_meeting(site, statement)
+
+
+def _has_uneven_calls(site: Site) -> bool:
+    """Whether a loop over what may differ between the ranks makes collective calls."""
+    code = site.code
+    uses = [use for use in site.names.symbols if _is_collective(site.names.symbols[use]) and site.symbol(use) != "join"]
+    called = {function for use in uses if isinstance(function := code.function(use), cst.FunctionDef)}
+    calls = [call for call in code.all(cst.Call) if not called.isdisjoint(callees(code, call))]
+    for loop in (*code.all(cst.For), *code.all(cst.While)):
+        inside = any(code.is_inside(each, loop.body) for each in (*uses, *calls))
+        if inside and (isinstance(loop, cst.While) or not is_even(site, loop)):
+            return True
+    return False
 
 
 def _follows_a_meeting(site: Site, statement: cst.CSTNode) -> bool:

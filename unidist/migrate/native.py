@@ -7,7 +7,7 @@ from typing import Literal
 
 import libcst as cst
 
-from unidist.migrate.calls import change_allreduce, change_barriers, change_collectives, change_places
+from unidist.migrate.calls import change_allreduce, change_barriers, change_collectives, change_places, keep_joined
 from unidist.migrate.code import Code
 from unidist.migrate.imports import change_imports
 from unidist.migrate.loaders import change_loaders
@@ -68,6 +68,7 @@ def migrate(text: str, level: Level, exported: Collection[str] = ()) -> tuple[st
 
 
 def _apply_rules(site: Site) -> None:
+    keep_joined(site)
     change_optimizers(site)
     change_barriers(site)
     change_loaders(site)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from unidist.migrate.broadcasts import broadcast_model, change_broadcasts, owner
-from unidist.migrate.calls import is_barrier
 from unidist.migrate.code import Statement, full_name
 from unidist.migrate.flow import assignments, follow, results
 from unidist.migrate.gradients import gradient_problems
@@ -186,14 +185,6 @@ def _check_together(site: Site, optimizers: list[Optimizer]) -> None:
         )
         for node, why in gradient_problems(site.code, called, passed, [each.wrap for each in optimizers]):
             raise Refusal(node, why, _AVERAGE)
-        for call in site.calls("join"):
-            if not is_barrier(site, call):
-                why = "join() lets ranks run out of batches at different steps"
-                raise Refusal(
-                    call,
-                    why,
-                    "train inside `with unidist.join(model):`, see docs/semantics.md, or shard the data evenly",
-                )
     known = {use for each in optimizers for use in each.flow.uses}
     for node in site.code.all(cst.Attribute):
         method = node.attr.value in ("skip_synchronize", "synchronize") and optimizers and node.value not in known

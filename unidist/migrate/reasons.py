@@ -22,10 +22,6 @@ _WORDS: dict[str, Words] = {
     "grouped_": ("unidist has no grouped calls", "one unidist call for each tensor"),
     "synchronize": _HANDLE,
     "poll": _HANDLE,
-    "join": (
-        "ranks may come here with work still under way on others",
-        "unidist.barrier() if all ranks come here together, else `with unidist.join(model):`",
-    ),
     "DistributedOptimizer": _BELONGS,
     "Compression": ("it goes to a call that stays", "see that call"),
     "SyncBatchNorm": ("its layers are made one by one", "plain BatchNorm, and wrap_model(sync_bn=True)"),
@@ -66,6 +62,8 @@ def left(site: Site, use: cst.BaseExpression) -> Finding:
 
 
 def _words(site: Site, use: cst.BaseExpression) -> Words:
+    if use in site.kept:
+        return site.kept[use]
     symbol, call = site.names.symbols[use], site.code.parent(use)
     arguments = site.arguments(call) if isinstance(call, cst.Call) and call.func is use else None
     if symbol in ("allreduce", "allreduce_"):

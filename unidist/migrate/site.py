@@ -34,6 +34,8 @@ class Site:
         self.edits = Edits(code)
         self.through_holders = through_holders
         self._settled: set[cst.CSTNode] = set()
+        #: Uses that stay the drop-in's whatever the rules say: why, and what to do.
+        self.kept: dict[cst.BaseExpression, tuple[str, str]] = {}
         self._places = sorted(code.span(use)[0] for use in names.symbols)
         #: Whether code that used no name of Horovod needs the name ``unidist``.
         self.needs_import = False
@@ -43,9 +45,9 @@ class Site:
 
     # -------------------------------------------------------------------------------- uses
     def uses(self, *symbols: str) -> Iterator[cst.BaseExpression]:
-        """The uses of some of Horovod's names that no rule has settled yet."""
+        """The uses of some of Horovod's names that a rule may settle, and none has yet."""
         for node, symbol in self.names.symbols.items():
-            if (not symbols or symbol in symbols) and node not in self._settled:
+            if (not symbols or symbol in symbols) and node not in self._settled and node not in self.kept:
                 yield node
 
     def calls(self, *symbols: str) -> Iterator[cst.Call]:
