@@ -260,7 +260,7 @@ def _has_uneven_calls(site: Site) -> bool:
     calls = [call for call in code.all(cst.Call) if not called.isdisjoint(callees(code, call))]
     for loop in (*code.all(cst.For), *code.all(cst.While)):
         inside = any(code.is_inside(each, loop.body) for each in (*uses, *calls))
-        if inside and (isinstance(loop, cst.While) or not is_even(site, loop)):
+        if inside and not (isinstance(loop, cst.For) and is_even(site, loop)):
             return True
     return False
 

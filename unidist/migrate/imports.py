@@ -68,6 +68,8 @@ class _Imports:
             id(self._code.block(statement)) for node in self._code.all(cst.Import)
             if (statement := self._code.statement(node)) and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
         }  # fmt: skip
+        #: Imports beside which ``import unidist`` must stand for code elsewhere.
+        self._giving = {each for place in site.needing for each in site.importers(place)}
         self._native = bool(set(site.names.symbols) - set(site.left())) or (
             site.names.modules != [] and site.through_holders
         )
@@ -76,7 +78,7 @@ class _Imports:
     def plain(self, node: cst.Import) -> None:
         """``import horovod.torch as hvd``."""
         aliases: list[cst.ImportAlias] = []
-        own = False
+        own = node in self._giving
         for alias in node.names:
             name, bound = full_name(alias.name), full_name(alias.asname.name) if alias.asname else None
             if symbol(name) is None and not is_horovod(name):
@@ -168,11 +170,11 @@ class _Imports:
             if moved(module) is None and is_horovod(module):
                 self._note_left(node, f"{module}.*")
             elif is_horovod(module):
-                self._put(node, [node.with_changes(module=dotted(moved(module) or module))], False)
+                self._put(node, [node.with_changes(module=dotted(moved(module) or module))], node in self._giving)
             return
         renamed: list[cst.Import] = []
         places: dict[str, list[cst.ImportAlias]] = {}
-        own = False
+        own = node in self._giving
         for alias in node.names:
             new, needs_own = self._name(node, module, alias)
             own = own or needs_own
@@ -227,8 +229,6 @@ class _Imports:
         """Other imports in the place of one."""
         statement = self._code.statement(node)
         block = next(above for above in self._code.parents(node) if isinstance(above, (cst.Module, cst.IndentedBlock)))
-        at_top = self._site.needs_import and self._code.module is not block
-        own = own and not (at_top and isinstance(self._code.function(node), cst.FunctionDef))
         added = own and id(block) not in self._present
         if added:
             self._present.add(id(block))
@@ -314,7 +314,7 @@ class _Imports:
         """``import unidist`` at the top, for code that needs the name where no import of Horovod's stood."""
         site, module = self._site, self._code.module
         wanted = ["contextlib"] if site.needs_contextlib and not self._imports("contextlib") else []
-        if site.needs_import and id(module) not in self._present:
+        if any(not site.importers(place) for place in site.needing) and id(module) not in self._present:
             wanted.append("unidist")
         if not wanted:
             return

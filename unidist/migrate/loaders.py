@@ -140,7 +140,7 @@ def change_loaders(site: Site) -> None:
         uses = _uses_of_sampler(site, pair)
         epochs = [use for use in uses or () if _method(site, use) == "set_epoch"]
         shuffle = not is_constant(pair.arguments.get("shuffle"), False)
-        if uses is None or not _fits(site, pair) or _asks_sampler(site, pair):
+        if uses is None or not _fits(site, pair) or _asks_sampler(site, pair) or not site.may_import(pair.loader):
             continue
         statements = [each for use in epochs if (each := site.code.statement(use)) is not None]
         if shuffle and epochs and not all(_is_governed(site, use, statements) for use in _iterations(site, pair)):
@@ -318,7 +318,7 @@ def _change(site: Site, pair: Pair, uses: list[cst.BaseExpression], shuffle: boo
     code = site.code
     seed = pair.arguments.get("seed")
     wrapper_args = [] if seed is None or is_constant(seed, 0) else [keyword("seed", seed.deep_clone())]
-    function = site.own("shard_loader")
+    function = site.own(pair.loader, "shard_loader")
 
     def rebuilt(updated: cst.Call) -> cst.Call:
         args = [arg for arg in updated.args if arg.keyword is None or arg.keyword.value not in ("sampler", "shuffle")]

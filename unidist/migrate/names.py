@@ -11,7 +11,7 @@ import libcst as cst
 
 from unidist.hvd.alias import drop_in_name
 from unidist.migrate.code import Code, full_name
-from unidist.migrate.flow import destinations, follow, is_target
+from unidist.migrate.flow import assignments, destinations, follow, is_target
 
 #: Where horovod.torch keeps the calls that it has under its own name too.
 _INNER = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
@@ -81,13 +81,17 @@ class Names:
     holders: set[str] = field(default_factory=set)
     #: Names that are bound to something else too: what is called by them stays, and is the drop-in's.
     kept: set[str] = field(default_factory=set)
+    #: The statements that import it, or something in it.
+    imports: list[cst.Import | cst.ImportFrom] = field(default_factory=list)
+    #: The calls that do so by its name.
+    loading: list[cst.Call] = field(default_factory=list)
     #: Where the module goes and cannot be followed.
     escapes: list[cst.BaseExpression] = field(default_factory=list)
 
 
 def find(code: Code) -> Names:
     """All uses of Horovod's names."""
-    names = Names()
+    names = Names(imports=_imports(code), loading=[call for call in code.all(cst.Call) if _imports_module(code, call)])
     bound = imported_names(code)
     set_otherwise = {
         node.value for node in code.all(cst.Name)
@@ -136,8 +140,17 @@ def find(code: Code) -> Names:
 
 
 def _bound_otherwise(code: Code, bound: set[str]) -> set[str]:
-    """Names of Horovod's that other imports, functions or classes of the module's own level bind too."""
-    found = {each.name.value for each in code.module.body if isinstance(each, (cst.FunctionDef, cst.ClassDef))}
+    """Names of Horovod's that other imports, functions, classes or values of the module's own level bind too; None is no value."""
+    definitions: list[cst.FunctionDef | cst.ClassDef] = [*code.all(cst.FunctionDef), *code.all(cst.ClassDef)]
+    found = {
+        each.name.value for each in definitions
+        if code.function(each) is code.module and not any(isinstance(above, cst.ClassDef) for above in code.parents(each))
+    }  # fmt: skip
+    found |= {
+        target.value for value, target in assignments(code)
+        if isinstance(target, cst.Name) and target.value in bound and not _is_module_or_none(code, value)
+        and any(code.function(target) is code.function(each) for each in _imports(code))
+    }  # fmt: skip
     for node in code.nodes:
         if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
             continue
@@ -146,6 +159,13 @@ def _bound_otherwise(code: Code, bound: set[str]) -> set[str]:
             if symbol(module + full_name(alias.name)) is None and (alias.asname or module):
                 found.add(full_name(alias.asname.name) if alias.asname else full_name(alias.name))
     return found & bound
+
+
+def _is_module_or_none(code: Code, value: cst.BaseExpression) -> bool:
+    if isinstance(value, cst.IfExp):
+        return _is_module_or_none(code, value.body) and _is_module_or_none(code, value.orelse)
+    constant = isinstance(value, cst.Name) and value.value in ("None", "False", "True")
+    return constant or _imports_module(code, value) or any(symbol(name) is not None for name in code.imported(value))
 
 
 def _imported_in_classes(code: Code) -> set[str]:
@@ -174,6 +194,21 @@ def imported_names(code: Code) -> set[str]:
             for alias in statement.names:
                 if symbol(f"{full_name(statement.module)}.{full_name(alias.name)}") is not None:
                     found.add(full_name(alias.asname.name) if alias.asname else full_name(alias.name))
+    return found
+
+
+def _imports(code: Code) -> list[cst.Import | cst.ImportFrom]:
+    """The statements that import Horovod, or unidist."""
+    found: list[cst.Import | cst.ImportFrom] = []
+    for node in code.nodes:
+        if isinstance(node, cst.Import):
+            modules = [full_name(alias.name) for alias in node.names]
+        elif isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
+            modules = [full_name(node.module)]
+        else:
+            continue
+        if any(is_horovod(name) or name.split(".")[0] == "unidist" for name in modules):
+            found.append(node)
     return found
 
 

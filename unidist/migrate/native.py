@@ -7,7 +7,15 @@ from typing import Literal
 
 import libcst as cst
 
-from unidist.migrate.calls import change_allreduce, change_barriers, change_collectives, change_places, keep_joined
+from unidist.migrate.calls import (
+    COLLECTIVES,
+    PLACE,
+    change_allreduce,
+    change_barriers,
+    change_collectives,
+    change_places,
+    keep_joined,
+)
 from unidist.migrate.code import Code
 from unidist.migrate.imports import change_imports
 from unidist.migrate.loaders import change_loaders
@@ -19,6 +27,13 @@ from unidist.migrate.site import Site
 
 Level = Literal["native", "hvd"]
 _HELD = "other files make calls through a variable that holds the module: there it is the drop-in"
+_OTHERS = (
+    "allreduce", "allreduce_", "broadcast_", "broadcast_parameters", "broadcast_optimizer_state", "DistributedOptimizer", "join",
+)  # fmt: skip
+_NOT_IMPORTED = (
+    "the variable holds the drop-in for calls that stay, and this function does not import unidist",
+    "import unidist where it is used, then migrate again",
+)
 _ESCAPES = "the module goes where it cannot be followed: there, and in the variables that hold it, it is the drop-in"
 
 
@@ -68,6 +83,10 @@ def migrate(text: str, level: Level, exported: Collection[str] = ()) -> tuple[st
 
 
 def _apply_rules(site: Site) -> None:
+    if not site.through_holders:
+        for use in site.uses(*PLACE, *COLLECTIVES, *_OTHERS):
+            if site.is_through_holder(use) and not site.may_import(use):
+                site.kept[use] = _NOT_IMPORTED
     keep_joined(site)
     change_optimizers(site)
     change_barriers(site)
