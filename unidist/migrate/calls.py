@@ -8,7 +8,7 @@ import libcst as cst
 
 from unidist.migrate.code import is_pure, keyword
 from unidist.migrate.dtypes import is_floating
-from unidist.migrate.flow import callees
+from unidist.migrate.flow import assignments, callees, is_parameter
 from unidist.migrate.gradients import may_carry_gradient, may_require_gradient
 from unidist.migrate.loaders import has_even_loops, is_even
 from unidist.migrate.site import Arguments, Site, is_constant
@@ -144,15 +144,20 @@ def operation(site: Site, arguments: Arguments) -> str | None:
     return "sum" if is_constant(average, False) else None
 
 
-def _is_name(site: Site, node: cst.BaseExpression) -> bool:
-    """Whether a string stands here, by its form or by what its variable is called."""
+def _is_name(site: Site, node: cst.BaseExpression, depth: int = 3) -> bool:
+    """Whether a string stands here: by its form, by what its variable is assigned, or because that is called ``name``."""
     if isinstance(node, (cst.SimpleString, cst.FormattedString, cst.ConcatenatedString)):
         return True
     if isinstance(node, cst.BinaryOperation):
-        return _is_name(site, node.left) or _is_name(site, node.right)
+        return _is_name(site, node.left, depth) or _is_name(site, node.right, depth)
     if isinstance(node, cst.Call):
         return site.text(node.func) == "str" or site.text(node.func).endswith(".format")
-    return bool(re.search(r"(name|tag|key|label)$", site.text(node), re.IGNORECASE))
+    if re.search(r"(^|[._])name$", site.text(node)):
+        return True
+    variable = site.code.variable(node)
+    values = [value for value, target in assignments(site.code) if variable and site.code.variable(target) == variable]
+    known = bool(values) and not is_parameter(site.code, variable) and depth > 0
+    return known and all(_is_name(site, value, depth - 1) for value in values)
 
 
 def _is_figure(site: Site, call: cst.Call, tensor: cst.BaseExpression) -> bool:

@@ -129,7 +129,8 @@ class _Imports:
             self._note_left(node, "horovod")
         if first in self._left | self._others or (first in self._whole and not self._bare):
             asname = None if word == "unidist.hvd" else cst.AsName(cst.Name(word))
-            kept.append(cst.ImportAlias(dotted("unidist.hvd"), asname))
+            there = asname is None and any(full_name(each.name) == word and not each.asname for each in node.names)
+            kept += [] if there else [cst.ImportAlias(dotted("unidist.hvd"), asname)]
             return kept, asname is not None and self._is_used(first)
         return kept, not kept or self._is_used(first)
 

@@ -73,6 +73,8 @@ class Names:
 
     #: Uses of the calls and constants, longest names only: ``hvd.rank``, ``self.hvd.Compression.fp16``, ``rank``.
     symbols: dict[cst.BaseExpression, str] = field(default_factory=dict)
+    #: Calls that the script puts something else in the place of: ``hvd.allreduce = traced``.
+    replaced: set[str] = field(default_factory=set)
     #: The module itself as a value: ``self.hvd = hvd``, ``if hvd:``.
     modules: list[cst.BaseExpression] = field(default_factory=list)
     #: Names that are bound to the module, or to one of its calls, by imports and nothing else.
@@ -123,7 +125,9 @@ def find(code: Code) -> Names:
     flow = follow(code, starts)
     names.holders, names.escapes = flow.variables, [*names.escapes, *flow.escapes]
     for node in code.nodes:
-        if not isinstance(node, (cst.Name, cst.Attribute)) or is_target(code, node) or in_import(code, node):
+        if not isinstance(node, (cst.Name, cst.Attribute)) or in_import(code, node):
+            continue
+        if is_target(code, node) and not (isinstance(node, cst.Attribute) and _symbol(code, names, node)):
             continue
         if root_name(node) in names.kept:
             continue
@@ -134,9 +138,24 @@ def find(code: Code) -> Names:
             continue
         if found:
             names.symbols[node] = found
+            names.replaced |= {found} if is_target(code, node) else set()
         else:
             names.modules.append(node)
+    names.replaced |= _replaced_by_name(code, names)
     return names
+
+
+def _replaced_by_name(code: Code, names: Names) -> set[str]:
+    """``setattr(hvd, "allreduce", traced)``, ``patch("horovod.torch.allreduce")``."""
+    found = set()
+    for call in code.all(cst.Call):
+        strings = [str(arg.value.evaluated_value) for arg in call.args if isinstance(arg.value, cst.SimpleString)]
+        last = call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
+        if last in ("setattr", "object", "delattr") and any(arg.value in names.modules for arg in call.args):
+            found |= set(strings[:1])
+        elif last in ("patch", "setattr"):
+            found |= {name for each in strings if (name := symbol(each))}
+    return found
 
 
 def _bound_otherwise(code: Code, bound: set[str]) -> set[str]:

@@ -30,6 +30,10 @@ _HELD = "other files make calls through a variable that holds the module: there 
 _OTHERS = (
     "allreduce", "allreduce_", "broadcast_", "broadcast_parameters", "broadcast_optimizer_state", "DistributedOptimizer", "join",
 )  # fmt: skip
+_REPLACED = (
+    "the script puts a function of its own in this call's place, which unidist's would pass by",
+    "keep it, or put the function around unidist's call, by hand",
+)
 _NOT_IMPORTED = (
     "the variable holds the drop-in for calls that stay, and this function does not import unidist",
     "import unidist where it is used, then migrate again",
@@ -83,6 +87,7 @@ def migrate(text: str, level: Level, exported: Collection[str] = ()) -> tuple[st
 
 
 def _apply_rules(site: Site) -> None:
+    site.kept = {use: _REPLACED for use in site.uses(*site.names.replaced)} if site.names.replaced else {}
     if not site.through_holders:
         for use in site.uses(*PLACE, *COLLECTIVES, *_OTHERS):
             if site.is_through_holder(use) and not site.may_import(use):

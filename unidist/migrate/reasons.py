@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unidist.migrate.calls import has_other_gradient
+from unidist.migrate.calls import has_other_gradient, operation
 from unidist.migrate.report import Finding
 from unidist.migrate.site import Site
 
@@ -44,6 +44,11 @@ _NO_GRADIENT = (
     "a gradient may go through it, and unidist's minimum, maximum and product have none",
     "pass tensor.detach(), then migrate again",
 )
+_ADASUM = ("unidist has no Adasum", "keep it: the drop-in has it on every engine")
+_OPERATION = (
+    "whether it asks for the average or for the sum cannot be determined",
+    "write op=hvd.Average or op=hvd.Sum, and the name by name=, then migrate again",
+)
 #: Arguments of allreduce that have no counterpart.
 _ARGUMENTS: dict[str, Words] = {
     "prescale_factor": ("factors have no counterpart", "multiply before and after"),
@@ -70,6 +75,8 @@ def _words(site: Site, use: cst.BaseExpression) -> Words:
         for name, words in _ARGUMENTS.items():
             if arguments is not None and name in arguments:
                 return words
+        if arguments is not None and operation(site, arguments) is None:
+            return _ADASUM if site.symbol(arguments.get("op")) == "Adasum" else _OPERATION
         if arguments is not None and isinstance(call, cst.Call) and has_other_gradient(site, call, arguments):
             return _NO_GRADIENT
         return _NUMBERS if arguments is not None else ("its arguments cannot be told", "write the call out")
