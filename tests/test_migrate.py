@@ -264,6 +264,37 @@ def test_a_file_that_git_does_not_know(project: Path) -> None:
     assert "new.py" in unidist_migrate("--write", "new.py", cwd=project, status=1)
 
 
+def test_a_git_that_refuses_to_answer(project: Path) -> None:
+    (project / ".git/config").write_text("[broken")
+    before = texts(project)
+    said = unidist_migrate("--write", ".", cwd=project, status=1)
+    assert "git status fails in" in said and "bad config line" in said and "--force" in said
+    assert texts(project) == before
+    unidist_migrate("--write", "--force", ".", cwd=project)
+    assert texts(project) != before
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """The others are, and the report says which."""
+    script = "import horovod.torch as hvd\n\nhvd.init()\n"
+    long = "b" * 250 + ".py"  # no other name fits beside it
+    for name in ("a.py", long, "c.py"):
+        (tmp_path / name).write_text(script)
+    os.chmod(tmp_path / "a.py", 0o640)
+    owner = (12345, 54321) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
+    os.chown(tmp_path / "a.py", *owner)
+    said = unidist_migrate("--write", ".", cwd=tmp_path, status=1)
+    assert "changed a.py\n" in said and "changed c.py\n" in said and f"changed {long}" not in said
+    assert (
+        "it cannot be written, and is as it was: File name too long" in said
+        and "2 changed, 0 stay, 1 could not be" in said
+    )
+    assert (tmp_path / long).read_text() == script and "import unidist\n" in (tmp_path / "c.py").read_text()
+    status = (tmp_path / "a.py").stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o777) == (*owner, 0o640)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", long, "c.py"]
+
+
 def test_json(project: Path) -> None:
     report = json.loads(unidist_migrate("--json", ".", cwd=project))
     files = {entry["path"]: entry for entry in report["files"]}

@@ -87,7 +87,7 @@ def migrate(text: str, level: Level, exported: Collection[str] = ()) -> tuple[st
 
 
 def _apply_rules(site: Site) -> None:
-    site.kept = {use: _REPLACED for use in site.uses(*site.names.replaced)} if site.names.replaced else {}
+    site.kept = dict.fromkeys(site.uses(*site.names.replaced), _REPLACED) if site.names.replaced else {}
     if not site.through_holders:
         for use in site.uses(*PLACE, *COLLECTIVES, *_OTHERS):
             if site.is_through_holder(use) and not site.may_import(use):
