@@ -325,6 +325,28 @@ def test_variables_that_other_files_use(tmp_path: Path) -> None:
     assert alone["summary"]["changed"] == 0
 
 
+def test_files_that_reach_for_horovod_otherwise(tmp_path: Path) -> None:
+    """By a name that is put together, by Lightning, by the launcher's variables; and Horovod's own sources."""
+    (tmp_path / "composed.py").write_text('import importlib\n\nhvd = importlib.import_module(f"horovod.{kind}")\n')
+    (tmp_path / "lightning.py").write_text('trainer = Trainer(accelerator="horovod", devices=1)\n')
+    (tmp_path / "plugin.py").write_text("from pytorch_lightning.strategies import HorovodStrategy\n")
+    (tmp_path / "environment.py").write_text('import os\n\nrank = int(os.environ["OMPI_COMM_WORLD_RANK"])\n')
+    (tmp_path / "third_party/horovod/torch").mkdir(parents=True)
+    for name in ("common/util.py", "torch/mpi_ops.py", "torch/__init__.py"):
+        (tmp_path / "third_party/horovod" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "third_party/horovod" / name).write_text("import horovod.torch as hvd\n\nhvd.init()\n")
+    before = texts(tmp_path)
+    report = json.loads(unidist_migrate("--write", "--json", ".", cwd=tmp_path))["files"]
+    assert texts(tmp_path) == before
+    found = {each["path"]: (each["needs_horovod"], [line["why"] for line in each["findings"]]) for each in report}
+    assert found["composed.py"] == (True, ["a module of Horovod's is imported by a name that is put together"])
+    assert found["lightning.py"] == (True, ["Lightning imports Horovod itself for it"])
+    assert found["plugin.py"] == (True, ["the file still imports Horovod"])
+    assert found["environment.py"] == (False, ["the launcher sets this variable, torchrun does not"])
+    assert found["third_party/horovod"] == (False, ["these are Horovod's own sources: they are left as they are"])
+    assert len(found) == 5
+
+
 def test_check(project: Path) -> None:
     unidist_migrate("--check", ".", cwd=project, status=1)
     unidist_migrate("--write", ".", cwd=project)

@@ -55,6 +55,13 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield file
 
 
+def horovods_own(path: Path) -> Path | None:
+    """The package ``horovod`` in which a file lies, if that is a copy of Horovod's own sources."""
+    return next(
+        (above for above in path.parents if above.name == "horovod" and (above / "torch/mpi_ops.py").exists()), None
+    )
+
+
 def kind(path: Path) -> Kind | None:
     """What a file is, by its suffix, or without one by its first line."""
     if path.suffix:

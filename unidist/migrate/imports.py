@@ -293,7 +293,14 @@ class _Imports:
         argument = self._code.parent(node)
         call = self._code.parent(argument)
         finds = isinstance(call, cst.Call) and full_name(call.func).split(".")[-1] in _FINDERS
-        if not finds and is_horovod(value) and not isinstance(argument, cst.Expr) and self._site.reports_exports:
+        reported = any(each.line == self._code.line(node) for each in self._site.edits.findings)
+        if (
+            not finds
+            and not reported
+            and is_horovod(value)
+            and not isinstance(argument, cst.Expr)
+            and self._site.reports_exports
+        ):
             self._site.edits.note(node, node.value, "a string names a module of Horovod's", "see what reads it")
         if (
             not isinstance(argument, cst.Arg)

@@ -20,6 +20,7 @@ from unidist.migrate.code import Code
 from unidist.migrate.imports import change_imports
 from unidist.migrate.loaders import change_loaders
 from unidist.migrate.names import find, is_horovod
+from unidist.migrate.notices import report_surroundings
 from unidist.migrate.optimizers import change_optimizers
 from unidist.migrate.reasons import left
 from unidist.migrate.report import Finding
@@ -80,6 +81,7 @@ def migrate(text: str, level: Level, exported: Collection[str] = ()) -> tuple[st
             if finding.line not in told and not any(call.func in names.symbols for call in calls):
                 site.edits.findings.append(finding)
                 told.add(finding.line)
+    report_surroundings(site)
     site.reports_exports = level == "native"
     change_imports(site, exported)
     findings = sorted(site.edits.findings, key=lambda finding: finding.line)
