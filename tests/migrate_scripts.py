@@ -124,8 +124,8 @@ STEPS = [
     ),
     (
         "",
-        "{opt}.zero_grad()\n" + _LOSS + "made = torch.autograd.grad(loss, list({model}.parameters()))\n"
-        "for p, g in zip({model}.parameters(), made):\n    p.grad = g.clone()\n{opt}.step()",
+        "{opt}.zero_grad()\n" + _LOSS + "given = [p for p in {model}.parameters() if p.requires_grad]\n"
+        "for p, g in zip(given, torch.autograd.grad(loss, given)):\n    p.grad = g.clone()\n{opt}.step()",
     ),
     (
         "",
