@@ -124,6 +124,21 @@ STEPS = [
     ),
     (
         "",
+        "{opt}.zero_grad()\n" + _LOSS + "given = [p for p in {model}.parameters() if p.requires_grad]\n"
+        "for p, g in zip(given, torch.autograd.grad(loss, given)):\n    p.grad = g.clone()\n{opt}.step()",
+    ),
+    (
+        "",
+        "{opt}.zero_grad()\nloss = F.cross_entropy({hvd}.allgather({model}(x)), {hvd}.allgather(y))\nloss.backward()\n{opt}.step()",
+    ),
+    (
+        "",
+        "{opt}.zero_grad()\n" + _LOSS + "parts = []\nparts.append(loss)\n"
+        "parts.append(0.01 * sum(p.pow(2).sum() for p in {model}.parameters()))\nsum(parts).backward()\n"
+        "{opt}.synchronize()\nfor p in {model}.parameters():\n    p.grad.mul_(0.5)\n" + _SKIP,
+    ),
+    (
+        "",
         "def one(a, b):\n    {opt}.zero_grad()\n    value = F.cross_entropy({model}(a), b)\n    value.backward()\n    {opt}.step()\n"
         "    return value\nloss = one(x, y)",
     ),

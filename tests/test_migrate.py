@@ -264,6 +264,37 @@ def test_a_file_that_git_does_not_know(project: Path) -> None:
     assert "new.py" in unidist_migrate("--write", "new.py", cwd=project, status=1)
 
 
+def test_a_git_that_refuses_to_answer(project: Path) -> None:
+    (project / ".git/config").write_text("[broken")
+    before = texts(project)
+    said = unidist_migrate("--write", ".", cwd=project, status=1)
+    assert "git status fails in" in said and "bad config line" in said and "--force" in said
+    assert texts(project) == before
+    unidist_migrate("--write", "--force", ".", cwd=project)
+    assert texts(project) != before
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """The others are, and the report says which."""
+    script = "import horovod.torch as hvd\n\nhvd.init()\n"
+    long = "b" * 250 + ".py"  # no other name fits beside it
+    for name in ("a.py", long, "c.py"):
+        (tmp_path / name).write_text(script)
+    os.chmod(tmp_path / "a.py", 0o640)
+    owner = (12345, 54321) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
+    os.chown(tmp_path / "a.py", *owner)
+    said = unidist_migrate("--write", ".", cwd=tmp_path, status=1)
+    assert "changed a.py\n" in said and "changed c.py\n" in said and f"changed {long}" not in said
+    assert (
+        "it cannot be written, and is as it was: File name too long" in said
+        and "2 changed, 0 stay, 1 could not be" in said
+    )
+    assert (tmp_path / long).read_text() == script and "import unidist\n" in (tmp_path / "c.py").read_text()
+    status = (tmp_path / "a.py").stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o777) == (*owner, 0o640)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", long, "c.py"]
+
+
 def test_json(project: Path) -> None:
     report = json.loads(unidist_migrate("--json", ".", cwd=project))
     files = {entry["path"]: entry for entry in report["files"]}
@@ -292,6 +323,28 @@ def test_variables_that_other_files_use(tmp_path: Path) -> None:
     )
     alone = json.loads(unidist_migrate("--json", "--to", "native", "base.py", cwd=tmp_path))
     assert alone["summary"]["changed"] == 0
+
+
+def test_files_that_reach_for_horovod_otherwise(tmp_path: Path) -> None:
+    """By a name that is put together, by Lightning, by the launcher's variables; and Horovod's own sources."""
+    (tmp_path / "composed.py").write_text('import importlib\n\nhvd = importlib.import_module(f"horovod.{kind}")\n')
+    (tmp_path / "lightning.py").write_text('trainer = Trainer(accelerator="horovod", devices=1)\n')
+    (tmp_path / "plugin.py").write_text("from pytorch_lightning.strategies import HorovodStrategy\n")
+    (tmp_path / "environment.py").write_text('import os\n\nrank = int(os.environ["OMPI_COMM_WORLD_RANK"])\n')
+    (tmp_path / "third_party/horovod/torch").mkdir(parents=True)
+    for name in ("common/util.py", "torch/mpi_ops.py", "torch/__init__.py"):
+        (tmp_path / "third_party/horovod" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "third_party/horovod" / name).write_text("import horovod.torch as hvd\n\nhvd.init()\n")
+    before = texts(tmp_path)
+    report = json.loads(unidist_migrate("--write", "--json", ".", cwd=tmp_path))["files"]
+    assert texts(tmp_path) == before
+    found = {each["path"]: (each["needs_horovod"], [line["why"] for line in each["findings"]]) for each in report}
+    assert found["composed.py"] == (True, ["a module of Horovod's is imported by a name that is put together"])
+    assert found["lightning.py"] == (True, ["Lightning imports Horovod itself for it"])
+    assert found["plugin.py"] == (True, ["the file still imports Horovod"])
+    assert found["environment.py"] == (False, ["the launcher sets this variable, torchrun does not"])
+    assert found["third_party/horovod"] == (False, ["these are Horovod's own sources: they are left as they are"])
+    assert len(found) == 5
 
 
 def test_check(project: Path) -> None:

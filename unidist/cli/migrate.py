@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 import unidist
-from unidist.migrate.report import FileReport, summary
+from unidist.migrate.report import FileReport, Finding, summary
 
 
 @click.command()
@@ -33,7 +34,7 @@ def command(paths: tuple[Path, ...], level: str, write: bool, force: bool, check
     and changes nothing without --write. What cannot be changed safely goes on through the drop-in, unidist.hvd. Launch lines in shell
     scripts are reported with the torchrun line that may replace them, and stay.
 
-    Exits with 1 if a file could not be read, or by --check.
+    Exits with 1 if a file could not be read or written, or by --check.
     """
     if not find_spec("libcst"):
         raise click.ClickException("unidist migrate needs libcst: pip install 'unidist-torch[cli]'")
@@ -57,7 +58,7 @@ def command(paths: tuple[Path, ...], level: str, write: bool, force: bool, check
                 "from them and undone, or pass --force"
             )
         for report in changed:
-            files.write(report.path, report.after.encode(report.encoding))
+            _write(report)
     if as_json:
         written = {"unidist": unidist.__version__, "to": level, "written": write, "summary": summary(reports)}
         click.echo(json.dumps({**written, "files": [report.as_json() for report in reports]}, indent=1))
@@ -74,6 +75,8 @@ def _show(reports: Sequence[FileReport], written: bool) -> None:
         if report.status == "changed" and not written:
             for line in report.diff().splitlines():
                 click.secho(line, fg=colours.get(line[:1]))
+        elif report.status == "changed":
+            click.echo(f"changed {report.path}")
     for report in reports:
         if report.findings:
             click.secho(f"\n{report.path}", bold=True)
@@ -81,26 +84,55 @@ def _show(reports: Sequence[FileReport], written: bool) -> None:
             click.echo(f"  {finding.place:>4}  {finding.what}\n        {finding.why}")
             click.secho(f"        -> {finding.remedy}", fg="cyan")
     counts = summary(list(reports))
-    verb = "changed" if written else "would change"
+    verb, failed = ("changed", "read or written") if written else ("would change", "read")
     click.echo(
         f"\n{counts['files']} files with Horovod: {counts['changed']} {verb}, {counts['unchanged']} stay, {counts['failed']} could not be "
-        f"read; {counts['use_drop_in']} use the drop-in, {counts['need_horovod']} import Horovod; {counts['findings']} places to look at"
+        f"{failed}; {counts['use_drop_in']} use the drop-in, {counts['need_horovod']} import Horovod; {counts['findings']} places to look at"
     )
 
 
 def _uncommitted(paths: Sequence[Path]) -> str | None:
     """What git knows of and has not got, in the repositories of some files; None where all is committed, or there is no git."""
-    for folder in sorted({path.resolve().parent for path in paths}):
-        asked = ["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
-        try:
-            done = subprocess.run(asked, capture_output=True, text=True)
-        except FileNotFoundError:
-            return None
-        if done.returncode == 0 and done.stdout:
-            return done.stdout.splitlines()[0].strip()
-    for path in (path.resolve() for path in paths):
-        asked = ["git", "-C", str(path.parent), "status", "--porcelain", "--", path.name]
-        done = subprocess.run(asked, capture_output=True, text=True)
-        if done.returncode == 0 and done.stdout:
-            return done.stdout.splitlines()[0].strip()
+    found = [path.resolve() for path in paths]
+    for folder in sorted({path.parent for path in found}):
+        if changes := _git_status(folder, "--untracked-files=no"):
+            return changes
+    for path in found:
+        if changes := _git_status(path.parent, "--", path.name):
+            return changes
     return None
+
+
+def _git_status(folder: Path, *arguments: str) -> str:
+    """The first change that git tells of; empty where there is none, no repository, or no git.
+
+    Raises:
+        click.ClickException: there is a repository, of which git tells nothing.
+    """
+    command = ["git", "-C", str(folder), "status", "--porcelain", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    except FileNotFoundError:
+        return ""
+    if done.returncode == 0:
+        return next((line.strip() for line in done.stdout.splitlines()), "")
+    if "not a git repository (or any" in done.stderr:
+        return ""
+    why = done.stderr.strip().splitlines()[0] if done.stderr.strip() else f"exit status {done.returncode}"
+    raise click.ClickException(
+        f"git status fails in {folder}, so whether all is committed is not known ({why}): nothing was written. Make git work there, "
+        "or pass --force"
+    )
+
+
+def _write(report: FileReport) -> None:
+    """Change a file; of one that cannot be written, the report says so."""
+    from unidist.migrate import files
+    from unidist.migrate.tree import imports_horovod
+
+    try:
+        files.write(report.path, report.after.encode(report.encoding))
+    except OSError as error:
+        report.status, report.needs_horovod = "failed", imports_horovod(report.before)
+        why = f"it cannot be written, and is as it was: {error.strerror or error}"
+        report.findings = [Finding(1, report.path.name, why, "make it writable, then migrate again"), *report.findings]

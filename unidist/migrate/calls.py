@@ -8,7 +8,9 @@ import libcst as cst
 
 from unidist.migrate.code import is_pure, keyword
 from unidist.migrate.dtypes import is_floating
-from unidist.migrate.loaders import has_even_loops
+from unidist.migrate.flow import assignments, callees, is_parameter
+from unidist.migrate.gradients import may_carry_gradient, may_require_gradient
+from unidist.migrate.loaders import has_even_loops, is_even
 from unidist.migrate.site import Arguments, Site, is_constant
 
 #: Calls without arguments, and unidist's names for them.
@@ -73,6 +75,8 @@ def change_collectives(site: Site) -> None:
         name, first = COLLECTIVES[site.names.symbols[call.func]]
         if arguments is None or first not in arguments or set(arguments) - {first, "root_rank", *_IDLE}:
             continue
+        if has_other_gradient(site, call, arguments):
+            continue
         values: list[cst.Arg] = [cst.Arg(arguments[first])]
         if "root_rank" in arguments and not is_constant(arguments["root_rank"], 0):
             values.append(keyword("src", arguments["root_rank"]))
@@ -83,6 +87,17 @@ def change_collectives(site: Site) -> None:
             continue
         source: Options = [] if is_constant(arguments["root_rank"], 0) else [("src", arguments["root_rank"])]
         _put_in_place(site, call, arguments["tensor"], "broadcast", source)
+
+
+def has_other_gradient(site: Site, call: cst.Call, arguments: Arguments) -> bool:
+    """Whether unidist's call would give another gradient than Horovod's, or none, and one may go through it."""
+    symbol, tensor = site.symbol(call.func), arguments.get("tensor")
+    if tensor is None:
+        return False
+    if symbol in ("allgather", "broadcast"):
+        return may_carry_gradient(site.code, call, tensor)
+    extremes = symbol == "allreduce" and operation(site, arguments) in ("min", "max", "product")
+    return extremes and may_require_gradient(site.code, call, tensor)
 
 
 def change_allreduce(site: Site) -> None:
@@ -97,6 +112,8 @@ def change_allreduce(site: Site) -> None:
         if "compression" in arguments and site.symbol(arguments["compression"]) is None:
             continue
         tensor = arguments["tensor"]
+        if has_other_gradient(site, call, arguments):
+            continue
         figure = op == "mean" and _is_figure(site, call, tensor)
         floating = is_floating(site.code, tensor)
         if (op == "mean" and (floating is False or (not floating and not figure))) or (
@@ -127,15 +144,20 @@ def operation(site: Site, arguments: Arguments) -> str | None:
     return "sum" if is_constant(average, False) else None
 
 
-def _is_name(site: Site, node: cst.BaseExpression) -> bool:
-    """Whether a string stands here, by its form or by what its variable is called."""
+def _is_name(site: Site, node: cst.BaseExpression, depth: int = 3) -> bool:
+    """Whether a string stands here: by its form, by what its variable is assigned, or because that is called ``name``."""
     if isinstance(node, (cst.SimpleString, cst.FormattedString, cst.ConcatenatedString)):
         return True
     if isinstance(node, cst.BinaryOperation):
-        return _is_name(site, node.left) or _is_name(site, node.right)
+        return _is_name(site, node.left, depth) or _is_name(site, node.right, depth)
     if isinstance(node, cst.Call):
         return site.text(node.func) == "str" or site.text(node.func).endswith(".format")
-    return bool(re.search(r"(name|tag|key|label)$", site.text(node), re.IGNORECASE))
+    if re.search(r"(^|[._])name$", site.text(node)):
+        return True
+    variable = site.code.variable(node)
+    values = [value for value, target in assignments(site.code) if variable and site.code.variable(target) == variable]
+    known = bool(values) and not is_parameter(site.code, variable) and depth > 0
+    return known and all(_is_name(site, value, depth - 1) for value in values)
 
 
 def _is_figure(site: Site, call: cst.Call, tensor: cst.BaseExpression) -> bool:
@@ -193,16 +215,37 @@ def _rebuilt(site: Site, original: cst.Call, updated: cst.Call, new: cst.Call) -
     return new.with_changes(args=args, lpar=updated.lpar, rpar=updated.rpar)
 
 
+def keep_joined(site: Site) -> None:
+    """All that a rank in ``hvd.join()`` serves stays the drop-in's together with it."""
+    joins = [use for use in site.uses("join") if not _joins_together(site, use)]
+    for use in site.uses() if joins else ():
+        if _is_collective(site.names.symbols[use]):
+            site.kept[use] = _JOIN if use in joins else _WITH_JOIN
+
+
+def _is_collective(symbol: str) -> bool:
+    return symbol not in PLACE or symbol == "barrier"
+
+
+def _joins_together(site: Site, use: cst.BaseExpression) -> bool:
+    call = site.code.parent(use)
+    return isinstance(call, cst.Call) and call.func is use and is_barrier(site, call)
+
+
 def change_barriers(site: Site) -> None:
     """``hvd.join()`` where all ranks come to it together."""
     for call in list(site.calls("join")):
-        if is_barrier(site, call):
-            site.edits.replace(call.func, site.native(call.func, "barrier"))
-            site.settle(call.func)
+        site.edits.replace(call.func, site.native(call.func, "barrier"))
+        site.settle(call.func)
 
 
 #: Calls after which all ranks are at the same place.
 _MEETING = {"init", "barrier", "join", "broadcast_parameters", "broadcast_optimizer_state", "broadcast_object", "broadcast", "allreduce", "allgather", "allgather_object"}  # fmt: skip
+_JOIN = (
+    "join() lets ranks run out of batches at different steps, and the others' calls must be the drop-in's then, in other files too",
+    "unidist.barrier() if all ranks come here together; else train inside `with unidist.join(model):`, see docs/semantics.md",
+)
+_WITH_JOIN = ("a rank in join() takes part in the drop-in's calls alone", "see what is said of join()")
 _STDLIB = ("os", "sys", "time", "logging", "print", "torch", "json", "shutil", "pathlib", "Path", "len", "str", "int")
 
 
@@ -211,7 +254,20 @@ def is_barrier(site: Site, call: cst.Call) -> bool:
     statement = site.code.is_statement(call)
     if statement is None or call.args:
         return False
-    return has_even_loops(site) or _follows_a_meeting(site, statement)
+    return (has_even_loops(site) and not _has_uneven_calls(site)) or _follows_a_meeting(site, statement)
+
+
+def _has_uneven_calls(site: Site) -> bool:
+    """Whether a loop over what may differ between the ranks makes collective calls."""
+    code = site.code
+    uses = [use for use in site.names.symbols if _is_collective(site.names.symbols[use]) and site.symbol(use) != "join"]
+    called = {function for use in uses if isinstance(function := code.function(use), cst.FunctionDef)}
+    calls = [call for call in code.all(cst.Call) if not called.isdisjoint(callees(code, call))]
+    for loop in (*code.all(cst.For), *code.all(cst.While)):
+        inside = any(code.is_inside(each, loop.body) for each in (*uses, *calls))
+        if inside and not (isinstance(loop, cst.For) and is_even(site, loop)):
+            return True
+    return False
 
 
 def _follows_a_meeting(site: Site, statement: cst.CSTNode) -> bool:

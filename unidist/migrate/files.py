@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import tokenize
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +55,13 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield file
 
 
+def horovods_own(path: Path) -> Path | None:
+    """The package ``horovod`` in which a file lies, if that is a copy of Horovod's own sources."""
+    return next(
+        (above for above in path.parents if above.name == "horovod" and (above / "torch/mpi_ops.py").exists()), None
+    )
+
+
 def kind(path: Path) -> Kind | None:
     """What a file is, by its suffix, or without one by its first line."""
     if path.suffix:
@@ -80,12 +89,23 @@ def decode(data: bytes, what: Kind) -> tuple[str, str]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a file's content; all of it or nothing. Links stay links, and permissions stay."""
+    """Replace a file's content; all of it or nothing. Links stay links; owner, group and permissions stay.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     real = path.resolve()
+    before = real.stat()
     part = real.with_name(f".{real.name}.{os.getpid()}.unidist")
     try:
         part.write_bytes(data)
-        part.chmod(real.stat().st_mode)
+        try:
+            os.chown(part, before.st_uid, before.st_gid)
+        except PermissionError:  # the file of another user: it keeps its owner only if it is written into
+            real.write_bytes(data)
+            return
+        part.chmod(stat.S_IMODE(before.st_mode))
         part.replace(real)
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

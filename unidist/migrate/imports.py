@@ -68,6 +68,8 @@ class _Imports:
             id(self._code.block(statement)) for node in self._code.all(cst.Import)
             if (statement := self._code.statement(node)) and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
         }  # fmt: skip
+        #: Imports beside which ``import unidist`` must stand for code elsewhere.
+        self._giving = {each for place in site.needing for each in site.importers(place)}
         self._native = bool(set(site.names.symbols) - set(site.left())) or (
             site.names.modules != [] and site.through_holders
         )
@@ -76,7 +78,7 @@ class _Imports:
     def plain(self, node: cst.Import) -> None:
         """``import horovod.torch as hvd``."""
         aliases: list[cst.ImportAlias] = []
-        own = False
+        own = node in self._giving
         for alias in node.names:
             name, bound = full_name(alias.name), full_name(alias.asname.name) if alias.asname else None
             if symbol(name) is None and not is_horovod(name):
@@ -127,7 +129,8 @@ class _Imports:
             self._note_left(node, "horovod")
         if first in self._left | self._others or (first in self._whole and not self._bare):
             asname = None if word == "unidist.hvd" else cst.AsName(cst.Name(word))
-            kept.append(cst.ImportAlias(dotted("unidist.hvd"), asname))
+            there = asname is None and any(full_name(each.name) == word and not each.asname for each in node.names)
+            kept += [] if there else [cst.ImportAlias(dotted("unidist.hvd"), asname)]
             return kept, asname is not None and self._is_used(first)
         return kept, not kept or self._is_used(first)
 
@@ -168,11 +171,11 @@ class _Imports:
             if moved(module) is None and is_horovod(module):
                 self._note_left(node, f"{module}.*")
             elif is_horovod(module):
-                self._put(node, [node.with_changes(module=dotted(moved(module) or module))], False)
+                self._put(node, [node.with_changes(module=dotted(moved(module) or module))], node in self._giving)
             return
         renamed: list[cst.Import] = []
         places: dict[str, list[cst.ImportAlias]] = {}
-        own = False
+        own = node in self._giving
         for alias in node.names:
             new, needs_own = self._name(node, module, alias)
             own = own or needs_own
@@ -227,8 +230,6 @@ class _Imports:
         """Other imports in the place of one."""
         statement = self._code.statement(node)
         block = next(above for above in self._code.parents(node) if isinstance(above, (cst.Module, cst.IndentedBlock)))
-        at_top = self._site.needs_import and self._code.module is not block
-        own = own and not (at_top and isinstance(self._code.function(node), cst.FunctionDef))
         added = own and id(block) not in self._present
         if added:
             self._present.add(id(block))
@@ -292,7 +293,14 @@ class _Imports:
         argument = self._code.parent(node)
         call = self._code.parent(argument)
         finds = isinstance(call, cst.Call) and full_name(call.func).split(".")[-1] in _FINDERS
-        if not finds and is_horovod(value) and not isinstance(argument, cst.Expr) and self._site.reports_exports:
+        reported = any(each.line == self._code.line(node) for each in self._site.edits.findings)
+        if (
+            not finds
+            and not reported
+            and is_horovod(value)
+            and not isinstance(argument, cst.Expr)
+            and self._site.reports_exports
+        ):
             self._site.edits.note(node, node.value, "a string names a module of Horovod's", "see what reads it")
         if (
             not isinstance(argument, cst.Arg)
@@ -314,7 +322,7 @@ class _Imports:
         """``import unidist`` at the top, for code that needs the name where no import of Horovod's stood."""
         site, module = self._site, self._code.module
         wanted = ["contextlib"] if site.needs_contextlib and not self._imports("contextlib") else []
-        if site.needs_import and id(module) not in self._present:
+        if any(not site.importers(place) for place in site.needing) and id(module) not in self._present:
             wanted.append("unidist")
         if not wanted:
             return

@@ -14,6 +14,18 @@ _SAMPLER = "torch.utils.data.distributed.DistributedSampler"
 _NAMES = {_SAMPLER, "torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler"}
 _LOADERS = {"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"}
 _POSITIONS = ("dataset", "num_replicas", "rank", "shuffle", "seed", "drop_last")
+#: Methods whose results are as long on all ranks.
+_PARTS = {
+    "parameters",
+    "named_parameters",
+    "buffers",
+    "named_buffers",
+    "modules",
+    "state_dict",
+    "items",
+    "keys",
+    "values",
+}
 #: What tells of legacy training whose order never changes.
 _UNSEEN = "that set_epoch() is called before each time the loader is gone through cannot be seen; shard_loader counts each as an epoch"
 _BY_HAND = "call set_epoch(epoch) before each epoch, then migrate again, or use unidist.shard_loader(DataLoader(...))"
@@ -58,15 +70,7 @@ def sampled_loaders(site: Site) -> dict[str, cst.Call]:
 
 def has_even_loops(site: Site) -> bool:
     """Whether all loops that train take their batches from a DistributedSampler, which makes all ranks' shares equally long."""
-    code, sampled = site.code, sampled_loaders(site)
-    all_loaders = {
-        code.variable(target)
-        for value, target in assignments(code)
-        if isinstance(value, cst.Call) and is_imported(site, value, _LOADERS)
-    }
-    loaders = (
-        follow(code, sampled).variables - follow(code, {name for name in all_loaders if name} - set(sampled)).variables
-    )
+    code, loaders = site.code, _even_loaders(site)
     loops = [loop for loop in code.all(cst.For) if _has_backward(site, loop)]
     even = [loop for loop in loops if code.variable(_iterated(loop)) in loaders]
 
@@ -74,6 +78,33 @@ def has_even_loops(site: Site) -> bool:
         return any(code.is_inside(each, loop) or code.is_inside(loop, each) for each in even)
 
     return bool(even) and all(map(covered, loops)) and not any(_is_uneven(site, loop) for loop in even)
+
+
+def _even_loaders(site: Site) -> set[str]:
+    """The variables that hold a DataLoader with a DistributedSampler, and no other."""
+    code, sampled = site.code, sampled_loaders(site)
+    all_loaders = {
+        code.variable(target)
+        for value, target in assignments(code)
+        if isinstance(value, cst.Call) and is_imported(site, value, _LOADERS)
+    }
+    others = follow(code, {name for name in all_loaders if name} - set(sampled)).variables
+    return follow(code, sampled).variables - others
+
+
+def is_even(site: Site, loop: cst.For) -> bool:
+    """Whether a loop is seen to go round equally often on all ranks: over such a loader, a number, a model's or a dict's parts."""
+    if any(isinstance(jump, (cst.Break, cst.Return)) for jump in site.code.jumps(loop.body)):
+        return False
+    over = _iterated(loop)
+    if isinstance(over, cst.Call):
+        last = site.text(over.func).split(".")[-1]
+        return last in _PARTS or (
+            last == "range"
+            and "len(" not in site.text(over)
+            and not any(site.code.is_inside(use, over) for use in site.names.symbols)
+        )
+    return isinstance(over, (cst.List, cst.Tuple)) or site.code.variable(over) in _even_loaders(site)
 
 
 def _is_uneven(site: Site, loop: cst.For) -> bool:
@@ -109,7 +140,7 @@ def change_loaders(site: Site) -> None:
         uses = _uses_of_sampler(site, pair)
         epochs = [use for use in uses or () if _method(site, use) == "set_epoch"]
         shuffle = not is_constant(pair.arguments.get("shuffle"), False)
-        if uses is None or not _fits(site, pair) or _asks_sampler(site, pair):
+        if uses is None or not _fits(site, pair) or _asks_sampler(site, pair) or not site.may_import(pair.loader):
             continue
         statements = [each for use in epochs if (each := site.code.statement(use)) is not None]
         if shuffle and epochs and not all(_is_governed(site, use, statements) for use in _iterations(site, pair)):
@@ -287,7 +318,7 @@ def _change(site: Site, pair: Pair, uses: list[cst.BaseExpression], shuffle: boo
     code = site.code
     seed = pair.arguments.get("seed")
     wrapper_args = [] if seed is None or is_constant(seed, 0) else [keyword("seed", seed.deep_clone())]
-    function = site.own("shard_loader")
+    function = site.own(pair.loader, "shard_loader")
 
     def rebuilt(updated: cst.Call) -> cst.Call:
         args = [arg for arg in updated.args if arg.keyword is None or arg.keyword.value not in ("sampler", "shuffle")]

@@ -48,6 +48,8 @@ class Use:
     problem: Problem | None = None
     #: Its forward passes.
     called: list[cst.BaseExpression] = field(default_factory=list)
+    #: Uses by which it is an argument of a call.
+    passed: list[cst.BaseExpression] = field(default_factory=list)
     #: Uses that shall become ``unidist.unwrap(...)``.
     unwrapped: list[cst.BaseExpression] = field(default_factory=list)
 
@@ -65,6 +67,7 @@ def examine(site: Site, model: cst.BaseExpression, wrap: Statement) -> Use:
     if not found.called:
         found.problem = (model, "no forward pass of the model is seen in this file after it has been wrapped")
         return found
+    found.passed = [use for use in flow.uses if isinstance(code.parent(use), cst.Arg)]
     problems = [*_raw_aliases(site, variable, wrap), *_assigned_again(site, flow, variable, wrap)]
     for use in flow.uses:
         verdict = _verdict(site, use, use in flow.escapes)

@@ -11,7 +11,7 @@ import libcst as cst
 
 from unidist.hvd.alias import drop_in_name
 from unidist.migrate.code import Code, full_name
-from unidist.migrate.flow import destinations, follow, is_target
+from unidist.migrate.flow import assignments, destinations, follow, is_target
 
 #: Where horovod.torch keeps the calls that it has under its own name too.
 _INNER = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
@@ -73,6 +73,8 @@ class Names:
 
     #: Uses of the calls and constants, longest names only: ``hvd.rank``, ``self.hvd.Compression.fp16``, ``rank``.
     symbols: dict[cst.BaseExpression, str] = field(default_factory=dict)
+    #: Calls that the script puts something else in the place of: ``hvd.allreduce = traced``.
+    replaced: set[str] = field(default_factory=set)
     #: The module itself as a value: ``self.hvd = hvd``, ``if hvd:``.
     modules: list[cst.BaseExpression] = field(default_factory=list)
     #: Names that are bound to the module, or to one of its calls, by imports and nothing else.
@@ -81,13 +83,17 @@ class Names:
     holders: set[str] = field(default_factory=set)
     #: Names that are bound to something else too: what is called by them stays, and is the drop-in's.
     kept: set[str] = field(default_factory=set)
+    #: The statements that import it, or something in it.
+    imports: list[cst.Import | cst.ImportFrom] = field(default_factory=list)
+    #: The calls that do so by its name.
+    loading: list[cst.Call] = field(default_factory=list)
     #: Where the module goes and cannot be followed.
     escapes: list[cst.BaseExpression] = field(default_factory=list)
 
 
 def find(code: Code) -> Names:
     """All uses of Horovod's names."""
-    names = Names()
+    names = Names(imports=_imports(code), loading=[call for call in code.all(cst.Call) if _imports_module(code, call)])
     bound = imported_names(code)
     set_otherwise = {
         node.value for node in code.all(cst.Name)
@@ -119,7 +125,9 @@ def find(code: Code) -> Names:
     flow = follow(code, starts)
     names.holders, names.escapes = flow.variables, [*names.escapes, *flow.escapes]
     for node in code.nodes:
-        if not isinstance(node, (cst.Name, cst.Attribute)) or is_target(code, node) or in_import(code, node):
+        if not isinstance(node, (cst.Name, cst.Attribute)) or in_import(code, node):
+            continue
+        if is_target(code, node) and not (isinstance(node, cst.Attribute) and _symbol(code, names, node)):
             continue
         if root_name(node) in names.kept:
             continue
@@ -130,14 +138,38 @@ def find(code: Code) -> Names:
             continue
         if found:
             names.symbols[node] = found
+            names.replaced |= {found} if is_target(code, node) else set()
         else:
             names.modules.append(node)
+    names.replaced |= _replaced_by_name(code, names)
     return names
 
 
+def _replaced_by_name(code: Code, names: Names) -> set[str]:
+    """``setattr(hvd, "allreduce", traced)``, ``patch("horovod.torch.allreduce")``."""
+    found = set()
+    for call in code.all(cst.Call):
+        strings = [str(arg.value.evaluated_value) for arg in call.args if isinstance(arg.value, cst.SimpleString)]
+        last = call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
+        if last in ("setattr", "object", "delattr") and any(arg.value in names.modules for arg in call.args):
+            found |= set(strings[:1])
+        elif last in ("patch", "setattr"):
+            found |= {name for each in strings if (name := symbol(each))}
+    return found
+
+
 def _bound_otherwise(code: Code, bound: set[str]) -> set[str]:
-    """Names of Horovod's that other imports, functions or classes of the module's own level bind too."""
-    found = {each.name.value for each in code.module.body if isinstance(each, (cst.FunctionDef, cst.ClassDef))}
+    """Names of Horovod's that other imports, functions, classes or values of the module's own level bind too; None is no value."""
+    definitions: list[cst.FunctionDef | cst.ClassDef] = [*code.all(cst.FunctionDef), *code.all(cst.ClassDef)]
+    found = {
+        each.name.value for each in definitions
+        if code.function(each) is code.module and not any(isinstance(above, cst.ClassDef) for above in code.parents(each))
+    }  # fmt: skip
+    found |= {
+        target.value for value, target in assignments(code)
+        if isinstance(target, cst.Name) and target.value in bound and not _is_module_or_none(code, value)
+        and any(code.function(target) is code.function(each) for each in _imports(code))
+    }  # fmt: skip
     for node in code.nodes:
         if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
             continue
@@ -146,6 +178,13 @@ def _bound_otherwise(code: Code, bound: set[str]) -> set[str]:
             if symbol(module + full_name(alias.name)) is None and (alias.asname or module):
                 found.add(full_name(alias.asname.name) if alias.asname else full_name(alias.name))
     return found & bound
+
+
+def _is_module_or_none(code: Code, value: cst.BaseExpression) -> bool:
+    if isinstance(value, cst.IfExp):
+        return _is_module_or_none(code, value.body) and _is_module_or_none(code, value.orelse)
+    constant = isinstance(value, cst.Name) and value.value in ("None", "False", "True")
+    return constant or _imports_module(code, value) or any(symbol(name) is not None for name in code.imported(value))
 
 
 def _imported_in_classes(code: Code) -> set[str]:
@@ -174,6 +213,21 @@ def imported_names(code: Code) -> set[str]:
             for alias in statement.names:
                 if symbol(f"{full_name(statement.module)}.{full_name(alias.name)}") is not None:
                     found.add(full_name(alias.asname.name) if alias.asname else full_name(alias.name))
+    return found
+
+
+def _imports(code: Code) -> list[cst.Import | cst.ImportFrom]:
+    """The statements that import Horovod, or unidist."""
+    found: list[cst.Import | cst.ImportFrom] = []
+    for node in code.nodes:
+        if isinstance(node, cst.Import):
+            modules = [full_name(alias.name) for alias in node.names]
+        elif isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
+            modules = [full_name(node.module)]
+        else:
+            continue
+        if any(is_horovod(name) or name.split(".")[0] == "unidist" for name in modules):
+            found.append(node)
     return found
 
 

@@ -7,11 +7,20 @@ from typing import Literal
 
 import libcst as cst
 
-from unidist.migrate.calls import change_allreduce, change_barriers, change_collectives, change_places
+from unidist.migrate.calls import (
+    COLLECTIVES,
+    PLACE,
+    change_allreduce,
+    change_barriers,
+    change_collectives,
+    change_places,
+    keep_joined,
+)
 from unidist.migrate.code import Code
 from unidist.migrate.imports import change_imports
 from unidist.migrate.loaders import change_loaders
 from unidist.migrate.names import find, is_horovod
+from unidist.migrate.notices import report_surroundings
 from unidist.migrate.optimizers import change_optimizers
 from unidist.migrate.reasons import left
 from unidist.migrate.report import Finding
@@ -19,6 +28,17 @@ from unidist.migrate.site import Site
 
 Level = Literal["native", "hvd"]
 _HELD = "other files make calls through a variable that holds the module: there it is the drop-in"
+_OTHERS = (
+    "allreduce", "allreduce_", "broadcast_", "broadcast_parameters", "broadcast_optimizer_state", "DistributedOptimizer", "join",
+)  # fmt: skip
+_REPLACED = (
+    "the script puts a function of its own in this call's place, which unidist's would pass by",
+    "keep it, or put the function around unidist's call, by hand",
+)
+_NOT_IMPORTED = (
+    "the variable holds the drop-in for calls that stay, and this function does not import unidist",
+    "import unidist where it is used, then migrate again",
+)
 _ESCAPES = "the module goes where it cannot be followed: there, and in the variables that hold it, it is the drop-in"
 
 
@@ -61,6 +81,7 @@ def migrate(text: str, level: Level, exported: Collection[str] = ()) -> tuple[st
             if finding.line not in told and not any(call.func in names.symbols for call in calls):
                 site.edits.findings.append(finding)
                 told.add(finding.line)
+    report_surroundings(site)
     site.reports_exports = level == "native"
     change_imports(site, exported)
     findings = sorted(site.edits.findings, key=lambda finding: finding.line)
@@ -68,6 +89,12 @@ def migrate(text: str, level: Level, exported: Collection[str] = ()) -> tuple[st
 
 
 def _apply_rules(site: Site) -> None:
+    site.kept = dict.fromkeys(site.uses(*site.names.replaced), _REPLACED) if site.names.replaced else {}
+    if not site.through_holders:
+        for use in site.uses(*PLACE, *COLLECTIVES, *_OTHERS):
+            if site.is_through_holder(use) and not site.may_import(use):
+                site.kept[use] = _NOT_IMPORTED
+    keep_joined(site)
     change_optimizers(site)
     change_barriers(site)
     change_loaders(site)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from unidist.migrate.broadcasts import broadcast_model, change_broadcasts, owner
-from unidist.migrate.calls import is_barrier
 from unidist.migrate.code import Statement, full_name
 from unidist.migrate.flow import assignments, follow, results
+from unidist.migrate.gradients import gradient_problems
 from unidist.migrate.models import examine
 from unidist.migrate.site import Arguments, Site, is_constant
 from unidist.migrate.wrapping import COMPRESSION, METHODS, Optimizer, horovods_method, wrap_model
 
+_AVERAGE = "keep it, or use the plain optimizer and unidist.all_reduce(p.grad, 'mean') for each gradient"
 _KEPT = "it stays Horovod's optimizer, through the drop-in"
 
 
@@ -95,7 +96,9 @@ def _check_arguments(site: Site, call: cst.Call, arguments: Arguments) -> cst.Ba
         raise Refusal(
             call,
             f"op={site.text(op)}: wrap_model averages gradients and does nothing else",
-            "if the average will do, take out op=, then migrate again",
+            "keep it: the drop-in has Adasum on every engine"
+            if site.symbol(op) == "Adasum"
+            else "if the average will do, take out op=, then migrate again",
         )
     if "process_set" in arguments:
         raise Refusal(
@@ -178,19 +181,12 @@ def _check_together(site: Site, optimizers: list[Optimizer]) -> None:
     for use in site.uses("DistributedOptimizer"):
         if not isinstance(site.code.parent(use), cst.Call):
             raise Refusal(use, "the class is used otherwise than by calling it")
-    for argument in site.code.all(cst.Arg):
-        graph = argument.keyword is not None and argument.keyword.value == "create_graph"
-        if optimizers and graph and is_constant(argument.value, True):
-            raise Refusal(argument, "backward(create_graph=True) fails in DistributedDataParallel")
     if optimizers:
-        for call in site.calls("join"):
-            if not is_barrier(site, call):
-                why = "join() lets ranks run out of batches at different steps"
-                raise Refusal(
-                    call,
-                    why,
-                    "train inside `with unidist.join(model):`, see docs/semantics.md, or shard the data evenly",
-                )
+        called, passed = (
+            [use for each in optimizers for use in getattr(each.use, kind)] for kind in ("called", "passed")
+        )
+        for node, why in gradient_problems(site.code, called, passed, [each.wrap for each in optimizers]):
+            raise Refusal(node, why, _AVERAGE)
     known = {use for each in optimizers for use in each.flow.uses}
     for node in site.code.all(cst.Attribute):
         method = node.attr.value in ("skip_synchronize", "synchronize") and optimizers and node.value not in known

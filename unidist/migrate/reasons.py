@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from unidist.migrate.calls import has_other_gradient, operation
 from unidist.migrate.report import Finding
 from unidist.migrate.site import Site
 
@@ -21,10 +22,6 @@ _WORDS: dict[str, Words] = {
     "grouped_": ("unidist has no grouped calls", "one unidist call for each tensor"),
     "synchronize": _HANDLE,
     "poll": _HANDLE,
-    "join": (
-        "ranks may come here with work still under way on others",
-        "unidist.barrier() if all ranks come here together, else `with unidist.join(model):`",
-    ),
     "DistributedOptimizer": _BELONGS,
     "Compression": ("it goes to a call that stays", "see that call"),
     "SyncBatchNorm": ("its layers are made one by one", "plain BatchNorm, and wrap_model(sync_bn=True)"),
@@ -38,6 +35,19 @@ _WORDS: dict[str, Words] = {
 _NUMBERS = (
     "that it holds floating-point numbers cannot be seen, and unidist refuses the mean of whole numbers, which Horovod cuts off",
     "unidist.all_reduce(tensor, 'mean') if they are, allreduce_metric for a figure",
+)
+_GRADIENT = (
+    "a gradient may go through it, which Horovod averages and unidist adds up",
+    "pass tensor.detach() if none is wanted, then migrate again; else keep it",
+)
+_NO_GRADIENT = (
+    "a gradient may go through it, and unidist's minimum, maximum and product have none",
+    "pass tensor.detach(), then migrate again",
+)
+_ADASUM = ("unidist has no Adasum", "keep it: the drop-in has it on every engine")
+_OPERATION = (
+    "whether it asks for the average or for the sum cannot be determined",
+    "write op=hvd.Average or op=hvd.Sum, and the name by name=, then migrate again",
 )
 #: Arguments of allreduce that have no counterpart.
 _ARGUMENTS: dict[str, Words] = {
@@ -57,12 +67,18 @@ def left(site: Site, use: cst.BaseExpression) -> Finding:
 
 
 def _words(site: Site, use: cst.BaseExpression) -> Words:
+    if use in site.kept:
+        return site.kept[use]
     symbol, call = site.names.symbols[use], site.code.parent(use)
     arguments = site.arguments(call) if isinstance(call, cst.Call) and call.func is use else None
     if symbol in ("allreduce", "allreduce_"):
         for name, words in _ARGUMENTS.items():
             if arguments is not None and name in arguments:
                 return words
+        if arguments is not None and operation(site, arguments) is None:
+            return _ADASUM if site.symbol(arguments.get("op")) == "Adasum" else _OPERATION
+        if arguments is not None and isinstance(call, cst.Call) and has_other_gradient(site, call, arguments):
+            return _NO_GRADIENT
         return _NUMBERS if arguments is not None else ("its arguments cannot be told", "write the call out")
     if symbol in ("broadcast_parameters", "broadcast_optimizer_state"):
         stays = any(site.symbol(other) == "DistributedOptimizer" for other in site.left())
@@ -76,4 +92,6 @@ def _words(site: Site, use: cst.BaseExpression) -> Words:
         )
     if arguments is not None and "process_set" in arguments:
         return _SETS
+    if arguments is not None and isinstance(call, cst.Call) and has_other_gradient(site, call, arguments):
+        return _GRADIENT
     return next(words for start, words in _WORDS.items() if symbol.startswith(start))

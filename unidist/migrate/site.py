@@ -12,6 +12,7 @@ import libcst as cst
 import unidist.hvd
 from unidist.migrate.code import Code, Statement, dotted
 from unidist.migrate.edits import Edits
+from unidist.migrate.flow import callees
 from unidist.migrate.names import Names
 
 #: The arguments of a call by the names of its parameters.
@@ -34,18 +35,20 @@ class Site:
         self.edits = Edits(code)
         self.through_holders = through_holders
         self._settled: set[cst.CSTNode] = set()
+        #: Uses that stay the drop-in's whatever the rules say: why, and what to do.
+        self.kept: dict[cst.BaseExpression, tuple[str, str]] = {}
         self._places = sorted(code.span(use)[0] for use in names.symbols)
-        #: Whether code that used no name of Horovod needs the name ``unidist``.
-        self.needs_import = False
+        #: Code that needs the name ``unidist`` where no name of an import of Horovod's stood.
+        self.needing: list[cst.CSTNode] = []
         self.needs_contextlib = False
         #: Whether names that are imported and stay are worth a word.
         self.reports_exports = False
 
     # -------------------------------------------------------------------------------- uses
     def uses(self, *symbols: str) -> Iterator[cst.BaseExpression]:
-        """The uses of some of Horovod's names that no rule has settled yet."""
+        """The uses of some of Horovod's names that a rule may settle, and none has yet."""
         for node, symbol in self.names.symbols.items():
-            if (not symbols or symbol in symbols) and node not in self._settled:
+            if (not symbols or symbol in symbols) and node not in self._settled and node not in self.kept:
                 yield node
 
     def calls(self, *symbols: str) -> Iterator[cst.Call]:
@@ -91,12 +94,96 @@ class Site:
         """``unidist.NAME`` in the place of a use."""
         if not self.is_through_holder(use):
             return dotted(f"unidist.{name}")
-        return cst.Attribute(self.root(use).deep_clone(), cst.Name(name)) if self.through_holders else self.own(name)
+        return (
+            cst.Attribute(self.root(use).deep_clone(), cst.Name(name)) if self.through_holders else self.own(use, name)
+        )
 
-    def own(self, name: str) -> cst.BaseExpression:
-        """``unidist.NAME`` where nothing of Horovod stood."""
-        self.needs_import = True
+    def own(self, place: cst.CSTNode, name: str) -> cst.BaseExpression:
+        """``unidist.NAME`` at a place where no name of an import of Horovod's stood."""
+        self.needing.append(place)
         return dotted(f"unidist.{name}")
+
+    def importers(self, place: cst.CSTNode) -> list[cst.Import | cst.ImportFrom]:
+        """The imports of Horovod that give a place its names: those of the functions around it, else the module's, unconditional ones first."""
+        found = [each for each in self.names.imports if not self._is_in_class(each)]
+        for above in self.code.parents(place):
+            own = [each for each in found if self.code.function(each) is above]
+            if isinstance(above, cst.FunctionDef) and own:
+                return own
+        outer = [each for each in found if self.code.function(each) is self.code.module]
+        return [each for each in outer if self._is_unconditional(each)][:1] or outer
+
+    def may_import(self, place: cst.CSTNode) -> bool:
+        """Whether ``import unidist`` may give a place its name: beside an import of Horovod's, or where Horovod is imported in any case."""
+        return bool(self.importers(place)) or any(
+            isinstance(node, cst.Call) and self.code.function(node) is self.code.module and self._is_unconditional(node)
+            for node in self.names.loading
+        )
+
+    def is_reached(self, place: cst.CSTNode, depth: int = 4) -> bool:
+        """Whether Horovod is seen to be imported whenever a place is executed."""
+        if any(self._is_unconditional(each) for each in (*self.names.imports, *self.names.loading)):
+            return True
+        child = place
+        for above in self.code.parents(place):
+            if isinstance(above, (cst.Module, cst.IndentedBlock)):
+                before = above.body[: next(index for index, each in enumerate(above.body) if each is child) + 1]
+                if any(self._uses(each) for each in before if isinstance(each, cst.SimpleStatementLine)):
+                    return True
+            if (
+                isinstance(above, cst.If)
+                and child is not above.test
+                and self._uses(above.test, modules=child is above.body)
+            ):
+                return True
+            if isinstance(above, cst.Lambda):
+                return False
+            if isinstance(above, cst.FunctionDef):
+                calls = [call for call in self.code.all(cst.Call) if above in callees(self.code, call)]
+                return depth > 0 and bool(calls) and all(self.is_reached(call, depth - 1) for call in calls)
+            child = above
+        return False
+
+    def _uses(self, node: cst.CSTNode, modules: bool = False) -> bool:
+        """Whether something of Horovod's is used, or imported, whenever a node is executed; as a condition, whether that asks for the module."""
+        wanted = [*self.names.symbols, *self.names.imports, *(self.names.modules if modules else ())]
+        return any(
+            self.code.is_inside(each, node) and not self._is_by_chance(each, node, negated=each in self.names.modules)
+            for each in wanted
+        )
+
+    def _is_by_chance(self, node: cst.CSTNode, outer: cst.CSTNode, negated: bool) -> bool:
+        """Whether a part is evaluated only sometimes when the whole is; of a module, also whether its absence is asked for."""
+        child: cst.CSTNode = node
+        for above in (node, *self.code.parents(node)):
+            if isinstance(above, (cst.Lambda, cst.IfExp, cst.BaseComp)):
+                return True
+            if isinstance(above, cst.BooleanOperation):
+                joined = isinstance(above.operator, cst.And)
+                if (not joined and (negated or child is above.right)) or (
+                    joined and not negated and child is above.right
+                ):
+                    return True
+            if negated and isinstance(above, cst.UnaryOperation):
+                return True
+            if negated and isinstance(above, cst.Comparison):
+                operator = above.comparisons[0].operator
+                if not isinstance(operator, (cst.IsNot, cst.NotEqual)) or len(above.comparisons) > 1:
+                    return True
+            if above is outer:
+                return False
+            child = above
+        return False
+
+    def _is_unconditional(self, node: cst.CSTNode) -> bool:
+        """Whether a statement of the module's own level is executed in any case."""
+        return self.code.parent(self.code.parent(node)) is self.code.module or (
+            isinstance(own := self.code.statement(node), cst.SimpleStatementLine)
+            and self.code.parent(own) is self.code.module
+        )
+
+    def _is_in_class(self, node: cst.CSTNode) -> bool:
+        return isinstance(self.code.parent(self.code.parent(self.code.parent(node))), cst.ClassDef)
 
     def arguments(self, call: cst.Call) -> Arguments | None:
         """The arguments of a call of one of Horovod's functions; None where that cannot be told, as with ``*args``."""

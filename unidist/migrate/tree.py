@@ -20,7 +20,10 @@ from unidist.migrate.native import Level, migrate
 from unidist.migrate.notebooks import Migrate, code_of_notebook, migrate_notebook
 from unidist.migrate.report import FileReport, Finding
 
-_NAMED = re.compile(rb"horovod|unidist\.hvd|from unidist import .*hvd")
+_NAMED = re.compile(
+    rb"horovod|unidist\.hvd|from unidist import .*hvd|Horovod(?:Strategy|Plugin|Accelerator)|HOROVOD_\w*(?:RANK|SIZE)"
+    rb"|OMPI_COMM_WORLD_\w*(?:RANK|SIZE)|PMIX?_RANK"
+)
 _LAUNCHED = re.compile(rb"horovodrun|mpirun|mpiexec")
 _FROM = re.compile(r"^[ \t]*from\s+(?!horovod\b)([.\w]+)\s+import\s+(?:\(([^)]*)\)|([^\n#]+))", re.MULTILINE)
 _OF_MODULE = re.compile(r"\b(\w+)\.hvd\b")
@@ -29,7 +32,13 @@ _OF_ATTRIBUTE = re.compile(
     r"\.(\w+)\.(?:size|cross_rank|cross_size|all(?:reduce|gather|toall)\w*|broadcast_\w+|DistributedOptimizer|Compression)\b"
 )
 _IMPORTS = re.compile(r"^\s*(?:>>>\s*)?(?:from\s+horovod\b|import\s+(?:[\w.]+\s*,\s*)*horovod\b)", re.MULTILINE)
-_LOADED = re.compile(r"import_module\(\s*['\"]horovod|__import__\(\s*['\"]horovod")
+_LOADED = re.compile(r"(?:import_module|__import__)\(\s*[fF]?['\"]horovod\b")
+#: Lightning's ways to Horovod.
+_LIGHTNING = re.compile(
+    r"""(?:accelerator|strategy|distributed_backend)["']?\s*[=:]\s*["']horovod["']|\bHorovod(?:Strategy|Plugin|Accelerator)\b"""
+)
+
+_VENDORED = ("these are Horovod's own sources: they are left as they are", "remove them once no file imports Horovod")
 
 
 @dataclass
@@ -51,7 +60,14 @@ class Exports:
 
 def migrate_files(paths: Iterable[Path], level: Level, exports: Exports) -> Iterator[FileReport]:
     """A report of each file that names Horovod or starts it; nothing is written."""
+    vendored: set[Path] = set()
     for path in paths:
+        package = files.horovods_own(path)
+        if package is not None:
+            if package not in vendored:
+                yield FileReport(package, "unchanged", [Finding(1, f"{package.name}/", *_VENDORED)])
+            vendored.add(package)
+            continue
         report = migrate_file(path, level, exports)
         if report is not None:
             yield report
@@ -61,7 +77,7 @@ def find_exports(paths: Iterable[Path]) -> Exports:
     """What the Python files among some paths use of each other."""
     found = Exports()
     for path in paths:
-        if files.kind(path) != "python":
+        if files.kind(path) != "python" or files.horovods_own(path) is not None:
             continue
         with suppress(OSError):
             text = path.read_bytes().decode("latin-1")
@@ -144,11 +160,11 @@ def imports_horovod(code: str) -> bool:
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError):
-        return bool(_IMPORTS.search(code) or _LOADED.search(code))
+        return bool(_IMPORTS.search(code) or _LOADED.search(code) or _LIGHTNING.search(code))
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.append(node.module)
         if any(name.split(".")[0] == "horovod" for name in names):
             return True
-    return bool(_LOADED.search(code))
+    return bool(_LOADED.search(code) or _LIGHTNING.search(code))

@@ -67,8 +67,7 @@ def wrap_model(site: Site, each: Optimizer) -> None:
     if site.symbol(each.arguments.get("compression")) == "Compression.none":
         site.settle(each.arguments["compression"])
     for use in each.use.unwrapped:
-        edits.replace(use, lambda updated: cst.Call(site.own("unwrap"), [cst.Arg(updated)]))
-        site.own("unwrap")
+        edits.replace(use, _unwrapped(site, use))
     for use in each.use.called:
         if isinstance(code.parent(code.parent(use)), cst.Subscript):
             site.note(use, _PART, "pass find_unused_parameters=True to wrap_model if so")
@@ -85,6 +84,15 @@ def wrap_model(site: Site, each: Optimizer) -> None:
         if before and same and isinstance(inner, cst.Name):
             why = "Horovod's optimizer forgets state that was loaded before wrapping (momentum starts anew); now it is kept"
             site.note(loaded, why, "nothing, if the state was meant to be loaded")
+
+
+def _unwrapped(site: Site, use: cst.BaseExpression) -> cst.BaseExpression:
+    """The inner model; where Horovod may not have been imported, in words that need no import of unidist."""
+    model = use.deep_clone()
+    if site.is_reached(use):
+        return cst.Call(site.own(use, "unwrap"), [cst.Arg(model)])
+    text = site.text(use)
+    return cst.parse_expression(f'({text}.module if hasattr({text}, "no_sync") else {text})')
 
 
 def _wrap_call(site: Site, each: Optimizer) -> cst.Call:
