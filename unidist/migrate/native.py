@@ -16,7 +16,7 @@ from unidist.migrate.calls import (
     change_places,
     keep_joined,
 )
-from unidist.migrate.code import Code
+from unidist.migrate.code import Code, full_name
 from unidist.migrate.imports import change_imports
 from unidist.migrate.loaders import change_loaders
 from unidist.migrate.names import find, is_horovod
@@ -83,9 +83,17 @@ def migrate(text: str, level: Level, exported: Collection[str] = ()) -> tuple[st
                 told.add(finding.line)
     report_surroundings(site)
     site.reports_exports = level == "native"
-    change_imports(site, exported)
+    if names.symbols or not _is_of_the_drop_in_alone(code):
+        change_imports(site, exported)
     findings = sorted(site.edits.findings, key=lambda finding: finding.line)
     return site.edits.apply(), findings
+
+
+def _is_of_the_drop_in_alone(code: Code) -> bool:
+    """Whether no name of Horovod's is imported any more: where nothing is called either, the module is as an earlier run left it."""
+    plain = [full_name(alias.name) for node in code.all(cst.Import) for alias in node.names]
+    named = [full_name(node.module) for node in code.all(cst.ImportFrom) if node.module is not None]
+    return not any(is_horovod(name) for name in (*plain, *named))
 
 
 def _apply_rules(site: Site) -> None:
