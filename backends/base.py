@@ -85,8 +85,8 @@ class WrappedModel(torch.nn.Module, Generic[M]):
         """Let gradients add up locally: the forward passes inside start no reduction when they go backward."""
         raise NotImplementedError
 
-    def settle(self) -> None:
-        """Do now what the next forward pass would do together with the other ranks. Collective."""
+    def rebuild_buckets(self) -> None:
+        """Rebuild DDP's buckets now, which else a later forward pass does. Collective."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +94,13 @@ class WrappedModel(torch.nn.Module, Generic[M]):
             return super().__getattr__(name)
         except AttributeError:
             inner = self.__dict__.get("_modules", {}).get("module")
-            if inner is None or not hasattr(inner, name):
+            # Not by hasattr, which would run the model's properties.
+            places = (
+                [vars(inner), *(vars(inner).get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))]
+                if inner
+                else []
+            )
+            if not (hasattr(type(inner), name) or any(name in place for place in places)):
                 raise
         raise AttributeError(
             f"the wrapped model has no attribute {name!r}; the {type(inner).__name__} inside has: use model.module.{name}. A forward "

@@ -78,7 +78,7 @@ class DataParallel(WrappedModel[M]):
         finally:
             self.require_backward_grad_sync = before
 
-    def settle(self) -> None:
+    def rebuild_buckets(self) -> None:
         pass
 
 

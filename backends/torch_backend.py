@@ -51,6 +51,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 #: How gloo says that another rank has gone or does not answer.
 _LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Timed out waiting \d+ms")
 
+#: Modules from which gloo is called.
+_CALLING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
+
 
 class TorchBackend(Backend):
     """An engine of torch.distributed, on its default process group."""
@@ -115,12 +118,13 @@ class TorchBackend(Backend):
         show = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            ours = isinstance(error, RuntimeError) and not isinstance(error, UnidistError)
-            if not (ours and _LOST_RANK.search(str(error))):
+            modules = {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(trace)}
+            foreign = not isinstance(error, RuntimeError) or isinstance(error, UnidistError)
+            calls = any(module.startswith(_CALLING) for module in modules)
+            if foreign or not calls or self.topology.world_size == 1 or not _LOST_RANK.search(str(error)):
                 show(kind, error, trace)
                 return
-            frames = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(trace)}
-            call = "backward" if "torch.autograd" in frames else "a call of torch.distributed"
+            call = "backward" if "torch.autograd" in modules else "a call of torch.distributed"
             explained = self.failure(call, error)
             explained.__cause__ = error
             show(type(explained), explained, None)
@@ -249,13 +253,13 @@ class Wrapped(DistributedDataParallel, WrappedModel[M]):
     different numbers of evaluation batches would wait for each other for ever.
     """
 
-    def settle(self) -> None:
-        """Lay out the buckets anew, as the pass after the first does on all ranks.
+    def rebuild_buckets(self) -> None:
+        """Lay out the buckets again, as DDP's pass after the first does on all ranks.
 
         DDP takes the strides of each parameter as they are then, and compares them between ranks at wrapping only.
         """
-        if not self.reducer._rebuild_buckets():
-            return
+        if not self.reducer._rebuild_buckets() or self._join_config.enable:
+            return  # ranks in DDP's own join() rebuild, and make no other call
         strides = zlib.crc32(repr([p.stride() for p in self.parameters() if p.requires_grad]).encode())
         ends = torch.tensor([strides, -strides], device=self.device)
         dist.all_reduce(ends, dist.ReduceOp.MAX, self.process_group)
@@ -270,8 +274,10 @@ class Wrapped(DistributedDataParallel, WrappedModel[M]):
             check_not_joined(self)
             check_frozen(self.frozen)
         try:
-            if torch.is_grad_enabled():
-                self.settle()
+            if (
+                torch.is_grad_enabled() and not self._join_config.enable
+            ):  # in its own join() DDP notifies the other ranks first
+                self.rebuild_buckets()
             output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             # DDP tells of unused parameters here, one step late and by their indices.
@@ -294,7 +300,7 @@ class Wrapped(DistributedDataParallel, WrappedModel[M]):
         def begin(grad: Tensor) -> None:
             task = torch._C._current_graph_task_id()
             if tasks and task not in tasks:
-                self.settle()  # as before each forward pass
+                self.rebuild_buckets()  # as before each forward pass
                 self.reducer.prepare_for_backward([tensor for ref in outputs if (tensor := ref()) is not None])
             tasks.append(task)
 

@@ -336,21 +336,29 @@ def test_nonsense_environments_give_one_clear_error_at_once() -> None:
 
 #: A function of a notebook's cell: new processes cannot import it.
 CELL = """
-import sys, torch, unidist
+import functools, sys, threading, torch, unidist
 factor = 10
 def cell(x):
     return unidist.rank() * factor + x, unidist.all_reduce(torch.ones(1)).item()
-print("RETURNED", unidist.spawn(cell, 2, (7,)))
+print("RETURNED", unidist.spawn(functools.partial(cell, 7), 2))
+def error_of(*arguments):
+    try:
+        unidist.spawn(*arguments)
+    except Exception as error:
+        print("SAID", " ".join(str(error).split()))
+error_of(threading.Lock, 1)
 sys.modules["cloudpickle"] = None
-unidist.spawn(cell, 2, (7,))
+error_of(cell, 2, (7,))
 """
 
 
 def test_spawn_returns_the_results_and_takes_a_notebooks_function() -> None:
     result = run_world("python", 1, ["-c", CELL], backend="gloo")
-    assert "RETURNED [(7, 2.0), (17, 2.0)]" in result.output, result.output
-    assert result.returncode != 0 and "spawn(cell): new processes cannot have this function" in result.output
-    assert "pip install cloudpickle" in result.output
+    assert result.returncode == 0 and "RETURNED [(7, 2.0), (17, 2.0)]" in result.output, result.output
+    _, of_result, of_function = result.output.split("SAID")
+    assert "rank 0 returned a lock, which does not pickle" in of_result and "state_dict()" in of_result
+    assert "spawn(cell): new processes cannot have this function" in of_function
+    assert "pip install cloudpickle" in of_function
 
 
 def test_spawn_bad_input() -> None:

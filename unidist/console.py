@@ -1,10 +1,10 @@
-"""One voice for all ranks: printing, logging, progress."""
+"""Printing, logging and progress bars on rank 0."""
 
 from __future__ import annotations
 
 import builtins
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
@@ -82,8 +82,8 @@ def progress(iterable: Iterable[T], **options: Any) -> tqdm[T]:
                 self.samples += _samples(batch) * ranks
 
         @property
-        def format_dict(self) -> dict[str, Any]:
-            values = dict(super().format_dict)
+        def format_dict(self) -> MutableMapping[str, Any]:
+            values = super().format_dict
             if self.samples and values["elapsed"]:
                 speed = f"{self.samples / values['elapsed']:.4g} samples/s"
                 values["postfix"] = f"{speed}, {values['postfix']}" if values["postfix"] else speed

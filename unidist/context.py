@@ -19,7 +19,7 @@ from unidist import knobs
 from unidist.backends.base import Backend, Start
 from unidist.errors import BackendError, NotInitializedError, WorldSizeError
 from unidist.seed import set_seed
-from unidist.topology import EXPLICIT, Launch, detect, unused_tasks
+from unidist.topology import EXPLICIT, Launch, allocated_tasks, detect
 from unidist.topology import NONE as NO_LAUNCHER
 
 
@@ -107,7 +107,7 @@ def init(
         started, why = _start(name, start)
         _guard(started, launch)
         _current, _asked = started, asked
-        if name == "auto" and world_size is None and (tasks := unused_tasks(os.environ)) > 1:
+        if name == "auto" and world_size is None and (tasks := allocated_tasks(os.environ)) > 1:
             _log.warning(
                 "this process trains alone in a Slurm allocation of %d tasks: start the script with 'srun python script.py', or "
                 "set %s=none if one process is meant.", tasks, knobs.LAUNCHER,

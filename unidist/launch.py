@@ -16,6 +16,7 @@ from unidist import context, knobs
 from unidist.errors import UnidistError
 
 T = TypeVar("T")
+_RETURN = "Return numbers, tensors or a state_dict()."
 
 
 def spawn(
@@ -39,40 +40,52 @@ def spawn(
 
     Raises:
         ValueError: ``nprocs`` below 1.
-        UnidistError: ``fn`` or ``args`` do not pickle.
+        UnidistError: ``fn``, ``args`` or a result do not pickle.
         torch.multiprocessing.ProcessRaisedException: ``fn`` failed in one process; the others were ended.
     """
     if nprocs < 1:
         raise ValueError(f"spawn(nprocs={nprocs}) needs at least 1 process.")
     from unidist.backends import rendezvous
 
-    payload = _pickled((fn, args), fn)
+    try:
+        payload = _pickled((fn, args))
+    except Exception as error:
+        raise UnidistError(
+            f"spawn({getattr(fn, '__qualname__', fn)}): new processes cannot have this function or its arguments: {error}. Put the "
+            "function into a .py file and import it from there, or pip install cloudpickle."
+        ) from error
     # The children's meeting point, for as long as they run.
     store = rendezvous.open_on_free_port(address=rendezvous.LOOPBACK)
     with tempfile.TemporaryDirectory(prefix="unidist-spawn-") as folder:
         start_processes(_run, args=(nprocs, store.port, payload, folder, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(nprocs)]
+        return [_result(Path(folder) / str(rank)) for rank in range(nprocs)]
 
 
-def _pickled(value: object, fn: Callable[..., object]) -> bytes:
-    # A new process imports the script, but knows nothing of a notebook's cells.
-    by_reference = getattr(fn, "__module__", "") != "__main__" or hasattr(sys.modules["__main__"], "__file__")
-    reason: Exception | str = "it is not in a file that they could import"
-    if by_reference:
-        try:
-            return pickle.dumps(value)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            reason = error
+def _pickled(value: object) -> bytes:
+    """By cloudpickle where pickle fails, or refers to a notebook's cells, of which another process knows nothing."""
+    interactive = not hasattr(sys.modules["__main__"], "__file__")
+    try:
+        data = pickle.dumps(value)
+        if not interactive or b"__main__" not in data:
+            return data
+        failure: Exception = pickle.PicklingError("it is defined in a notebook or at a prompt")
+    except Exception as error:
+        failure = error
     try:
         import cloudpickle
-
-        data: bytes = cloudpickle.dumps(value)
-        return data
     except ImportError:
+        raise failure from None
+    by_value: bytes = cloudpickle.dumps(value)
+    return by_value
+
+
+def _result(path: Path) -> Any:
+    try:
+        return pickle.loads(path.read_bytes())
+    except Exception as error:
         raise UnidistError(
-            f"spawn({getattr(fn, '__qualname__', fn)}): new processes cannot have this function or its arguments: {reason}. Put the "
-            "function into a .py file and import it from there, or pip install cloudpickle."
-        ) from None
+            f"spawn: what rank {path.name} returned cannot be unpickled in this process: {error}. {_RETURN}"
+        ) from error
 
 
 def _run(index: int, nprocs: int, port: int, payload: bytes, folder: str, backend: context.BackendName) -> None:
@@ -96,6 +109,12 @@ def _run(index: int, nprocs: int, port: int, payload: bytes, folder: str, backen
     try:
         fn, args = pickle.loads(payload)
         result = fn(*args)
+        try:
+            data = _pickled(result)
+        except Exception as error:
+            raise UnidistError(
+                f"spawn: rank {index} returned a {type(result).__name__}, which does not pickle: {error}. {_RETURN}"
+            ) from error
     finally:
         context.shutdown()
-    (Path(folder) / str(index)).write_bytes(_pickled(result, fn))
+    (Path(folder) / str(index)).write_bytes(data)

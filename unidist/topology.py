@@ -217,7 +217,7 @@ def detect(env: Mapping[str, str]) -> Launch:
     return launch
 
 
-def unused_tasks(env: Mapping[str, str]) -> int:
+def allocated_tasks(env: Mapping[str, str]) -> int:
     """The tasks of the Slurm allocation that this process, started by no launcher, is alone in; 0 elsewhere."""
     text = env.get("SLURM_NTASKS", "")
     alone = not env.get(knobs.LAUNCHER) and _launcher(env) is NONE

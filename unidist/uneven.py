@@ -98,7 +98,7 @@ def _uneven() -> Iterator[None]:
 @contextmanager
 def _averaged_at_the_end(wrapper: Any, joined: Joined, group: Group | None) -> Iterator[None]:
     """Average a wrapped model's gradients by plain collective calls, when its backward pass is over."""
-    wrapper.settle()
+    wrapper.rebuild_buckets()
     average = _Average(wrapper, joined, group)
     trained = [p for p in wrapper.module.parameters() if p.requires_grad]
     hooks = [

@@ -285,6 +285,17 @@ def test_bad_options() -> None:
         unidist.wrap_model(nn.Linear(2, 2), bucket_cap_mb=0)
 
 
+def test_ddps_own_join() -> None:
+    model = unidist.wrap_model(nn.Linear(2, 1, bias=False))
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        pytest.skip("this engine has no DistributedDataParallel")
+    with model.join():  # type: ignore[no-untyped-call]
+        for _ in range(1 + 3 * unidist.rank()):
+            model.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+    assert model.module.weight.grad is not None
+
+
 def test_models_that_cannot_be_wrapped() -> None:
     with torch.device("meta"):
         meta = nn.Linear(2, 2)
@@ -298,6 +309,10 @@ def test_models_that_cannot_be_wrapped() -> None:
 
 def test_attributes_of_the_model_inside() -> None:
     class Lightning(nn.Linear):
+        @property
+        def broken(self) -> int:
+            raise RuntimeError("nobody asked for it")
+
         def training_step(self, x: Tensor) -> Tensor:
             return self(x).sum()  # type: ignore[no-any-return]
 
@@ -306,6 +321,7 @@ def test_attributes_of_the_model_inside() -> None:
         model.training_step(torch.ones(1, 2))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         model.nothing  # noqa: B018
+    assert not hasattr(model, "broken")
     assert not hasattr(model, "training_step") and model.module.training_step(torch.ones(1, 2)).dim() == 0
 
 

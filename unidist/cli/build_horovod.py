@@ -219,14 +219,17 @@ def make_private(cache: Path, folder: Path) -> None:
         each.mkdir(mode=0o755, exist_ok=True)
         found = each.stat()
         if found.st_uid not in (0, os.getuid()):
-            wrong = f"{each} belongs to another user (uid {found.st_uid})"
+            wrong, first = f"{each} belongs to another user (uid {found.st_uid})", ""
         elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            wrong = f"{each} can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+            wrong, first = (
+                f"{each} can be written by others (mode {stat.S_IMODE(found.st_mode):o})",
+                f"chmod -R go-w {cache}, or ",
+            )
         else:
             continue
         raise click.ClickException(
-            f"{wrong}, who could replace the wheels that are installed from there: chmod -R go-w {cache}, or choose "
-            "another folder with --cache-dir or UNIDIST_CACHE."
+            f"{wrong}, who could replace the wheels that are installed from there: {first}choose another folder with "
+            "--cache-dir or UNIDIST_CACHE."
         )
 
 

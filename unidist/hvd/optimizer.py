@@ -160,7 +160,9 @@ class _Reducing(torch.optim.Optimizer):
         """As of the optimizer; warns that the group's gradients are not reduced."""
         super().add_param_group(param_group)
         if self._gradients is not None:
-            self._gradients.warn_of_unreduced(self.param_groups[-1]["params"], "were added by add_param_group")
+            self._gradients.warn_of_unreduced(
+                self.param_groups[-1]["params"], "were added by add_param_group", stacklevel=3
+            )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As of the optimizer; gradients that were on their way are forgotten."""
@@ -316,10 +318,10 @@ class _Gradients:
         """Warn, once for each, of parameters that were frozen when the optimizer was made and require grad now."""
         unfrozen = [param for param in self._frozen if param.requires_grad]
         if unfrozen:
-            self.warn_of_unreduced(unfrozen, "were frozen when it was made and require grad now")
+            self.warn_of_unreduced(unfrozen, "were frozen when it was made and require grad now", stacklevel=6)
             self._frozen = {param: name for param, name in self._frozen.items() if not param.requires_grad}
 
-    def warn_of_unreduced(self, params: Sequence[Tensor], reason: str) -> None:
+    def warn_of_unreduced(self, params: Sequence[Tensor], reason: str, stacklevel: int) -> None:
         """Warn of parameters that this optimizer steps and does not reduce, as Horovod's does not."""
         params = [param for param in params if param.requires_grad and param not in self._names]
         if params:
@@ -327,7 +329,7 @@ class _Gradients:
             warnings.warn(
                 f"DistributedOptimizer does not reduce {len(params)} parameters, the first {first}, which {reason}: each rank "
                 "trains its own copy of them. Make the DistributedOptimizer again, on every rank, from a plain optimizer.",
-                stacklevel=3,
+                stacklevel=stacklevel,
             )
 
     def with_nothing(self) -> None:

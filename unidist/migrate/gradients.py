@@ -18,7 +18,7 @@ from unidist.migrate.site import is_constant
 Problem = tuple[cst.CSTNode, str]
 
 _BY_HAND = "a gradient is set by hand, which wrap_model does not average"
-_MADE = "it makes gradients past backward(), which wrap_model does not average"
+_MADE = "it computes gradients without backward(), which wrap_model does not average"
 _NOT_OUTPUT = "that this backward pass begins at the model's output cannot be determined: wrap_model averages no other"
 _SECOND = "backward(create_graph=True) fails in DistributedDataParallel"
 _INPUTS = "backward(inputs=...) leaves gradients out, for which DistributedDataParallel waits"
@@ -272,6 +272,14 @@ def _is_leaf(value: cst.BaseExpression) -> bool:
 
 
 # ------------------------------------------------------------------------------------ what a backward pass begins at
+def _is_detached(node: cst.CSTNode) -> bool:
+    """Whether a gradient ends here: ``loss.item()``, ``float(loss)``, ``loss.data``."""
+    if isinstance(node, cst.Call):
+        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        return method in _DETACHING or full_name(node.func) in ("float", "int", "bool", "len")
+    return isinstance(node, cst.Attribute) and node.attr.value == "data"
+
+
 class _Origin:
     """What a value is made of, as far as the module shows it."""
 
@@ -317,11 +325,16 @@ class _Origin:
             if node in seen:
                 continue
             seen.add(node)
-            first, end = self._code.span(node)
-            for part in self._code.nodes[first:end]:
+            place, end = self._code.span(node)
+            while place < end:
+                part = self._code.nodes[place]
+                if _is_detached(part):
+                    place = self._code.span(part)[1]
+                    continue
                 if part in self._called or self._is_passed(part):
                     return True
                 waiting += self._made_of(part)
+                place += 1
         return False
 
     def _is_passed(self, node: cst.CSTNode) -> bool:

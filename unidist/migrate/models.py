@@ -342,12 +342,14 @@ def _is_made_before(site: Site, target: cst.BaseExpression, wrap: Statement) -> 
 
 
 def _frozen_later(site: Site, flow: Flow, wrap: Statement) -> Iterator[Problem]:
-    """Parameters that are frozen or thawed after the wrapping, unless all of a model's are."""
+    """Parameters that are frozen or unfrozen after the wrapping, unless all of a model's are."""
     code = site.code
     for node in code.all(cst.Attribute):
         changes = node.attr.value == "requires_grad_" or (node.attr.value == "requires_grad" and is_target(code, node))
+        if isinstance(node.value, cst.BinaryOperation):
+            continue  # a sum or a product is no parameter
         if changes and not _is_all_before(site, node, wrap) and not _is_of_whole_model(site, node, flow):
-            yield node, "some parameters are frozen or thawed after the model has been wrapped, which DDP refuses"
+            yield node, "some parameters are frozen or unfrozen after the model has been wrapped, which DDP refuses"
 
 
 def _is_all_before(site: Site, node: cst.CSTNode, wrap: Statement) -> bool:
