@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.test_topology import HOROVODRUN_MPI
 from tests.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, run_world, shown
 from unidist.cli import checkup, worlds
 from unidist.cli.doctor import ENGINES, attempt, reason, short
@@ -106,7 +107,11 @@ TORCHRUN = {
         (TORCHRUN, "ok", "torchrun: rank 1 of 2 (RANK=1 WORLD_SIZE=2)"),
         ({**TORCHRUN, "LOCAL_RANK": "0"}, "warn", "--virtual-local-rank"),
         ({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "0"}, "ok", "variables of openmpi are set too"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "warn", "auto picks gloo, not Horovod"),
+        (
+            HOROVODRUN_MPI,
+            "ok",
+            "horovodrun-mpi: rank 1 of 6 (OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=6 OMPI_MCA_pml=ob1",
+        ),
         ({"SLURM_JOB_ID": "7"}, "warn", "one process"),
     ],
 )
