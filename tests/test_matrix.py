@@ -11,7 +11,8 @@ from unidist.cli.worlds import missing
 
 TOLERANCE = 1e-5
 MPI = ["horovodrun --mpi", "mpirun", "mpiexec (MPICH)", "srun --mpi=pmix", "srun --mpi=pmi2"]
-MULTI = [name for name in LAUNCHERS if name != "python" and "--mpi=" not in name]
+# Without a flag horovodrun is one of the two with a flag.
+MULTI = [name for name in LAUNCHERS if name not in ("python", "horovodrun") and "--mpi=" not in name]
 CELLS = [("python", "single", 1), ("python", "gloo", 1), ("python", "mpi", 1)]
 CELLS += [(name, b, 2) for name in MULTI for b in ("gloo", "horovod")] + [(name, "mpi", 2) for name in MPI]
 # These two are torchrun started otherwise: Horovod sees no difference.
