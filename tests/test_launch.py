@@ -316,6 +316,7 @@ def test_nonsense_environments_give_one_clear_error_at_once() -> None:
     """Each error comes from ``init()`` in under a second, and leaves nothing behind that the next would meet."""
     code = (
         "import json, os, sys, time, unidist\n"
+        "unidist.init  # imports torch\n"
         "for env in json.loads(sys.argv[1]):\n"
         "    os.environ.update(env)\n"
         "    start = time.monotonic()\n"
