@@ -94,19 +94,20 @@ class WrappedModel(torch.nn.Module, Generic[M]):
             return super().__getattr__(name)
         except AttributeError:
             inner = self.__dict__.get("_modules", {}).get("module")
-            # Not by hasattr, which would run the model's properties.
-            places = (
-                [vars(inner), *(vars(inner).get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))]
-                if inner
-                else []
-            )
-            if not (hasattr(type(inner), name) or any(name in place for place in places)):
+            if inner is None or not _has_attribute(inner, name):
                 raise
         raise AttributeError(
             f"the wrapped model has no attribute {name!r}; the {type(inner).__name__} inside has: use model.module.{name}. A forward "
             "pass that trains must be a call of the wrapped model, model(...), or its gradients are not averaged: for a method that makes "
-            f"one, such as training_step, let forward() call it."
+            "one, such as training_step, let forward() call it."
         )
+
+
+def _has_attribute(module: torch.nn.Module, name: str) -> bool:
+    # Not by hasattr, which would run the module's properties.
+    own = vars(module)
+    tables = (own, own["_parameters"], own["_buffers"], own["_modules"])
+    return hasattr(type(module), name) or any(name in table for table in tables)
 
 
 class Backend(ABC):

@@ -274,9 +274,8 @@ class Wrapped(DistributedDataParallel, WrappedModel[M]):
             check_not_joined(self)
             check_frozen(self.frozen)
         try:
-            if (
-                torch.is_grad_enabled() and not self._join_config.enable
-            ):  # in its own join() DDP notifies the other ranks first
+            # In its own join() DDP notifies the other ranks before it rebuilds.
+            if torch.is_grad_enabled() and not self._join_config.enable:
                 self.rebuild_buckets()
             output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
