@@ -15,8 +15,8 @@ from http.client import HTTPException
 
 import torch.distributed as dist
 
-from unidist.backends import mpi
 from unidist.backends.base import Start
+from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, LaunchError, UnidistError
 from unidist.topology import Launch, Topology, complete, locate
 

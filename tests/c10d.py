@@ -20,7 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unidist.backends import mpi, rendezvous
+from unidist.backends import rendezvous
+from unidist.backends.mpi import launch as mpi
 from unidist.backends.base import Start
 from unidist.topology import detect
 
@@ -65,9 +66,9 @@ def main(library: str, label: str, folder: Path, wanted: set[str]) -> None:
     rank, size = launch.rank, launch.world_size
     mpi.world(launch)
     if library == "mpi4py":
-        from unidist.backends import mpi_group
+        from unidist.backends.mpi import process_group
 
-        mpi_group.register()
+        process_group.register()
     store, _ = rendezvous.join(Start(launch))
     suite = load(label, size, folder)
     for names in (suite.PROFILING_SUPPORTED_BACKENDS, suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):

@@ -34,10 +34,10 @@ class Engine(NamedTuple):
 
 BACKENDS = {
     "single": Engine("unidist.backends.single", "SingleBackend", ""),
-    "gloo": Engine("unidist.backends.torch_backend", "TorchBackend", "torch.distributed"),
-    "nccl": Engine("unidist.backends.torch_backend", "TorchBackend", "torch.distributed"),
-    "mpi": Engine("unidist.backends.torch_backend", "TorchBackend", "torch.distributed"),
-    "horovod": Engine("unidist.backends.horovod_backend", "HorovodBackend", "horovod.torch"),
+    "gloo": Engine("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
+    "nccl": Engine("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
+    "mpi": Engine("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
+    "horovod": Engine("unidist.backends.horovod", "HorovodBackend", "horovod.torch"),
 }
 
 #: What ``init`` and ``spawn`` take for ``backend``.

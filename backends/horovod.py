@@ -21,9 +21,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from unidist.backends import mpi, rendezvous
+from unidist.backends import rendezvous
 from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel, default_device
 from unidist.backends.gradient_buckets import BucketedDataParallel
+from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, UnidistError
 from unidist.topology import Launch, Topology, detect, locate
 

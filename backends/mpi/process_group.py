@@ -1,7 +1,7 @@
 """A process group of torch.distributed over mpi4py, for builds of PyTorch without MPI.
 
-``register`` makes it known to torch under the name ``mpi4py``. Each member of the group makes the tensors of one call ready and
-submits it to the group's channel.
+``register`` registers it with torch under the name ``mpi4py``. Each method prepares the buffers of one call and submits it to
+the group's channel.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from unidist.backends import mpi_calls as calls
-from unidist.backends.mpi_calls import Reduction, Requests
-from unidist.backends.mpi_channel import Channel
-from unidist.backends.mpi_progress import Message
-from unidist.backends.mpi_tensors import Call, named
-from unidist.backends.mpi_work import Work
+from unidist.backends.mpi import collectives
+from unidist.backends.mpi.call import Call, describe
+from unidist.backends.mpi.channel import Channel
+from unidist.backends.mpi.collectives import Reduction, Requests
+from unidist.backends.mpi.progress import Message
+from unidist.backends.mpi.work import Work
 from unidist.errors import BackendError
 
 NAME = "mpi4py"
 
 _NAMES: tuple[Reduction, ...] = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-#: By hash: an operation in an options object equals torch's constant, but not the other way round.
+#: By hash: a ReduceOp of an options object equals torch's constant, but not the other way round.
 _OPS = {hash(getattr(dist.ReduceOp, name.upper())): name for name in _NAMES}
-# Its overloads take single tensors too; these members have the one form that torch.distributed calls.
+# Its overloads take single tensors too; the methods here have the one form that torch.distributed calls.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """Some ranks. The members have the names, and take the arguments, with which torch.distributed calls them."""
+    """A process group on one MPI communicator. Methods have the names and arguments with which torch.distributed calls them."""
 
     def __init__(self, comm: MPI.Comm, store: dist.Store, timeout: timedelta, ranks: Sequence[int]) -> None:
         super().__init__(comm.rank, comm.size)
@@ -47,7 +47,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._channel = Channel(comm, store, timeout, ranks, NAME)
         self._barriers = 0
 
-    # -------------------------------------------------------------------------------- combining
+    # -------------------------------------------------------------------------------- reductions
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """all_reduce, in place."""
         (tensor,) = tensors
@@ -55,38 +55,38 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         call = Call("all_reduce", tensors, tensors, opts)
         if tensor.is_sparse:
             return self._all_reduce_sparse(call, tensor, op)
-        flat = call.writes(tensor)
-        self._average(call, flat, op)
-        return self._channel.submit(call, lambda: calls.all_reduce(self._comm, flat, op))
+        flat = call.write_buffer(tensor)
+        self._divide(call, flat, op)
+        return self._channel.submit(call, lambda: collectives.all_reduce(self._comm, flat, op))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """all_reduce of several tensors of one dtype and device."""
         op = _reduction(opts, tensors[0])
         call = Call("all_reduce", tensors, tensors, opts)
-        flats = [call.writes(tensor) for tensor in tensors]
+        flats = [call.write_buffer(tensor) for tensor in tensors]
         whole = torch.cat(flats)
-        self._average(call, whole, op)
-        call.then(
+        self._divide(call, whole, op)
+        call.before_copy_back(
             lambda: [flat.copy_(part) for flat, part in zip(flats, torch.split(whole, [f.numel() for f in flats]))]
         )
-        return self._channel.submit(call, lambda: calls.all_reduce(self._comm, whole, op))
+        return self._channel.submit(call, lambda: collectives.all_reduce(self._comm, whole, op))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """reduce, in place on the root."""
         (tensor,), root = tensors, opts.rootRank
         op = _reduction(opts, tensor)
         call = Call("reduce", tensors, tensors, opts)
-        flat = call.writes(tensor) if root == self.rank() else call.reads(tensor)
+        flat = call.write_buffer(tensor) if root == self.rank() else call.read_buffer(tensor)
         if root == self.rank():
-            self._average(call, flat, op)
-        return self._channel.submit(call, lambda: calls.reduce(self._comm, flat, root, op))
+            self._divide(call, flat, op)
+        return self._channel.submit(call, lambda: collectives.reduce(self._comm, flat, root, op))
 
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
         """reduce_scatter of a list; sizes may differ from rank to rank."""
         (output,), (tensors,) = output_tensors, input_tensors
-        self._one_each(tensors)
+        self._check_list(tensors)
         whole = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         return self._reduce_scatter([output], [whole], [[tensor.numel() for tensor in tensors]], opts)
 
@@ -101,43 +101,43 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         size = self.size()
         for output, tensor in zip(outputs, tensors):
             if tensor.numel() != output.numel() * size or output.dtype != tensor.dtype:
-                _refuse(f"reduce_scatter of {named(tensor)} over {size} ranks does not fit into {named(output)}")
+                _error(f"reduce_scatter of {describe(tensor)} over {size} ranks does not fit into {describe(output)}")
         return self._reduce_scatter(outputs, tensors, [[output.numel()] * size for output in outputs], opts)
 
-    # -------------------------------------------------------------------------------- moving
+    # -------------------------------------------------------------------------------- copies
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """broadcast, in place."""
         (tensor,) = tensors
         root = 0 if opts is None else opts.rootRank
         call = Call("broadcast", tensors, tensors, opts)
-        flat = call.writes(tensor)
-        return self._channel.submit(call, lambda: calls.broadcast(self._comm, flat, root))
+        flat = call.write_buffer(tensor)
+        return self._channel.submit(call, lambda: collectives.broadcast(self._comm, flat, root))
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """all_gather into a list; sizes may differ from rank to rank."""
         (outputs,), (tensor,) = output_tensors, input_tensors
-        self._one_each(outputs)
+        self._check_list(outputs)
         call = Call("all_gather", [tensor], outputs, opts)
-        flat = call.reads(tensor)
-        places = [call.writes(output) for output in outputs]
-        if calls.small(*places) and all(place.numel() == flat.numel() for place in places):
+        flat = call.read_buffer(tensor)
+        outs = [call.write_buffer(output) for output in outputs]
+        if collectives.is_small(*outs) and all(out.numel() == flat.numel() for out in outs):
             rows = flat.new_empty(self.size(), flat.numel())
-            call.then(lambda: [place.copy_(row) for place, row in zip(places, rows)])
-            return self._channel.submit(call, lambda: calls.all_gather(self._comm, rows, flat))
-        return self._channel.submit(call, lambda: calls.exchange(self._comm, [flat] * self.size(), places))
+            call.before_copy_back(lambda: [out.copy_(row) for out, row in zip(outs, rows)])
+            return self._channel.submit(call, lambda: collectives.all_gather(self._comm, rows, flat))
+        return self._channel.submit(call, lambda: collectives.exchange(self._comm, [flat] * self.size(), outs))
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Several all_gathers: ``output_lists[i][j]`` is the j-th tensor of rank i."""
-        self._one_each(output_lists)
+        self._check_list(output_lists)
         call = Call("all_gather", input_list, list(chain.from_iterable(output_lists)), opts)
-        flats = [call.reads(tensor) for tensor in input_list]
-        places = [[call.writes(output) for output in outputs] for outputs in output_lists]
+        flats = [call.read_buffer(tensor) for tensor in input_list]
+        outs = [[call.write_buffer(output) for output in outputs] for outputs in output_lists]
 
         def start() -> Requests:
-            sets = ((flat, [row[j] for row in places]) for j, flat in enumerate(flats))
-            return _all(calls.exchange(self._comm, [flat] * self.size(), column) for flat, column in sets)
+            sets = ((flat, [row[j] for row in outs]) for j, flat in enumerate(flats))
+            return _all(collectives.exchange(self._comm, [flat] * self.size(), column) for flat, column in sets)
 
         return self._channel.submit(call, start)
 
@@ -149,12 +149,14 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Several all_gathers into one tensor each."""
         for output, tensor in zip(outputs, tensors):
             if output.numel() != tensor.numel() * self.size() or output.dtype != tensor.dtype:
-                _refuse(f"all_gather of {named(tensor)} from {self.size()} ranks does not fit into {named(output)}")
+                _error(
+                    f"all_gather of {describe(tensor)} from {self.size()} ranks does not fit into {describe(output)}"
+                )
         call = Call("all_gather", tensors, outputs, opts)
-        places = [call.writes(output) for output in outputs]
-        flats = [call.reads_apart(tensor, place) for tensor, place in zip(tensors, places)]
+        outs = [call.write_buffer(output) for output in outputs]
+        flats = [call.separate_read_buffer(tensor, out) for tensor, out in zip(tensors, outs)]
         return self._channel.submit(
-            call, lambda: _all(calls.all_gather(self._comm, place, flat) for place, flat in zip(places, flats))
+            call, lambda: _all(collectives.all_gather(self._comm, out, flat) for out, flat in zip(outs, flats))
         )
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> dist.Work:
@@ -163,10 +165,10 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         outputs = output_tensors[0] if root == self.rank() else []
         call = Call("gather", [tensor], outputs, opts)
         if root == self.rank():
-            self._one_each(outputs)
-        flat = call.reads(tensor)
-        places = [call.writes(output) for output in outputs]
-        return self._channel.submit(call, lambda: calls.gather(self._comm, places or None, flat, root))
+            self._check_list(outputs)
+        flat = call.read_buffer(tensor)
+        outs = [call.write_buffer(output) for output in outputs]
+        return self._channel.submit(call, lambda: collectives.gather(self._comm, outs or None, flat, root))
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> dist.Work:
         """scatter from the root."""
@@ -174,43 +176,43 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         tensors = input_tensors[0] if root == self.rank() else []
         call = Call("scatter", tensors, output_tensors, opts)
         if root == self.rank():
-            self._one_each(tensors)
-        place = call.writes(output)
-        flats = [call.reads(tensor) for tensor in tensors]
-        return self._channel.submit(call, lambda: calls.scatter(self._comm, place, flats or None, root))
+            self._check_list(tensors)
+        out = call.write_buffer(output)
+        flats = [call.read_buffer(tensor) for tensor in tensors]
+        return self._channel.submit(call, lambda: collectives.scatter(self._comm, out, flats or None, root))
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """all_to_all of lists."""
-        self._one_each(output_tensors)
-        self._one_each(input_tensors)
+        self._check_list(output_tensors)
+        self._check_list(input_tensors)
         call = Call("all_to_all", input_tensors, output_tensors, opts)
-        places = [call.writes(output) for output in output_tensors]
-        flats = [call.reads_apart(tensor, *places) for tensor in input_tensors]
-        return self._channel.submit(call, lambda: calls.exchange(self._comm, flats, places))
+        outs = [call.write_buffer(output) for output in output_tensors]
+        flats = [call.separate_read_buffer(tensor, *outs) for tensor in input_tensors]
+        return self._channel.submit(call, lambda: collectives.exchange(self._comm, flats, outs))
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any = None
     ) -> dist.Work:  # fmt: skip
         """all_to_all of one tensor's parts along dim 0; no sizes: equal parts."""
         call = Call("all_to_all", [tensor], [output], opts)
-        place = call.writes(output)
-        flat = call.reads_apart(tensor, place)
-        receives = torch.split(place, self._split(output, output_split_sizes))
-        sends = torch.split(flat, self._split(tensor, input_split_sizes))
-        return self._channel.submit(call, lambda: calls.exchange(self._comm, sends, receives))
+        out = call.write_buffer(output)
+        flat = call.separate_read_buffer(tensor, out)
+        receives = torch.split(out, self._split_sizes(output, output_split_sizes))
+        sends = torch.split(flat, self._split_sizes(tensor, input_split_sizes))
+        return self._channel.submit(call, lambda: collectives.exchange(self._comm, sends, receives))
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
         """Send a tensor to a rank of the group."""
         call = Call("send", tensors, tensors)
-        flat = call.reads(tensors[0])
-        return self._channel.post(call, dst, lambda: calls.send(self._channel.mail, flat, dst, tag))
+        flat = call.read_buffer(tensors[0])
+        return self._channel.post(call, dst, lambda: collectives.send(self._channel.p2p_comm, flat, dst, tag))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
         """Receive a tensor of the same size from a rank of the group."""
         return self._receive("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        """Receive a tensor from whoever sends first."""
+        """Receive a tensor from any rank."""
         return self._receive("recvAnySource", tensors, MPI.ANY_SOURCE, tag)
 
     # torch 2.13 renamed these.
@@ -220,33 +222,33 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # -------------------------------------------------------------------------------- meeting
+    # -------------------------------------------------------------------------------- barriers
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Done once every rank has come."""
+        """Done once every rank has called it."""
         return self._channel.submit(Call("barrier", [], [], opts), lambda: [self._comm.Ibarrier()])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names who has not come. It goes through the store, beside MPI.
+        """A barrier that names the ranks that did not call it. It uses the store, not MPI.
 
         Args:
             timeout: how long rank 0 waits for the others. Default: the group's.
-            wait_all_ranks: name all that are missing, not the first.
+            wait_all_ranks: name all missing ranks, not only the first.
 
         Raises:
-            DistBackendError: on rank 0, with the ranks that did not come; on the others, if rank 0 does not answer.
+            DistBackendError: on rank 0, with the missing ranks; on the others, if rank 0 does not answer.
         """
         seconds = self._channel.timeout if timeout is None else timeout.total_seconds()
         self._barriers += 1
         key = f"monitored/{self._barriers}"
         if self.rank() != 0:
             self._store.set(f"{key}/{self.rank()}", "")
-            if not self._comes(f"{key}/0", seconds):
+            if not self._wait_for_key(f"{key}/0", seconds):
                 self._timed_out(seconds, "rank 0 did not end it")
             return
         end = time.monotonic() + seconds
         missing = []
         for rank in range(1, self.size()):
-            if not self._comes(f"{key}/{rank}", end - time.monotonic()):
+            if not self._wait_for_key(f"{key}/{rank}", end - time.monotonic()):
                 missing.append(str(rank))
                 if not wait_all_ranks:
                     break
@@ -264,7 +266,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._name = name
 
     def getGroupName(self) -> str:
-        """By which torch finds the group again."""
+        """The name under which torch has registered the group."""
         return self._name
 
     @property
@@ -283,7 +285,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     _get_backend = get_backend
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of the operations that come."""
+        """The timeout of operations submitted from now on."""
         self._channel.timeout = timeout.total_seconds()
 
     def _set_sequence_number_for_group(self) -> None:
@@ -293,45 +295,45 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._channel.collectives.sequence
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._channel.start_together()
+        self._channel.start_coalescing()
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        return self._channel.end_together()
+        return self._channel.end_coalescing()
 
     def shutdown(self) -> None:
-        """Wait for what is under way, and free what MPI holds."""
+        """Wait for pending operations, and free the communicators."""
         self._channel.close()
 
     def abort(self) -> None:
-        """End what is under way with an error, and the job."""
+        """Fail pending operations, and end the job."""
         self._channel.abort()
 
     # ---------------------------------------------------------------------------------------------
     def _receive(self, name: str, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
         call = Call(name, tensors, tensors)
-        place = call.writes(tensors[0])
-        return self._channel.post(call, src, lambda: calls.receive(self._channel.mail, place, src, tag))
+        out = call.write_buffer(tensors[0])
+        return self._channel.post(call, src, lambda: collectives.receive(self._channel.p2p_comm, out, src, tag))
 
     def _reduce_scatter(
         self, outputs: list[Tensor], tensors: list[Tensor], sizes: list[list[int]], opts: Any
     ) -> dist.Work:
         op = _reduction(opts, outputs[0])
         call = Call("reduce_scatter", tensors, outputs, opts)
-        places = [call.writes(output) for output in outputs]
-        flats = [call.reads_apart(tensor, place) for tensor, place in zip(tensors, places)]
-        for place in places:
-            self._average(call, place, op)
+        outs = [call.write_buffer(output) for output in outputs]
+        flats = [call.separate_read_buffer(tensor, out) for tensor, out in zip(tensors, outs)]
+        for out in outs:
+            self._divide(call, out, op)
 
         def start() -> Requests:
-            sets = zip(places, flats, sizes)
-            return _all(calls.reduce_scatter(self._comm, place, flat, counts, op) for place, flat, counts in sets)
+            sets = zip(outs, flats, sizes)
+            return _all(collectives.reduce_scatter(self._comm, out, flat, counts, op) for out, flat, counts in sets)
 
         return self._channel.submit(call, start)
 
     def _all_reduce_sparse(self, call: Call, tensor: Tensor, op: Reduction) -> dist.Work:
-        """Every rank's entries, added up."""
+        """Gather every rank's entries, and add them up."""
         if op not in ("sum", "avg"):
-            _refuse(f"all_reduce of sparse tensors with {op}: use sum")
+            _error(f"all_reduce of sparse tensors with {op}: use sum")
         size = self.size()
         own = tensor.detach().coalesce().cpu()
         indices, values = own.indices().contiguous(), own.values().contiguous()
@@ -339,40 +341,40 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def start() -> Requests:
             counts = torch.empty(size, dtype=torch.int64)
-            MPI.Request.Waitall(calls.all_gather(self._comm, counts, torch.tensor([values.shape[0]])))
+            MPI.Request.Waitall(collectives.all_gather(self._comm, counts, torch.tensor([values.shape[0]])))
             all_indices = [indices.new_empty(indices.shape[0], int(n)) for n in counts]
             all_values = [values.new_empty(int(n), *values.shape[1:]) for n in counts]
-            for mine, places in ((indices, all_indices), (values, all_values)):
-                MPI.Request.Waitall(calls.exchange(self._comm, [mine] * size, places))
+            for mine, outs in ((indices, all_indices), (values, all_values)):
+                MPI.Request.Waitall(collectives.exchange(self._comm, [mine] * size, outs))
             entries = torch.cat(all_indices, 1), torch.cat(all_values)
             whole = torch.sparse_coo_tensor(*entries, own.shape, check_invariants=False).coalesce()
             result.append(whole.div_(size) if op == "avg" else whole)
             return []
 
-        call.may_be_small = False
+        call.may_be_nonblocking = False
         # Not into its detached self, which has indices and values of its own.
-        call.then(lambda: tensor.copy_(result[0]))
+        call.before_copy_back(lambda: tensor.copy_(result[0]))
         return self._channel.submit(call, start)
 
-    def _average(self, call: Call, flat: Tensor, op: Reduction) -> None:
+    def _divide(self, call: Call, flat: Tensor, op: Reduction) -> None:
         if op == "avg":
-            call.then(lambda: calls.average(flat, self.size()))
+            call.before_copy_back(lambda: collectives.divide(flat, self.size()))
 
-    def _one_each(self, tensors: Sequence[object]) -> None:
+    def _check_list(self, tensors: Sequence[object]) -> None:
         if len(tensors) != self.size():
-            _refuse(f"a list of {len(tensors)} tensors was given, where the group has {self.size()} ranks")
+            _error(f"a list of {len(tensors)} tensors was passed, but the group has {self.size()} ranks")
 
-    def _split(self, tensor: Tensor, sizes: Sequence[int]) -> list[int]:
+    def _split_sizes(self, tensor: Tensor, sizes: Sequence[int]) -> list[int]:
         """Elements for each rank."""
         rows = tensor.shape[0] if tensor.dim() else 0
         if not sizes and rows % self.size():
-            _refuse(f"dim 0 of {named(tensor)} cannot be split equally among {self.size()} ranks")
+            _error(f"dim 0 of {describe(tensor)} cannot be split equally among {self.size()} ranks")
         sizes = sizes or [rows // self.size()] * self.size()
         if len(sizes) != self.size() or sum(sizes) != rows:
-            _refuse(f"split sizes {list(sizes)} do not fit dim 0 of {named(tensor)} and {self.size()} ranks")
+            _error(f"split sizes {list(sizes)} do not fit dim 0 of {describe(tensor)} and {self.size()} ranks")
         return [size * (tensor.numel() // rows if rows else 0) for size in sizes]
 
-    def _comes(self, key: str, seconds: float) -> bool:
+    def _wait_for_key(self, key: str, seconds: float) -> bool:
         try:
             self._store.wait([key], timedelta(seconds=max(0.001, seconds)))
         except dist.DistStoreError:
@@ -380,17 +382,17 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return True
 
     def _timed_out(self, seconds: float, what: str) -> NoReturn:
-        # gloo's words, which scripts look for.
+        # gloo's message, which scripts search for.
         raise dist.DistBackendError(
-            f"{self._channel.place}: Rank {self.rank()} timed out in monitoredBarrier after {seconds:g} s: {what}."
+            f"{self._channel.label}: Rank {self.rank()} timed out in monitoredBarrier after {seconds:g} s: {what}."
         )
 
 
 def register() -> None:
-    """Make the backend known to torch.
+    """Register the backend with torch.
 
     Raises:
-        BackendError: the MPI library does not let several threads call it, or PyTorch is older than 2.7.
+        BackendError: the MPI library does not allow calls from several threads, or PyTorch is older than 2.7.
     """
     if torch.__version__ < "2.7":  # its DDP loses the futures of a process group written in Python
         raise BackendError(
@@ -410,7 +412,7 @@ def register() -> None:
 
 
 def _leave_uncompiled(kind: type) -> None:
-    """Keep torch.compile out: DDP calls these from C++ in the middle of compiled programs."""
+    """Disable torch.compile for a class's methods: DDP calls them from C++ inside compiled programs."""
     for name, member in list(vars(kind).items()):
         if isinstance(member, FunctionType) and name != "__init__":
             setattr(kind, name, torch.compiler.disable(member))  # type: ignore[no-untyped-call]
@@ -419,7 +421,7 @@ def _leave_uncompiled(kind: type) -> None:
 def _create(options: Any, _: object) -> MpiProcessGroup:
     rank, size, store = options.group_rank, options.group_size, options.store
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    # torch may count the ranks as it likes.
+    # torch's ranks need not be those of MPI_COMM_WORLD.
     keys = [f"mpi/{i}" for i in range(size)]
     store.set(keys[rank], str(MPI.COMM_WORLD.rank))
     try:
@@ -427,17 +429,19 @@ def _create(options: Any, _: object) -> MpiProcessGroup:
     except dist.DistStoreError as error:
         absent = [str(ranks[i]) for i, key in enumerate(keys) if not store.check([key])]
         raise BackendError(
-            f"rank {ranks[rank]} (mpi): a group of ranks {', '.join(map(str, ranks))} was not made: ranks {', '.join(absent)} did not "
-            "come. Did each call new_group?"
+            f"rank {ranks[rank]} (mpi): a group of ranks {', '.join(map(str, ranks))} was not created: ranks "
+            f"{', '.join(absent)} did not call new_group in time."
         ) from error
     if len(set(members)) < size:
-        raise BackendError(f"{size} ranks have met, but MPI started only {len(set(members))}: start all by one mpirun.")
+        raise BackendError(
+            f"the group has {size} ranks, but MPI started only {len(set(members))}: start all ranks with one mpirun."
+        )
     world = MPI.COMM_WORLD.Get_group()
     group = world.Incl(members)
     comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(str(options.group_id).encode()) % 2**15)
     group.Free()
     world.Free()
-    # A store may have served a group of this name before.
+    # The store may have been used by an earlier group of this name.
     session = comm.bcast(uuid.uuid4().hex if rank == 0 else None)
     return MpiProcessGroup(comm, dist.PrefixStore(session, store), options.timeout, ranks)
 
@@ -445,8 +449,8 @@ def _create(options: Any, _: object) -> MpiProcessGroup:
 def _reduction(opts: Any, tensor: Tensor) -> Reduction:
     op = "sum" if opts is None else _OPS.get(hash(opts.reduceOp))
     if op is None:
-        _refuse(f"the operation is not among {', '.join(_NAMES)}")
-    calls.check(tensor.dtype, op)
+        _error(f"the operation is not among {', '.join(_NAMES)}")
+    collectives.check_supported(tensor.dtype, op)
     return op
 
 
@@ -454,5 +458,5 @@ def _all(requests: Any) -> Requests:
     return list(chain.from_iterable(requests))
 
 
-def _refuse(what: str) -> NoReturn:
+def _error(what: str) -> NoReturn:
     raise ValueError(f"mpi: {what}.")

@@ -1,10 +1,10 @@
 """Collective operations as MPI calls, on flat contiguous CPU tensors of any dtype and size.
 
-Each function starts its operation and returns the requests that are still to be waited for. What is ``small`` starts
-by a nonblocking call, so that its caller may look once whether it is done already; the rest runs in blocking calls, which take
-half the time on large tensors (Open MPI 4.1: 25 against 55 ms for 64 MB). Ranks must choose the same kind of
-call, so the size decides, and nothing else. Larger tensors go in pieces: MPI's counts end at 2**31, and sums are made twice as
-fast in pieces that fit into the caches (48 MB in 8.7 instead of 19 ms on 2 ranks, in 21 instead of 57 ms on 3).
+Each function starts its operation and returns the requests that are still to be waited for. Small tensors use nonblocking
+calls, which the caller can poll; the others blocking calls, which take half the time on large tensors (Open MPI 4.1: 25 against
+55 ms for 64 MB). All ranks must choose the same kind of call, so the size decides, and nothing else. Large tensors go in
+chunks: MPI's counts end at 2**31, and reductions take half the time in chunks that fit into the caches (48 MB in 8.7 instead of
+19 ms on 2 ranks, in 21 instead of 57 ms on 3).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 Requests = list[MPI.Request]
 Reduction = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
 
-#: Up to here a nonblocking call is as fast as a blocking one.
-_SMALL = 16 * 1024
-#: Pieces of what is combined, and of what is moved.
-_COMBINED = 4 * 2**20
-_MOVED = 2**30
+#: Up to this size a nonblocking call is as fast as a blocking one.
+_SMALL_BYTES = 16 * 1024
+#: Chunk sizes of reductions, and of calls that only copy.
+_REDUCE_CHUNK_BYTES = 4 * 2**20
+_COPY_CHUNK_BYTES = 2**30
 
 _INTEGERS = {
     torch.uint8: MPI.UINT8_T,
@@ -38,15 +38,15 @@ _INTEGERS = {
 }
 _FLOATS = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 _COMPLEX = {torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX}
-#: MPI does not compute in these: they travel as they are and are combined in float32.
-_HALVES = (torch.float16, torch.bfloat16)
+#: MPI does not reduce these: they are sent as they are and reduced in float32.
+_HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 _ARITHMETIC = {"sum": MPI.SUM, "avg": MPI.SUM, "product": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 _BITWISE = {"band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 _LOGICAL = {
     "sum": MPI.LOR, "max": MPI.LOR, "bor": MPI.LOR, "product": MPI.LAND, "min": MPI.LAND, "band": MPI.LAND, "bxor": MPI.LXOR
 }  # fmt: skip
-_WIDE: dict[Reduction, Callable[[Tensor], Tensor]] = {
+_ROW_REDUCTIONS: dict[Reduction, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0),
     "avg": lambda rows: rows.mean(0),
     "product": lambda rows: rows.prod(0),
@@ -55,83 +55,87 @@ _WIDE: dict[Reduction, Callable[[Tensor], Tensor]] = {
 }
 
 
-def small(*tensors: Tensor) -> bool:
-    """Whether an operation that moves so much starts by nonblocking calls."""
-    return sum(tensor.nbytes for tensor in tensors) <= _SMALL and all(t.dtype not in _HALVES for t in tensors)
+def is_small(*tensors: Tensor) -> bool:
+    """Whether an operation on these tensors uses nonblocking calls."""
+    return sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES and all(
+        t.dtype not in _HALF_PRECISION for t in tensors
+    )
 
 
-def check(dtype: torch.dtype, op: Reduction) -> None:
-    """Raise where ``op`` has no meaning for ``dtype``."""
-    if dtype in _HALVES and op in _WIDE:
+def check_supported(dtype: torch.dtype, op: Reduction) -> None:
+    """Raise ``ValueError`` where ``op`` is not defined for ``dtype``."""
+    if dtype in _HALF_PRECISION and op in _ROW_REDUCTIONS:
         return
     # torch itself cannot divide the wide unsigned integers.
     undivided = op == "avg" and dtype in (torch.uint16, torch.uint32, torch.uint64)
-    if dtype in _HALVES or undivided or _native(dtype, op) is None:
+    if dtype in _HALF_PRECISION or undivided or _native_types(dtype, op) is None:
         raise ValueError(f"{op} of {dtype} is not defined: use another operation, or convert the tensor.")
 
 
-# ------------------------------------------------------------------------------------------ combining numbers
+# ------------------------------------------------------------------------------------------ reductions
 def all_reduce(comm: MPI.Comm, tensor: Tensor, op: Reduction) -> Requests:
-    """Combine over the ranks, in place; ``avg`` is completed by ``average``."""
-    if tensor.dtype in _HALVES:
-        _all_reduce_halves(comm, tensor, op)
+    """Reduce over the ranks, in place; for ``avg``, ``divide`` the result."""
+    if tensor.dtype in _HALF_PRECISION:
+        _all_reduce_half_precision(comm, tensor, op)
         return []
-    kind, mpi_op = _known(tensor.dtype, op)
-    if small(tensor):
-        return [comm.Iallreduce(MPI.IN_PLACE, _spec(tensor, kind), mpi_op)]
-    for part in _parts(tensor, _COMBINED):
-        comm.Allreduce(MPI.IN_PLACE, _spec(part, kind), mpi_op)
+    kind, mpi_op = _mpi_types(tensor.dtype, op)
+    if is_small(tensor):
+        return [comm.Iallreduce(MPI.IN_PLACE, _buffer_spec(tensor, kind), mpi_op)]
+    for part in _chunks(tensor, _REDUCE_CHUNK_BYTES):
+        comm.Allreduce(MPI.IN_PLACE, _buffer_spec(part, kind), mpi_op)
     return []
 
 
 def reduce(comm: MPI.Comm, tensor: Tensor, dst: int, op: Reduction) -> Requests:
-    """Combine over the ranks, in place on ``dst``; the others' tensors stay as they are."""
+    """Reduce over the ranks, in place on ``dst``; the others' tensors stay as they are."""
     mine = comm.rank == dst
-    if tensor.dtype in _HALVES:
+    if tensor.dtype in _HALF_PRECISION:
         rows = tensor.new_empty(comm.size, tensor.numel()) if mine else None
         MPI.Request.Waitall(gather(comm, None if rows is None else list(rows), tensor, dst))
         if rows is not None:
-            tensor.copy_(_combined(rows, op))
+            tensor.copy_(_reduce_rows(rows, op))
         return []
-    kind, mpi_op = _known(tensor.dtype, op)
-    if small(tensor):
-        spec = _spec(tensor, kind)
+    kind, mpi_op = _mpi_types(tensor.dtype, op)
+    if is_small(tensor):
+        spec = _buffer_spec(tensor, kind)
         return [comm.Ireduce(MPI.IN_PLACE if mine else spec, spec if mine else None, mpi_op, dst)]
     # Not in place: MPICH 4.0's MPI_Reduce reads from the address MPI_IN_PLACE when it goes through shared memory.
-    result = tensor.new_empty(min(tensor.numel(), _COMBINED // tensor.element_size())) if mine else None
-    for part in _parts(tensor, _COMBINED):
+    result = tensor.new_empty(min(tensor.numel(), _REDUCE_CHUNK_BYTES // tensor.element_size())) if mine else None
+    for part in _chunks(tensor, _REDUCE_CHUNK_BYTES):
         place = None if result is None else result[: part.numel()]
-        comm.Reduce(_spec(part, kind), None if place is None else _spec(place, kind), mpi_op, dst)
+        comm.Reduce(_buffer_spec(part, kind), None if place is None else _buffer_spec(place, kind), mpi_op, dst)
         if place is not None:
             part.copy_(place)
     return []
 
 
 def reduce_scatter(comm: MPI.Comm, output: Tensor, tensor: Tensor, counts: list[int], op: Reduction) -> Requests:
-    """Combine the i-th block of all ranks on rank i, where it has ``counts[i]`` elements."""
+    """Reduce the i-th block of all ranks, of ``counts[i]`` elements, on rank i."""
     blocks = torch.split(tensor, counts)
-    if output.dtype in _HALVES:
+    if output.dtype in _HALF_PRECISION:
         rows = output.new_empty(comm.size, output.numel())
         MPI.Request.Waitall(exchange(comm, blocks, list(rows)))
-        output.copy_(_combined(rows, op))
+        output.copy_(_reduce_rows(rows, op))
         return []
-    kind, mpi_op = _known(output.dtype, op)
-    if tensor.nbytes <= _MOVED:
-        arguments = (_spec(tensor, kind), _spec(output, kind), counts, mpi_op)
-        if small(tensor):
+    kind, mpi_op = _mpi_types(output.dtype, op)
+    if tensor.nbytes <= _COPY_CHUNK_BYTES:
+        arguments = (_buffer_spec(tensor, kind), _buffer_spec(output, kind), counts, mpi_op)
+        if is_small(tensor):
             return [comm.Ireduce_scatter(*arguments)]
         comm.Reduce_scatter(*arguments)
         return []
     for dst, block in enumerate(blocks):
         mine = comm.rank == dst
-        for part, result in zip(_parts(block, _COMBINED), _parts(output if mine else block, _COMBINED)):
-            comm.Reduce(_spec(part, kind), _spec(result, kind) if mine else None, mpi_op, dst)
+        for part, result in zip(
+            _chunks(block, _REDUCE_CHUNK_BYTES), _chunks(output if mine else block, _REDUCE_CHUNK_BYTES)
+        ):
+            comm.Reduce(_buffer_spec(part, kind), _buffer_spec(result, kind) if mine else None, mpi_op, dst)
     return []
 
 
-def average(tensor: Tensor, size: int) -> None:
-    """What ``avg`` lacks after a sum by MPI; integers are cut off towards 0."""
-    if tensor.dtype in _HALVES:
+def divide(tensor: Tensor, size: int) -> None:
+    """Complete ``avg`` after MPI's sum; integers are truncated towards 0."""
+    if tensor.dtype in _HALF_PRECISION:
         return
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.div_(size)
@@ -139,44 +143,44 @@ def average(tensor: Tensor, size: int) -> None:
         tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
 
 
-# ------------------------------------------------------------------------------------------ moving bytes
+# ------------------------------------------------------------------------------------------ copies
 def broadcast(comm: MPI.Comm, tensor: Tensor, src: int) -> Requests:
     """Overwrite with the tensor of ``src``."""
-    if small(tensor):
-        return [comm.Ibcast(_spec(tensor), src)]
-    for part in _parts(tensor, _MOVED):
-        comm.Bcast(_spec(part), src)
+    if is_small(tensor):
+        return [comm.Ibcast(_buffer_spec(tensor), src)]
+    for part in _chunks(tensor, _COPY_CHUNK_BYTES):
+        comm.Bcast(_buffer_spec(part), src)
     return []
 
 
 def all_gather(comm: MPI.Comm, output: Tensor, tensor: Tensor) -> Requests:
-    """Every rank's tensor, of one size, after one another."""
-    if small(output):
-        return [comm.Iallgather(_spec(tensor), _spec(output, blocks=comm.size))]
-    if output.nbytes <= _MOVED:
-        comm.Allgather(_spec(tensor), _spec(output, blocks=comm.size))
+    """Concatenate every rank's tensor, all of one size."""
+    if is_small(output):
+        return [comm.Iallgather(_buffer_spec(tensor), _buffer_spec(output, blocks=comm.size))]
+    if output.nbytes <= _COPY_CHUNK_BYTES:
+        comm.Allgather(_buffer_spec(tensor), _buffer_spec(output, blocks=comm.size))
         return []
     return exchange(comm, [tensor] * comm.size, list(output.view(comm.size, -1)))
 
 
 def gather(comm: MPI.Comm, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int) -> Requests:
     """Every rank's tensor on ``dst``."""
-    return exchange(comm, _only(dst, comm, tensor), outputs)
+    return exchange(comm, _for_rank_only(dst, comm, tensor), outputs)
 
 
 def scatter(comm: MPI.Comm, output: Tensor, tensors: Sequence[Tensor] | None, src: int) -> Requests:
     """The i-th tensor of ``src`` on rank i."""
-    return exchange(comm, tensors, _only(src, comm, output))
+    return exchange(comm, tensors, _for_rank_only(src, comm, output))
 
 
 def exchange(
     comm: MPI.Comm, sends: Sequence[Tensor | None] | None, receives: Sequence[Tensor | None] | None
 ) -> Requests:
-    """Send the i-th tensor to rank i, and receive one from it; None, or nothing in it: no message."""
+    """Send the i-th tensor to rank i, and receive one from it; no message where it is None or empty."""
     sends, receives = sends or [None] * comm.size, receives or [None] * comm.size
     rank = comm.rank
     requests: Requests = []
-    # Each rank begins with its neighbours, so that they do not all turn to the same one.
+    # Each rank begins with its neighbours, so that they do not all send to the same one.
     for step in range(1, comm.size):
         incoming = receives[(rank - step) % comm.size]
         if incoming is not None and incoming.nbytes:
@@ -204,35 +208,35 @@ def receive(comm: MPI.Comm, tensor: Tensor, src: int, tag: int) -> MPI.Request:
 
 
 # ---------------------------------------------------------------------------------------------
-def _spec(tensor: Tensor, kind: MPI.Datatype = MPI.BYTE, blocks: int = 1) -> list[Any]:
+def _buffer_spec(tensor: Tensor, kind: MPI.Datatype = MPI.BYTE, blocks: int = 1) -> list[Any]:
     count = tensor.nbytes if kind is MPI.BYTE else tensor.numel()
     return [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), count // blocks, kind]
 
 
-def _parts(tensor: Tensor, nbytes: int) -> Sequence[Tensor]:
+def _chunks(tensor: Tensor, nbytes: int) -> Sequence[Tensor]:
     return [tensor] if tensor.nbytes <= nbytes else torch.split(tensor, nbytes // tensor.element_size())
 
 
 @contextmanager
 def _message(tensor: Tensor) -> Iterator[list[Any]]:
-    """A large message must not come in pieces (another could come between them), but may be one item of a large datatype."""
-    if tensor.nbytes <= _MOVED:
-        yield _spec(tensor)
+    """A large message must not be split (another could match between the parts), but may be one item of a large datatype."""
+    if tensor.nbytes <= _COPY_CHUNK_BYTES:
+        yield _buffer_spec(tensor)
         return
     blocks, rest = divmod(tensor.nbytes, 2**20)
     block = MPI.BYTE.Create_contiguous(2**20)
     whole = MPI.Datatype.Create_struct([blocks, rest], [0, blocks * 2**20], [block, MPI.BYTE]).Commit()
     yield [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), 1, whole]
-    # MPI keeps them until the message has gone.
+    # MPI itself keeps them until the message is sent.
     whole.Free()
     block.Free()
 
 
-def _only(peer: int, comm: MPI.Comm, tensor: Tensor) -> list[Tensor | None]:
+def _for_rank_only(peer: int, comm: MPI.Comm, tensor: Tensor) -> list[Tensor | None]:
     return [tensor if rank == peer else None for rank in range(comm.size)]
 
 
-def _native(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
+def _native_types(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
     if dtype in _FLOATS and op in _ARITHMETIC:
         return _FLOATS[dtype], _ARITHMETIC[op]
     if dtype in _INTEGERS:
@@ -244,21 +248,21 @@ def _native(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | 
     return None
 
 
-def _known(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op]:
-    found = _native(dtype, op)
-    assert found is not None, "check() comes first"
+def _mpi_types(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op]:
+    found = _native_types(dtype, op)
+    assert found is not None, "check_supported() has been called"
     return found
 
 
-def _all_reduce_halves(comm: MPI.Comm, tensor: Tensor, op: Reduction) -> None:
-    """Each rank combines its part of all ranks' tensors: as many bytes as a ring moves, and no rounding on the way."""
+def _all_reduce_half_precision(comm: MPI.Comm, tensor: Tensor, op: Reduction) -> None:
+    """Each rank reduces its part of all ranks' tensors: as many bytes as a ring allreduce, and one rounding."""
     parts = list(tensor.tensor_split(comm.size))
     mine = parts[comm.rank]
     rows = mine.new_empty(comm.size, mine.numel())
     MPI.Request.Waitall(exchange(comm, parts, list(rows)))
-    mine.copy_(_combined(rows, op))
+    mine.copy_(_reduce_rows(rows, op))
     MPI.Request.Waitall(exchange(comm, [mine] * comm.size, parts))
 
 
-def _combined(rows: Tensor, op: Reduction) -> Tensor:
-    return _WIDE[op](rows.float())
+def _reduce_rows(rows: Tensor, op: Reduction) -> Tensor:
+    return _ROW_REDUCTIONS[op](rows.float())

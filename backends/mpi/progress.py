@@ -1,9 +1,8 @@
-"""The threads that bring operations to their end.
+"""The threads that drive MPI's progress.
 
-MPI moves data only while somebody is inside one of its calls. Each group has a thread that executes its collectives in the
-order in which they were submitted, in calls that block without the interpreter's lock, and one that looks after its messages.
-A small operation that finds its group idle is started by the caller itself, who looks for 30 us whether it is done already: no
-thread could be woken in that time.
+MPI moves data only while a thread is inside one of its calls. Each group has a thread that executes its collectives in the
+order of their submission, in blocking calls that release the GIL, and one that tests its point-to-point messages. A small
+operation on an idle group is started by the caller itself, which polls it for 30 us: no thread could be woken in that time.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from unidist.backends.mpi_calls import Requests
-from unidist.backends.mpi_work import Owner, Work
+from unidist.backends.mpi.collectives import Requests
+from unidist.backends.mpi.work import Owner, Work
 
-#: How long a caller looks for the end of what it has started.
-_LOOK_S = 30e-6
-#: The threads give way to the backward pass. Where it keeps all cores busy, one that takes turns with it waits in vain for a rank whose
-#: thread has not its turn: a step on 12 big layers, 2 ranks on 2 cores, takes 66 ms instead of 60.
+#: How long a caller polls the operation that it has started.
+_SPIN_S = 30e-6
+#: The threads run at a lower priority than the backward pass. Where that keeps all cores busy, threads of equal priority wait
+#: for those of other ranks that are not scheduled: a step on 12 big layers, 2 ranks on 2 cores, takes 66 ms instead of 60.
 _NICE = 10
-#: How often messages are moved on while somebody waits for one, and while nobody does.
-_PACE_S, _STROLL_S = 5e-5, 1e-3
-#: How long a group that closes waits for messages that nobody has received.
-_LINGER_S = 5.0
+#: Interval at which messages are tested while a caller waits for one, and while none does.
+_POLL_S, _IDLE_POLL_S = 5e-5, 1e-3
+#: How long a group that closes waits for messages that have not been received.
+_CLOSE_TIMEOUT_S = 5.0
 
 
 def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
     def run() -> None:
-        if sys.platform == "linux":  # where it concerns this thread alone
+        if sys.platform == "linux":  # where it is a property of the thread, not of the process
             nice = os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICE
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         target()
@@ -46,8 +45,8 @@ def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
     return threading.Thread(target=run, name=name, daemon=True)
 
 
-class Collectives:
-    """The collectives of one group, one after another."""
+class CollectiveQueue:
+    """The collectives of one group, executed one after another."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -60,58 +59,58 @@ class Collectives:
         self.pending: deque[Work] = deque()
         self.sequence = 0
 
-    def submit(self, work: Work, start: Callable[[], Requests], *, small: bool, at_once: bool) -> Work:
-        """Execute ``start``, and wait for its requests, when all that came before is done.
+    def submit(self, work: Work, start: Callable[[], Requests], *, small: bool, synchronous: bool) -> Work:
+        """Call ``start``, and wait for its requests, after all that was submitted before.
 
         Args:
             small: whether ``start`` never blocks.
-            at_once: whether the caller will wait for it.
+            synchronous: whether the caller waits for it at once.
         """
         with self._lock:
             self._owner.check()
             self.sequence += 1
             work.sequence = self.sequence
             if not self.pending:
-                work.since = time.monotonic()
+                work.started_at = time.monotonic()
             alone = small and not self.pending and work.record is None
             requests = start() if alone else None
             self.pending.append(work)
-            if requests is None or not at_once:
-                self._hand_over(work, start, requests)
+            if requests is None or not synchronous:
+                self._submit_to_thread(work, start, requests)
                 return work
         try:
-            if self._look(work, requests):
+            if self._poll(work, requests):
                 return work
         except BaseException:  # Ctrl-C, or another signal's
-            self._hand_over(work, start, requests)
+            self._submit_to_thread(work, start, requests)
             raise
-        self._hand_over(work, start, requests)
+        self._submit_to_thread(work, start, requests)
         return work
 
     def close(self) -> None:
-        """Let the thread end when all is done."""
+        """Let the thread end after the pending operations."""
         self._queue.put(None)
 
-    def _hand_over(self, work: Work, start: Callable[[], Requests], requests: Requests | None) -> None:
-        work.hand_over()
+    def _submit_to_thread(self, work: Work, start: Callable[[], Requests], requests: Requests | None) -> None:
+        work.move_to_thread()
         with self._lock:
-            # A callback that submits work, and may wait for it, must not keep the thread that would execute it.
+            # A callback that submits work, and may wait for it, must not occupy the thread that would execute it.
             if self._thread is None or self._thread is threading.current_thread():
                 self._thread = _thread("unidist-mpi", self._execute)
                 self._thread.start()
-            # With ``start``, which holds the tensors that MPI reads and writes.
+            # With ``start``, which keeps the tensors alive that MPI reads and writes.
             self._queue.put((work, start, requests))
 
-    def _look(self, work: Work, requests: Requests) -> bool:
-        end = time.perf_counter() + _LOOK_S
+    def _poll(self, work: Work, requests: Requests) -> bool:
+        end = time.perf_counter() + _SPIN_S
         try:
             while not MPI.Request.Testall(requests):
                 if time.perf_counter() > end:
                     return False
         except MPI.Exception as error:
-            self._ended(work, error)
+            self._complete(work, error)
         else:
-            self._ended(work)
+            self._complete(work)
         return True
 
     def _execute(self) -> None:
@@ -124,70 +123,70 @@ class Collectives:
                 with torch.inference_mode():
                     MPI.Request.Waitall(start() if requests is None else requests)
             except Exception as error:
-                self._ended(work, error)
+                self._complete(work, error)
             else:
-                self._ended(work)
+                self._complete(work)
             del item, work, start, requests
 
-    def _ended(self, work: Work, error: Exception | None = None) -> None:
-        # First: who hears of the end may submit at once, and should find the group idle.
+    def _complete(self, work: Work, error: Exception | None = None) -> None:
+        # Before complete(): a caller that it wakes may submit at once, and should find the group idle.
         with self._lock:
-            if work in self.pending:  # a signal may have come between this and the work's end
+            if work in self.pending:  # not if a signal came between this and complete()
                 self.pending.remove(work)
             if self.pending:
-                self.pending[0].since = time.monotonic()
-        work.end(error)
+                self.pending[0].started_at = time.monotonic()
+        work.complete(error)
 
 
 class Message(Work):
-    """One message, sent or received."""
+    """One point-to-point message, sent or received."""
 
     def __init__(
         self,
-        box: Messages,
+        messages: MessageQueue,
         owner: Owner,
         name: str,
         peer: int,
         outputs: list[Tensor],
-        moved: list[Tensor],
+        buffers: list[Tensor],
         finish: Callable[[], object] | None,
     ) -> None:
         super().__init__(owner, name, outputs, finish)
-        self.box = box
+        self.messages = messages
         #: The other rank, in the group.
         self.peer = peer
-        #: What MPI reads or writes lives as long as the message.
-        self.moved = moved
+        #: What MPI reads or writes stays alive as long as the message.
+        self.buffers = buffers
         self.request: MPI.Request = MPI.REQUEST_NULL
-        self.attended = 0
+        self.waiters = 0
         self._source = -1
 
     def __str__(self) -> str:
-        return f"{self.owner.place}: {self.name}, message {self.sequence},"
+        return f"{self.owner.label}: {self.name}, message {self.sequence},"
 
     @property
     def receives(self) -> bool:
-        """Whether it comes, and does not go."""
+        """Whether this rank receives it."""
         return self.name.startswith("recv")
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """As of any operation; its time counts from here, for it may be posted long before the other rank comes to it."""
+        """As of any operation; its timeout counts from here, since it may be posted long before the other rank's call."""
         if self._done:
             return super().wait(timeout)
-        with self.box.attended(self):
+        with self.messages.waited_for(self):
             return super().wait(timeout)
 
-    def arrived(self, status: MPI.Status) -> None:
-        """Its request is done."""
+    def request_done(self, status: MPI.Status) -> None:
+        """Complete: its request is done."""
         error = None
         if self.receives:
             self._source = status.Get_source()
-            got, wanted = status.Get_elements(MPI.BYTE), sum(tensor.nbytes for tensor in self.moved)
+            got, wanted = status.Get_elements(MPI.BYTE), sum(tensor.nbytes for tensor in self.buffers)
             if status.Is_cancelled():
-                error = ValueError("it was taken back, because the group was destroyed")
+                error = ValueError("it was cancelled, because the group was destroyed")
             elif got != wanted:
-                error = ValueError(f"{got} bytes came from rank {self._source}, where {wanted} were expected")
-        self.end(error)
+                error = ValueError(f"rank {self._source} sent {got} bytes, where {wanted} were expected")
+        self.complete(error)
 
     def source_rank(self) -> int:
         """The sender, in the group, of a message that was received."""
@@ -196,105 +195,105 @@ class Message(Work):
     _source_rank = source_rank
 
 
-class Messages:
-    """The messages of one group."""
+class MessageQueue:
+    """The point-to-point messages of one group."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._changed = threading.Condition()
-        #: Posted and not done.
+        self._condition = threading.Condition()
+        #: Posted and not completed.
         self.pending: dict[Message, None] = {}
         self.sequence = 0
-        self._attended = 0
+        self._waiters = 0
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def post(self, message: Message, start: Callable[[], MPI.Request]) -> Message:
         """Start a message."""
-        with self._changed:
+        with self._condition:
             self._owner.check()
             self.sequence += 1
             message.sequence = self.sequence
-            message.hand_over()
+            message.move_to_thread()
             message.request = start()
             self.pending[message] = None
             self._wake()
         return message
 
     @contextmanager
-    def attended(self, message: Message) -> Iterator[None]:
-        """Inside, somebody waits for ``message``."""
-        self._look(message)
-        with self._changed:
-            if not message.attended:
-                message.since = time.monotonic()
-            message.attended += 1
-            self._attended += 1
+    def waited_for(self, message: Message) -> Iterator[None]:
+        """Inside, a caller waits for ``message``."""
+        self._poll(message)
+        with self._condition:
+            if not message.waiters:
+                message.started_at = time.monotonic()
+            message.waiters += 1
+            self._waiters += 1
             self._wake()
         try:
             yield
         finally:
-            with self._changed:
-                self._attended -= 1
-                message.attended -= 1
-                if not message.attended:
-                    message.since = float("inf")
+            with self._condition:
+                self._waiters -= 1
+                message.waiters -= 1
+                if not message.waiters:
+                    message.started_at = float("inf")
 
     def close(self) -> None:
-        """Take back what was not received, and wait a little for what was sent; the thread stays until all of it has gone."""
-        with self._changed:
+        """Cancel receives, and wait a little for sends; the thread goes on until all are completed."""
+        with self._condition:
             self._closed = True
-            left = list(self.pending)
-            for message in left:
+            remaining = list(self.pending)
+            for message in remaining:
                 if message.receives:
                     message.request.Cancel()
             if self._thread is not None:
-                self._attended += 1
+                self._waiters += 1
                 self._wake()
-        end = time.monotonic() + _LINGER_S
-        for message in left:
-            message.join(end - time.monotonic())
+        end = time.monotonic() + _CLOSE_TIMEOUT_S
+        for message in remaining:
+            message.wait_until_done(end - time.monotonic())
 
     def _wake(self) -> None:
-        # A callback that waits for another message must not keep the thread that would bring it.
+        # A callback that waits for another message must not occupy the thread that would complete it.
         if self._thread is None or self._thread is threading.current_thread():
             self._thread = _thread("unidist-mpi-messages", self._run)
             self._thread.start()
-        self._changed.notify()
+        self._condition.notify()
 
-    def _look(self, message: Message) -> None:
-        """What comes soon need not wait for the thread."""
-        end = time.perf_counter() + _LOOK_S
+    def _poll(self, message: Message) -> None:
+        """A message that arrives soon need not wait for the thread."""
+        end = time.perf_counter() + _SPIN_S
         while message.record is None and not message.is_completed() and time.perf_counter() < end:
             self._test([message])
 
     def _run(self) -> None:
         while self._thread is threading.current_thread():
-            with self._changed:
+            with self._condition:
                 while not self.pending and not self._closed:
-                    self._changed.wait()
+                    self._condition.wait()
                 if not self.pending:
                     return
-                self._changed.wait(_PACE_S if self._attended else _STROLL_S)
+                self._condition.wait(_POLL_S if self._waiters else _IDLE_POLL_S)
                 messages = list(self.pending)
             self._test(messages)
             del messages
 
     def _test(self, messages: list[Message]) -> None:
-        """End those that are done."""
+        """Complete those that are done."""
         for message in messages:
             status, error = MPI.Status(), None
-            with self._changed:
+            with self._condition:
                 if message not in self.pending:
                     continue
                 try:
                     if not message.request.Test(status):
                         continue
-                except MPI.Exception as failure:  # a message that does not fit
+                except MPI.Exception as failure:  # a message that is longer than the buffer
                     error = failure
                 del self.pending[message]
             # Outside the lock: callbacks may wait for other messages.
             if error is None:
-                message.arrived(status)
+                message.request_done(status)
             else:
-                message.end(error)
+                message.complete(error)

@@ -1,4 +1,4 @@
-"""An operation under way: what torch.distributed asks of it, and what its thread does with it."""
+"""A pending operation: the ``Work`` that torch.distributed waits for, completed by the threads of ``progress``."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Owner(Protocol):
 
     #: Seconds that an operation may take.
     timeout: float
-    #: Who speaks, for errors.
-    place: str
+    #: Rank and group, for error messages.
+    label: str
 
     def check(self) -> None:
         """Raise if the group is closed or broken."""
 
-    def overdue(self, work: Work) -> None:
-        """Break the group: ``work`` did not end within its timeout."""
+    def timed_out(self, work: Work) -> None:
+        """Fail the group: ``work`` did not complete within its timeout."""
 
 
 class Work(dist.Work):
-    """One operation, from its submission to its end."""
+    """One operation, from its submission to its completion."""
 
     def __init__(
         self, owner: Owner, name: str, outputs: list[Tensor], finish: Callable[[], object] | None = None
@@ -40,87 +40,87 @@ class Work(dist.Work):
         self.owner = owner
         self.name = name
         self.sequence = 0
-        #: Seconds that it may take; ``timeout`` is a property of torch.
+        #: Seconds that it may take; the name ``timeout`` is taken by torch.
         self.limit = owner.timeout
-        #: Since when it should be going on.
-        self.since = float("inf")
+        #: Time of ``time.monotonic()`` at which it became the first in its queue.
+        self.started_at = float("inf")
         #: The profiler's record of it.
         self.record: Any = None
         self._outputs = outputs
         self._finish = finish
-        self._gate: threading.Lock | None = None
+        self._done_lock: threading.Lock | None = None
         self._done = False
         self._error: Exception | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self._outward: torch.futures.Future[Any] | None = None
+        self._user_future: torch.futures.Future[Any] | None = None
 
     def __str__(self) -> str:
-        return f"{self.owner.place}: {self.name}, operation {self.sequence},"
+        return f"{self.owner.label}: {self.name}, operation {self.sequence},"
 
-    # -------------------------------------------------------------------------------- what c10d asks
+    # -------------------------------------------------------------------------------- the interface of c10d
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the operation is done.
 
         Args:
-            timeout: how long to wait. Default: until the timeout of the operation, whose end breaks the group.
+            timeout: how long to wait. Default: until the operation's own timeout, which fails the group.
 
         Raises:
             DistBackendError: it failed, or is not done in time.
         """
         if not self._done:
             if timeout > timedelta(0):
-                # Who says so may wait for longer than the group would.
-                self.limit = max(self.limit, time.monotonic() - self.since + timeout.total_seconds())
-                if not self.join(timeout.total_seconds()):
+                # A caller may wait for longer than the group's timeout.
+                self.limit = max(self.limit, time.monotonic() - self.started_at + timeout.total_seconds())
+                if not self.wait_until_done(timeout.total_seconds()):
                     raise dist.DistBackendError(
                         f"{self} was not done {timeout.total_seconds():g} s after wait() was called."
                     )
-            elif not self.join(self.since + self.limit - time.monotonic()):
-                self.owner.overdue(self)
+            elif not self.wait_until_done(self.started_at + self.limit - time.monotonic()):
+                self.owner.timed_out(self)
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        """Whether the operation is done, well or badly."""
+        """Whether the operation is done, with or without an error."""
         return self._done
 
     def is_success(self) -> bool:
-        """Whether it is done, and well."""
+        """Whether it is done without an error."""
         return self._done and self._error is None
 
     def exception(self) -> Exception | None:
-        """Why it failed."""
+        """The error with which it failed, or None."""
         return self._error
 
     def synchronize(self) -> None:
-        """As ``wait``: when an operation of this engine is done, its results are there."""
+        """As ``wait``: an operation on MPI is done when its outputs are written."""
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """The tensors that the operation fills."""
+        """The tensors that the operation writes."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of ``result``, which fails as the operation does."""
         with _lock:
-            if self._outward is None:
+            if self._user_future is None:
                 self._future = torch.futures.Future()
                 # A callback that raises fails its future for those who wait in C++ as well; set_exception() would not.
-                self._outward = self._future.then(_open)
-            done, outward = self._done, self._outward
+                self._user_future = self._future.then(_unpack)
+            done, outward = self._done, self._user_future
         if done:
-            self._settle()
+            self._resolve_future()
         return outward
 
-    # -------------------------------------------------------------------------------- what the threads ask
-    def hand_over(self) -> None:
-        """From here on another thread brings the operation to its end."""
-        self._gate = threading.Lock()
-        self._gate.acquire()
+    # -------------------------------------------------------------------------------- for the threads
+    def move_to_thread(self) -> None:
+        """From here on another thread completes the operation."""
+        self._done_lock = threading.Lock()
+        self._done_lock.acquire()
 
-    def end(self, error: Exception | None = None) -> None:
-        """Complete the results, and tell those who wait. The first end counts."""
+    def complete(self, error: Exception | None = None) -> None:
+        """Write the outputs back, and wake up those who wait. A second call has no effect."""
         if error is None and self._finish is not None and not self._done:
             try:
                 with torch.inference_mode():  # the results may be tensors of that mode
@@ -135,28 +135,28 @@ class Work(dist.Work):
             self._done, self._error, self._finish = True, error, None
         if self.record is not None:
             torch.autograd._record_function_with_args_exit(self.record)
-        if self._gate is not None:
-            self._gate.release()
-        self._settle()
+        if self._done_lock is not None:
+            self._done_lock.release()
+        self._resolve_future()
 
-    def join(self, seconds: float) -> bool:
-        """Wait for the end, and tell whether it came."""
-        if self._done or self._gate is None:
+    def wait_until_done(self, seconds: float) -> bool:
+        """Wait at most so long; whether the operation is done."""
+        if self._done or self._done_lock is None:
             return True
-        if not self._gate.acquire(timeout=max(0.0, min(seconds, threading.TIMEOUT_MAX))):
+        if not self._done_lock.acquire(timeout=max(0.0, min(seconds, threading.TIMEOUT_MAX))):
             return False
-        self._gate.release()
+        self._done_lock.release()
         return True
 
-    def _settle(self) -> None:
+    def _resolve_future(self) -> None:
         with _lock:
             future, self._future = self._future, None
         if future is not None:
-            # Not the operation itself: it holds its futures, and the collector does not see through them.
+            # Not the operation itself: it refers to its futures, and the garbage collector does not see through those.
             future.set_result((self._outputs, self._error))
 
 
-def _open(future: torch.futures.Future[Any]) -> list[Tensor]:
+def _unpack(future: torch.futures.Future[Any]) -> list[Tensor]:
     outputs, error = future.value()
     if error is not None:
         raise error

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from unidist.backends import mpi, rendezvous
+from unidist.backends import rendezvous
 from unidist.backends.base import (
     Backend,
     Group,
@@ -34,6 +34,7 @@ from unidist.backends.base import (
     tensors_in,
     unused_parameters,
 )
+from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, MismatchError, UnidistError
 from unidist.topology import Launch, Topology, locate
 
@@ -343,10 +344,10 @@ def _mpi(start: Start) -> str:
     if dist.is_mpi_available():
         return "mpi"
     mpi.world(start.launch)  # picks the launcher's library
-    from unidist.backends import mpi_group
+    from unidist.backends.mpi import process_group
 
-    mpi_group.register()
-    return mpi_group.NAME
+    process_group.register()
+    return process_group.NAME
 
 
 def _check_available(name: str) -> None:

@@ -1,4 +1,4 @@
-"""mpi4py under an MPI launcher: the right library, the right world, and an end for all when one rank fails."""
+"""Starting MPI through mpi4py: the launcher's own library, its world size, and MPI_Abort when one rank fails."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def world(launch: Launch) -> Any:
     """
     if not _starts_mpi(launch, os.environ):
         raise BackendError(
-            f"{launch.launcher.name} started this process, and MPI needs its own launcher: 'mpirun -np 2 python script.py' (Open MPI), "
-            "'mpiexec -n 2 python script.py' (MPICH), 'horovodrun -np 2 --mpi python script.py' or 'srun -n 2 --mpi=pmix python script.py' (--mpi=pmi2 for MPICH)."
+            f"{launch.launcher.name} started this process, and MPI needs its own launcher: 'mpirun -np 2 python script.py' "
+            "(Open MPI), 'mpiexec -n 2 python script.py' (MPICH), 'horovodrun -np 2 --mpi python script.py' or "
+            "'srun -n 2 --mpi=pmix python script.py' (--mpi=pmi2 for MPICH)."
         )
     comm, error = _world(launch)
     if error is not None:
@@ -38,7 +39,7 @@ def world(launch: Launch) -> Any:
 
 @cache
 def _world(launch: Launch) -> tuple[Any, UnidistError | None]:
-    # The first failure says why; a second attempt would find what the first and others have loaded since.
+    # The first failure is the reason; a second attempt would find libraries that have been loaded since.
     try:
         return _start(launch), None
     except UnidistError as error:
@@ -61,37 +62,37 @@ def _start(launch: Launch) -> Any:
         MPI = _import_mpi(launch)
     except (ImportError, RuntimeError) as error:
         raise BackendError(
-            f"mpi4py cannot be used under {name}: {error}. Install it for this launcher's MPI (pip install mpi4py; Debian's MPICH: "
-            "see docs/launchers.md). Backends other than 'mpi' can do without: set MASTER_ADDR and MASTER_PORT to rank 0's host and "
-            "a free port of it."
+            f"mpi4py cannot be used under {name}: {error}. Install it for this launcher's MPI (pip install mpi4py; Debian's "
+            "MPICH: see docs/launchers.md). Backends other than 'mpi' do not need it if MASTER_ADDR and MASTER_PORT are set to "
+            "rank 0's host and a free port of it."
         ) from error
     size = MPI.COMM_WORLD.Get_size()
     if size != launch.world_size:
         library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip()
         raise WorldSizeError(
-            f"mpi4py made a world of {size}, but {name} declared {launch.world_size} ({launch.evidence}): mpi4py uses {library}, "
-            f"which is not this launcher's library. Set MPI4PY_MPIABI={launch.launcher.mpi or 'mpich or openmpi'} "
+            f"mpi4py made a world of {size}, but {name} declared {launch.world_size} ({launch.evidence}): mpi4py uses "
+            f"{library}, which is not this launcher's library. Set MPI4PY_MPIABI={launch.launcher.mpi or 'mpich or openmpi'} "
             "(and MPI4PY_LIBMPI to its path), or use that library's own mpirun."
         )
     return MPI.COMM_WORLD
 
 
 def end_all_on_error(launch: Launch) -> None:
-    """Make an uncaught exception end the whole job, where MPI was started by ``world``.
+    """Make an uncaught exception abort the whole job, where MPI was started by ``world``.
 
-    Without this the failing process would wait in MPI_Finalize for ranks that wait for it. To be called
-    after the engine's start: torch.distributed puts a hook of its own, which shows the error when ours returns.
+    Without this the failing process would wait in MPI_Finalize for ranks that wait for it. Called after the backend's
+    start: torch.distributed installs an excepthook of its own, which shows the error when ours returns.
     """
     if "mpi4py.MPI" not in sys.modules:
         return
     from mpi4py import MPI
 
     show = sys.excepthook
-    process = os.getpid()  # a child that was forked off must not end the job
+    process = os.getpid()  # a forked child must not abort the job
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
-        # Inside another hook (a session before this one put it there) the error may not be shown yet.
+        # Inside another hook (of an earlier init()) the error may not be shown yet.
         if sys.excepthook is hook and launch.world_size > 1 and os.getpid() == process and not MPI.Is_finalized():
             abort()
 
@@ -104,15 +105,15 @@ def _starts_mpi(launch: Launch, env: Mapping[str, str]) -> bool:
 
 
 def _slurm_mpi(env: Mapping[str, str]) -> str:
-    """The MPI that srun is ready for, by the variables of its --mpi plugins."""
+    """The MPI that srun supports here, by the variables of its --mpi plugins."""
     return "openmpi" if env.get("PMIX_RANK") else "mpich" if env.get("PMI_RANK") else ""
 
 
 def _import_mpi(launch: Launch) -> Any:
-    """Import mpi4py.MPI for the launcher's MPI: its wheel carries more than one ABI and takes the first library it finds."""
+    """Import mpi4py.MPI for the launcher's MPI: its wheel contains several ABIs and loads the first library that it finds."""
     wanted = launch.launcher.mpi or (_slurm_mpi(os.environ) if launch.launcher.meeting == "slurm" else "")
     if wanted == "mpich" and "mpi4py.MPI" not in sys.modules and hasattr(ctypes.CDLL(None), "ompi_mpi_comm_world"):
-        # Its symbols would answer MPICH's calls, and the process would crash.
+        # Its symbols would shadow MPICH's, and the process would crash.
         raise ImportError("Open MPI is loaded in this process already (Horovod, if built for it, does that)")
     chosen = "MPI4PY_MPIABI" in os.environ or "MPI4PY_LIBMPI" in os.environ
     if wanted and not chosen:

@@ -1,0 +1,177 @@
+"""The operations of one process group on this rank: submission, timeouts, errors, shutdown."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+from unidist.backends.mpi import collectives, watch
+from unidist.backends.mpi.call import Call, describe
+from unidist.backends.mpi.collectives import Requests
+from unidist.backends.mpi.progress import CollectiveQueue, Message, MessageQueue
+from unidist.backends.mpi.work import Work
+
+
+class Channel:
+    """Two communicators, for collectives and for point-to-point messages, and their pending operations."""
+
+    def __init__(self, comm: MPI.Comm, store: dist.Store, timeout: timedelta, ranks: Sequence[int], title: str) -> None:
+        self.timeout = timeout.total_seconds()
+        world = MPI.COMM_WORLD
+        #: This rank and group, for error messages.
+        self.label = f"rank {ranks[comm.rank]} of {world.size} (mpi)"
+        if comm.size < world.size:
+            self.label += f", group of {', '.join(map(str, ranks))}"
+        self.collectives = CollectiveQueue(self)
+        self.comm = comm
+        # A communicator of its own: a user's tags must not match the messages of collectives.
+        self.p2p_comm = comm.Dup()
+        self._title = title
+        #: Global ranks, by rank in the group.
+        self._ranks = ranks
+        self._messages = MessageQueue(self)
+        self._presence = watch.Presence(store, comm.rank, ranks)
+        self._broken: Exception | None = None
+        self._closed = False
+        #: The operations since ``start_coalescing``; None outside.
+        self._coalescing: list[dist.Work] | None = None
+        watch.watch(self)
+
+    def submit(self, call: Call, start: Callable[[], Requests]) -> dist.Work:
+        """Queue a collective; ``start`` makes the MPI call."""
+        work = Work(self, call.name, call.outputs, call.finish())
+        if call.timeout > timedelta(0):
+            work.limit = call.timeout.total_seconds()
+        self._record(work, call)
+        small = call.may_be_nonblocking and collectives.is_small(*call.buffers)
+        self.collectives.submit(work, start, small=small, synchronous=call.synchronous and self._coalescing is None)
+        return self._tracked(work)
+
+    def post(self, call: Call, peer: int, start: Callable[[], MPI.Request]) -> dist.Work:
+        """Post a send to, or a receive from, rank ``peer`` of the group; ``start`` makes the MPI call."""
+        message = Message(self._messages, self, call.name, peer, call.outputs, call.buffers, call.finish())
+        self._record(message, call)
+        self._messages.post(message, start)
+        return self._tracked(message)
+
+    def start_coalescing(self) -> None:
+        """Collect the operations that are submitted until ``end_coalescing``."""
+        self._coalescing = []
+
+    def end_coalescing(self) -> dist.Work:
+        """The operations since ``start_coalescing``, as one work."""
+        works, self._coalescing = self._coalescing or [], None
+        return _Coalesced(works)
+
+    def close(self) -> None:
+        """Wait for pending operations, and free the communicators."""
+        if self._closed:
+            return
+        for work in list(self.collectives.pending):
+            with suppress(Exception):  # its submitter sees the error in work.wait()
+                work.wait()
+        self.leave()
+        self._closed = True
+        if self._broken is None:
+            self.collectives.close()
+            self._messages.close()
+            self.p2p_comm.Free()
+            self.comm.Free()
+
+    def abort(self) -> None:
+        """Fail pending operations, and end the job."""
+        if not self._closed and self._broken is None:
+            self._break(f"{self.label} was aborted.")
+
+    # -------------------------------------------------------------------------------- for the threads
+    def check(self) -> None:
+        """Raise if the group is closed, or an operation of it has failed."""
+        if self._broken is not None:
+            raise dist.DistBackendError(f"{self.label}: an earlier operation has failed: {self._broken}")
+        if self._closed:
+            raise dist.DistBackendError(f"{self.label}: this process group was destroyed.")
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one leaves the group."""
+        if not self._closed and self.comm.size > 1:
+            self._presence.leave(self.collectives.sequence)
+
+    def timed_out(self, work: Work) -> None:
+        """Fail the group: ``work`` did not complete within its timeout."""
+        others = self._presence.describe(_position(work))
+        if not work.is_completed():  # not even while the store was asked
+            self._break(f"{work} timed out after {work.limit:g} s: {others}. Did a rank fail, or make another call?")
+
+    def check_progress(self) -> None:
+        """Report operations that are late, and fail those that timed out or cannot complete."""
+        if self._broken is not None or self._closed:
+            return
+        for work in [*list(self.collectives.pending)[:1], *list(self._messages.pending)]:
+            age = time.monotonic() - work.started_at
+            if age > work.limit:
+                self.timed_out(work)
+            elif age > watch.LATE_S:
+                self._presence.report(_position(work))
+                missing = self._missing(work)
+                if missing and age > 2 * watch.LATE_S:
+                    ranks = ", ".join(str(self._ranks[i]) for i in missing)
+                    self._break(f"{work} cannot complete: these ranks have left: {ranks}. Look for their errors.")
+
+    # ---------------------------------------------------------------------------------------------
+    def _missing(self, work: Work) -> list[int]:
+        """The ranks, in the group, that an operation needs and that have left."""
+        left = self._presence.left
+        if not isinstance(work, Message):
+            return [i for i, last in left.items() if last < work.sequence]
+        if work.peer != MPI.ANY_SOURCE:
+            return [work.peer] if work.peer in left else []
+        return list(left) if len(left) == self.comm.size - 1 else []
+
+    def _record(self, work: Work, call: Call) -> None:
+        if torch.autograd._profiler_enabled():
+            work.record = torch.autograd._record_function_with_args_enter(f"{self._title}:{call.name}", *call.inputs)
+
+    def _tracked(self, work: dist.Work) -> dist.Work:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _break(self, reason: str) -> None:
+        """Fail all pending operations, and soon end the job: the threads may be in calls that never return."""
+        error = dist.DistBackendError(reason)
+        self._broken = self._broken or error
+        watch.abort_job_soon(error)
+        for pending in [*self.collectives.pending, *self._messages.pending]:
+            pending.complete(error)
+
+
+class _Coalesced(dist.Work):
+    """Several operations as one work."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def _position(work: Work) -> str:
+    """Which operation this is: the same text on all ranks that are in the same one."""
+    kind = "message" if isinstance(work, Message) else "operation"
+    alike = work.name in ("all_reduce", "broadcast", "reduce") and len(work.result()) == 1
+    of = f" of {describe(work.result()[0])}" if alike else ""
+    return f"{work.name}{of}, {kind} {work.sequence}"

@@ -1,0 +1,163 @@
+"""A thread that looks for operations that do not complete, and the end of the job where one cannot."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from unidist.backends.mpi import launch
+
+#: Interval of the checks.
+_PERIOD_S = 0.25
+#: Age from which an operation is late: its rank reports it to the others.
+LATE_S = 1.0
+#: Time that a process has to handle the error of its broken group before the job ends.
+_GRACE_S = 10.0
+#: Timeout of requests to the store.
+_STORE_TIMEOUT_S = 1.0
+
+
+class Watched(Protocol):
+    """A group whose operations are watched."""
+
+    def check_progress(self) -> None:
+        """Report operations that are late, and fail those that timed out."""
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one leaves the group."""
+
+
+_groups: WeakSet[Watched] = WeakSet()
+_lock = threading.Lock()
+_started = threading.Lock()
+_fatal: list[Exception] = []
+#: A forked child has copies of all this, and must do nothing with them.
+_process = os.getpid()
+
+
+def watch(group: Watched) -> None:
+    """Check a group's operations as long as it lives."""
+    with _lock:
+        _groups.add(group)
+    if _started.acquire(blocking=False):
+        threading.Thread(target=_run, name="unidist-mpi-watch", daemon=True).start()
+        atexit.register(_at_exit)
+
+
+def abort_job_soon(error: Exception) -> None:
+    """Abort all ranks of the job: a rank inside an MPI call that never returns could neither go on nor finalize."""
+    if not _fatal:
+        _fatal.append(error)
+        threading.Thread(target=_abort_later, name="unidist-mpi-end", daemon=True).start()
+
+
+def _run() -> None:
+    while True:
+        time.sleep(_PERIOD_S)
+        for group in _all():
+            try:
+                group.check_progress()
+            except Exception as error:
+                sys.stderr.write(f"unidist: the watch over {group} failed: {error!r}\n")
+
+
+def _all() -> list[Watched]:
+    with _lock:
+        return list(_groups)
+
+
+def _abort_later() -> None:
+    time.sleep(_GRACE_S)
+    sys.stderr.write(f"{_fatal[0]}\nThe job ends now.\n")
+    launch.abort()
+
+
+def _at_exit() -> None:
+    if os.getpid() != _process:
+        return
+    if _fatal:
+        launch.abort()
+    for group in _all():
+        group.leave()
+
+
+class Presence:
+    """Which operation each rank of a group is waiting in, and which ranks have left, as reported through the group's store.
+
+    The store does not answer if its rank has stopped, so a thread of its own makes each request.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+        self._store = store
+        self._rank = rank
+        #: Global ranks, by rank in the group.
+        self._ranks = ranks
+        self._request: threading.Thread | None = None
+        #: Ranks (in the group) that have left, with the sequence number of the last collective that they submitted.
+        self.left: dict[int, int] = {}
+
+    def report(self, position: str) -> None:
+        """Report the operation that this rank is waiting in, and read which ranks have left. Returns at once."""
+
+        def request() -> None:
+            self._store.set(f"waits/{self._rank}", position)
+            if self._store.add("left", 0):
+                keys = {i: f"left/{i}" for i in self._others()}
+                self.left = {i: int(self._store.get(key)) for i, key in keys.items() if self._store.check([key])}
+
+        if self._request is None or not self._request.is_alive():
+            self._request = _start(request)
+
+    def leave(self, sequence: int) -> None:
+        """Report that this rank leaves, and takes part in no collective after that one."""
+
+        def request() -> None:
+            self._store.set(f"left/{self._rank}", str(sequence))
+            self._store.add("left", 1)
+
+        if os.getpid() == _process:
+            _start(request).join(_STORE_TIMEOUT_S)
+
+    def describe(self, position: str) -> str:
+        """Which ranks are not in the operation that this rank is waiting in, for an error message."""
+        found: list[str] = []
+
+        def request() -> None:
+            self._store.set(f"waits/{self._rank}", position)
+            others: dict[str, list[int]] = {}
+            for i in self._others():
+                key = f"waits/{i}"
+                reported = self._store.get(key).decode() if self._store.check([key]) else ""
+                others.setdefault(reported, []).append(self._ranks[i])
+            others.pop(position, None)
+            found.extend(f"{_listed(ranks)} in {reported or 'no operation'}" for reported, ranks in others.items())
+            found.append("" if found else "all ranks are in it, and it does not complete")
+
+        _start(request).join(_STORE_TIMEOUT_S)
+        return "; ".join(filter(None, found)) or "the store, on rank 0, does not answer"
+
+    def _others(self) -> list[int]:
+        return [i for i in range(len(self._ranks)) if i != self._rank]
+
+
+def _start(request: Callable[[], None]) -> threading.Thread:
+    def run() -> None:
+        with suppress(Exception):  # the store is gone
+            request()
+
+    thread = threading.Thread(target=run, name="unidist-mpi-store", daemon=True)
+    thread.start()
+    return thread
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'}"
