@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
-from unidist.errors import BackendError, CollectiveError, UnidistError
+from unidist.errors import CollectiveError, UnidistError
 from unidist.topology import Launch, Topology
 
 #: Ample time for a thread to let go of the last call's tensors.
@@ -66,10 +66,12 @@ class ModelOptions:
     static_graph: bool = False
     #: The global ranks that train the model together.
     ranks: tuple[int, ...] = ()
+    #: Whether a ``unidist.join`` block is running.
+    in_join: Callable[[], bool] = bool
 
 
 class WrappedModel(torch.nn.Module, Generic[M]):
-    """What ``wrap_model`` returns: a model with the interface of ``DistributedDataParallel``, which it is on the torch engines.
+    """What ``wrap_model`` returns: a model with the interface of ``DistributedDataParallel``, which it is on torch.distributed.
 
     Call it as the model inside, ``module``, whose other attributes and methods are reached through ``module``.
     """
@@ -77,37 +79,16 @@ class WrappedModel(torch.nn.Module, Generic[M]):
     #: The model inside.
     module: M
     options: ModelOptions
-    #: Parameters that did not require grad when the model was wrapped.
-    frozen: list[tuple[str, torch.Tensor]]
+    #: Whether the next forward pass that records gradients is followed by a reduction; off inside ``no_sync``.
     require_backward_grad_sync: bool
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients add up locally: the forward passes inside start no reduction when they go backward."""
+        """Accumulate gradients locally: forward passes inside are followed by no reduction."""
         raise NotImplementedError
 
     def rebuild_buckets(self) -> None:
-        """Rebuild DDP's buckets now, which else a later forward pass does. Collective."""
+        """Rebuild DDP's buckets now instead of in a later forward pass. Collective."""
         raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            inner = self.__dict__.get("_modules", {}).get("module")
-            if inner is None or not _has_attribute(inner, name):
-                raise
-        raise AttributeError(
-            f"the wrapped model has no attribute {name!r}; the {type(inner).__name__} inside has: use model.module.{name}. A forward "
-            "pass that trains must be a call of the wrapped model, model(...), or its gradients are not averaged: for a method that makes "
-            "one, such as training_step, let forward() call it."
-        )
-
-
-def _has_attribute(module: torch.nn.Module, name: str) -> bool:
-    # Not by hasattr, which would run the module's properties.
-    own = vars(module)
-    tables = (own, own["_parameters"], own["_buffers"], own["_modules"])
-    return hasattr(type(module), name) or any(name in table for table in tables)
 
 
 class Backend(ABC):
@@ -117,8 +98,6 @@ class Backend(ABC):
     device_types: frozenset[str] = frozenset({"cpu"})
     #: Dtypes that ``all_reduce`` combines; the features widen the others.
     reducible: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-    #: Whether a block of ``unidist.join`` is running, in which ranks may have run out of data.
-    uneven: ClassVar[bool] = False
     #: Whether the engine refuses to start without a launcher.
     needs_launcher: ClassVar[bool] = False
 
@@ -240,73 +219,3 @@ class _EngineErrors:
         if not isinstance(error, Exception) or isinstance(error, UnidistError):
             return False
         raise self.backend.failure(self.call, error) from error
-
-
-def unused_parameters(names: Sequence[str]) -> UnidistError:
-    """The error for parameters that got no gradient in a backward pass."""
-    shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-    return UnidistError(
-        f"{len(names)} parameters got no gradient in a backward pass: {shown}. Pass find_unused_parameters=True to "
-        "wrap_model, or set requires_grad=False on them before wrapping. If that pass failed and was caught, wrap the model again."
-    )
-
-
-def frozen_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The parameters that take no part in training, for ``check_frozen`` to look at before each forward pass."""
-    return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
-
-
-def check_not_joined(wrapper: WrappedModel[Any]) -> None:
-    """Raise where a wrapper that ``unidist.join`` does not know would average with ranks that may have run out."""
-    if Backend.uneven and wrapper.require_backward_grad_sync:
-        raise UnidistError(
-            "a wrapped model is trained inside unidist.join, which was not given it: unidist.join(model, ...)."
-        )
-
-
-def check_frozen(frozen: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raise if a parameter that was frozen when the model was wrapped is frozen no more: nobody averages its gradient."""
-    thawed = [name for name, param in frozen if param.requires_grad]
-    if thawed:
-        raise UnidistError(
-            f"{len(thawed)} parameters, {thawed[0]!r} the first, were frozen when the model was wrapped and require grad now: wrap it "
-            "again, on every rank, with model = unidist.wrap_model(unidist.unwrap(model))."
-        )
-
-
-def tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a model's output: a tensor, or dicts, sequences and dataclasses of them."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_in(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from tensors_in(value)
-    elif is_dataclass(output):
-        yield from tensors_in(vars(output))
-
-
-def default_device(wanted: torch.device | None, local_rank: int) -> torch.device:
-    """The device of a local rank: what was asked for, else its own GPU, else the CPU.
-
-    One visible GPU is taken as this process's own (a scheduler that gives each task one).
-    """
-    if wanted is not None:
-        if wanted.type == "cuda" and not torch.cuda.is_available():
-            raise BackendError(
-                f'device {str(wanted)!r} cannot be used: this torch sees no CUDA device. Leave device= out, or pass "cpu".'
-            )
-        if wanted.type == "cuda" and wanted.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-        return wanted
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    if gpus > 1 and local_rank >= gpus:
-        raise BackendError(
-            f"local rank {local_rank} has no GPU of its own: {gpus} are visible. "
-            'Start fewer processes a node, or pass device="cpu" to init().'
-        )
-    return torch.device("cuda", 0 if gpus == 1 else local_rank)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from unidist.backends import rendezvous
-from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel, default_device
-from unidist.backends.gradient_buckets import BucketedDataParallel
+from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel
+from unidist.backends.data_parallel import BucketedDataParallel
+from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, UnidistError
 from unidist.topology import Launch, Topology, detect, locate
@@ -212,8 +213,8 @@ class _HorovodReducer:
         # A copied or loaded model averages over the Horovod that runs then.
         return _reducer, (self.compression, self.group and self.group.ranks)
 
-    def share(self, dtype: torch.dtype) -> float:
-        # Half precision is scaled in float32, on the wire.
+    def prescale(self, dtype: torch.dtype) -> float:
+        # Half precision is scaled by Horovod, in float32.
         return 1.0 if dtype in (torch.float16, torch.bfloat16, torch.complex32) else 1.0 / self.size
 
     def start_mean(self, flat: Tensor, name: str) -> Callable[[], None]:
@@ -225,7 +226,7 @@ class _HorovodReducer:
             wire = wire.float()
         if wire.device.type not in self.backend.device_types:
             wire = wire.cpu()
-        rest = 1.0 / self.size / self.share(dtype)
+        rest = 1.0 / self.size / self.prescale(dtype)
         with self.backend.engine_errors("backward"):
             handle = hvd.allreduce_async_(
                 wire, name=_name(name, self.group), op=hvd.Sum, prescale_factor=rest, process_set=_set(self.group)

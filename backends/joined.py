@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, get_args
+from typing import NoReturn, get_args
 
 import torch
 from torch import Tensor
 
 from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel
+from unidist.backends.reductions import neutral_element
 from unidist.errors import MismatchError, UnidistError
 
 _OPS: tuple[Op, ...] = get_args(Op)
@@ -58,7 +59,9 @@ class Joined(Backend):
             kind, op, dtype, numel, src, on_cpu = call
             device = torch.device("cpu") if on_cpu else self.device
             if kind == _ALL_REDUCE:
-                nothing = torch.full((numel,), _neutral(_OPS[op], _DTYPES[dtype]), dtype=_DTYPES[dtype], device=device)
+                nothing = torch.full(
+                    (numel,), neutral_element(_OPS[op], _DTYPES[dtype]), dtype=_DTYPES[dtype], device=device
+                )
                 self._engine.all_reduce(nothing, _OPS[op], self._group)
             elif kind == _BROADCAST:
                 self._engine.broadcast(torch.empty(numel, dtype=_DTYPES[dtype], device=device), src, self._group)
@@ -131,17 +134,6 @@ class Joined(Backend):
                     "ranks that still have data must make the same calls."
                 )
         return first
-
-
-def _neutral(op: Op, dtype: torch.dtype) -> float:
-    """What changes nothing when it is combined with any number."""
-    if op in ("sum", "mean"):
-        return 0
-    if op == "product":
-        return 1
-    limits: Any = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    limit: float = limits.max if op == "min" else limits.min
-    return limit
 
 
 def _told(call: tuple[int, ...]) -> str:

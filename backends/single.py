@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel, default_device
-from unidist.backends.gradient_buckets import DataParallel
+from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel
+from unidist.backends.data_parallel import DataParallel
+from unidist.backends.device import default_device
 from unidist.topology import locate
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unidist.backends import rendezvous
+from unidist.backends.backward_pass import current_pass
 from unidist.backends.base import (
     Backend,
     Group,
@@ -27,16 +28,13 @@ from unidist.backends.base import (
     Op,
     Start,
     WrappedModel,
-    check_frozen,
-    check_not_joined,
-    default_device,
-    frozen_parameters,
-    tensors_in,
-    unused_parameters,
 )
+from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
+from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
 from unidist.errors import BackendError, MismatchError, UnidistError
 from unidist.topology import Launch, Topology, locate
+from unidist.tree import tensors_in
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -247,7 +245,7 @@ class TorchBackend(Backend):
         return (group.handle if group else self._world)[device_type]
 
 
-class Wrapped(DistributedDataParallel, WrappedModel[M]):
+class Wrapped(DistributedDataParallel, Wrapper[M]):
     """DistributedDataParallel whose evaluation is local.
 
     The original broadcasts buffers in every forward pass, also under ``no_grad``, where ranks with
@@ -272,8 +270,7 @@ class Wrapped(DistributedDataParallel, WrappedModel[M]):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            check_not_joined(self)
-            check_frozen(self.frozen)
+            self.check_forward()
         try:
             # In its own join() DDP notifies the other ranks before it rebuilds.
             if torch.is_grad_enabled() and not self._join_config.enable:
@@ -298,7 +295,7 @@ class Wrapped(DistributedDataParallel, WrappedModel[M]):
         tasks: list[int] = []
 
         def begin(grad: Tensor) -> None:
-            task = torch._C._current_graph_task_id()
+            task = current_pass()
             if tasks and task not in tasks:
                 self.rebuild_buckets()  # as before each forward pass
                 self.reducer.prepare_for_backward([tensor for ref in outputs if (tensor := ref()) is not None])

@@ -338,7 +338,7 @@ def test_stalls_are_reported_with_names_and_ranks() -> None:
     assert (
         "stalled: allreduce.lonely has waited" in result.output and "for ranks 2; ranks 0, 1 are ready" in result.output
     ), result.output
-    assert result.output.count("TOLD: allreduce.lonely: ranks 2 did not come to allreduce.lonely within 3") == 2, (
+    assert result.output.count("TOLD: allreduce.lonely: ranks 2 did not submit allreduce.lonely within 3") == 2, (
         result.output
     )
 

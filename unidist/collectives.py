@@ -23,20 +23,12 @@ import torch
 from torch import Tensor
 
 from unidist.backends.base import Backend, Group, Op
+from unidist.backends.reductions import WIDER
 from unidist.context import current
 from unidist.errors import MismatchError
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "min", "max", "product", "and", "or"]
-
-#: The dtype in which numbers are combined where the engine does not know their own.
-_WIDER = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.int8: torch.int32,
-    torch.uint8: torch.int32,
-    torch.int16: torch.int32,
-}
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
@@ -347,11 +339,11 @@ def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     dtype = torch.int32 if tensor.dtype == torch.bool else tensor.dtype
     if dtype not in backend.reducible:
-        if dtype not in _WIDER:
+        if dtype not in WIDER:
             raise TypeError(
                 f"{op!r} of {dtype} is not supported: convert it first, for example with .float() or .long()."
             )
-        dtype = _WIDER[dtype]
+        dtype = WIDER[dtype]
     wire = torch.empty(tensor.shape, dtype=dtype, device=carrier(backend, tensor)).copy_(tensor)
     return to_ordered(wire, op) if dtype.is_floating_point and op in ("min", "max") else wire
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from unidist.backends.base import tensors_in
 from unidist.context import is_initialized, is_main, rank, world_size
+from unidist.tree import tensors_in
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -17,6 +17,7 @@ import torch
 
 from unidist import knobs
 from unidist.backends.base import Backend, Start
+from unidist.backends.joined import Joined
 from unidist.errors import BackendError, NotInitializedError, WorldSizeError
 from unidist.seed import set_seed
 from unidist.topology import EXPLICIT, Launch, allocated_tasks, detect
@@ -166,6 +167,11 @@ def current() -> Backend:
     if _current is None:
         raise NotInitializedError("there is no world yet: call unidist.init() first.")
     return _current
+
+
+def in_join() -> bool:
+    """Whether a ``unidist.join`` block is running."""
+    return isinstance(_current, Joined)
 
 
 @contextmanager

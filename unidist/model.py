@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unidist.backends.base import Group, M, ModelOptions, WrappedModel
 from unidist.batch_norm import convert_batch_norm
 from unidist.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
-from unidist.context import current
+from unidist.context import current, in_join
 from unidist.errors import MismatchError
 from unidist.tree import map_leaves, walk
 
@@ -89,6 +89,7 @@ def wrap_model(
         compression=_COMPRESSION[compression] if compression else None,
         static_graph=static_graph,
         ranks=current().ranks(group),
+        in_join=in_join,
     )
     return current().wrap_model(model, options, group)
 

@@ -1,9 +1,12 @@
-"""Nested dicts, lists and tuples of values."""
+"""Nested dicts, lists and tuples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
+
+from torch import Tensor
 
 
 def walk(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
@@ -44,3 +47,17 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_leaves(fn, item) for item in tree)
     return fn(tree)
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors of a model's output: a tensor, or dicts, lists, tuples and dataclasses of them."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from tensors_in(value)
+    elif is_dataclass(output):
+        yield from tensors_in(vars(output))

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.base import Backend, Group, ModelOptions, tensors_in, unused_parameters
-from unidist.backends.gradient_buckets import by_device, cut, fill, flat_bytes
+from unidist.backends.backward_pass import BackwardPass, BackwardPasses
+from unidist.backends.base import Group, ModelOptions
+from unidist.backends.buckets import by_device, flatten_bytes, split_into_buckets, unflatten_bytes
 from unidist.backends.joined import Joined
+from unidist.backends.wrapper import unused_parameters
 from unidist.collectives import all_reduce, broadcast, broadcast_object
 from unidist.context import current, replaced
 from unidist.model import broadcast_optimizer_state, is_wrapped
@@ -75,100 +77,74 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
     joined = Joined(engine, group)
     with ExitStack() as stack:
         stack.enter_context(replaced(joined))
-        stack.enter_context(_uneven())
         for thing in objects:
             if is_wrapped(thing):
-                stack.enter_context(_averaged_at_the_end(thing, joined, group))
+                stack.enter_context(_averaged_after_backward(thing, joined, group))
         yield
         joined.run_out()
     if joined.active != everyone:
         for thing in objects:
-            _follow(thing, joined.active[0], group)
+            _broadcast_state(thing, joined.active[0], group)
 
 
 @contextmanager
-def _uneven() -> Iterator[None]:
-    Backend.uneven = True
-    try:
-        yield
-    finally:
-        Backend.uneven = False
-
-
-@contextmanager
-def _averaged_at_the_end(wrapper: Any, joined: Joined, group: Group | None) -> Iterator[None]:
-    """Average a wrapped model's gradients by plain collective calls, when its backward pass is over."""
+def _averaged_after_backward(wrapper: Any, joined: Joined, group: Group | None) -> Iterator[None]:
+    """Average a wrapped model's gradients by collective calls at the end of its backward pass, instead of during it."""
     wrapper.rebuild_buckets()
-    average = _Average(wrapper, joined, group)
-    trained = [p for p in wrapper.module.parameters() if p.requires_grad]
+    averaging = _Averaging(wrapper, joined, group)
     hooks = [
-        wrapper.register_forward_pre_hook(average.before),
-        wrapper.register_forward_hook(average.after, always_call=True),
-        *(p.register_post_accumulate_grad_hook(average.accumulated) for p in trained),
+        wrapper.register_forward_pre_hook(averaging.before_forward),
+        wrapper.register_forward_hook(averaging.after_forward, always_call=True),
     ]
     try:
         yield
     finally:
+        averaging.passes.close()
         for hook in hooks:
             hook.remove()
 
 
-class _Average:
+class _Averaging:
     def __init__(self, wrapper: Any, joined: Joined, group: Group | None) -> None:
         self.wrapper = wrapper
         self.joined = joined
         self.group = group
-        self.asked = True
-        #: Whether the last forward pass asked for averages, until its backward pass begins.
-        self.expected = False
-        self.task = -1
+        self.passes = BackwardPasses([p for p in wrapper.module.parameters() if p.requires_grad], self._begin)
+        self._sync = True
 
-    def before(self, *_: Any) -> None:
+    def before_forward(self, *_: Any) -> None:
         # The wrapper itself averages nothing.
-        self.asked, self.wrapper.require_backward_grad_sync = self.wrapper.require_backward_grad_sync, False
+        self._sync, self.wrapper.require_backward_grad_sync = self.wrapper.require_backward_grad_sync, False
 
-    def after(self, _: nn.Module, __: Any, output: Any) -> None:
-        self.wrapper.require_backward_grad_sync = self.asked
-        self.expected = self.asked and torch.is_grad_enabled()
-        if self.expected:
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self.backward)  # type: ignore[no-untyped-call]
+    def after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+        self.wrapper.require_backward_grad_sync = self._sync
+        if torch.is_grad_enabled():
+            self.passes.expect(output, self._sync)
 
-    def backward(self, _: Tensor) -> None:
-        # autograd.grad() may stop short of the parameters; if not, their hooks begin.
-        if torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
-            self.begin()
-
-    def accumulated(self, _: Tensor) -> None:
-        if self.expected:  # an output that hides its tensors
-            self.begin()
-
-    def begin(self) -> None:
-        self.expected = False
-        task = torch._C._current_graph_task_id()
-        if task != self.task:
-            self.task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+    def _begin(self, sync: bool) -> BackwardPass:
+        return _AveragedPass(self) if sync else _LocalPass()
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def average(self) -> None:
+        """Average gradients, and give buffers the values of the first rank that has data. Collective."""
         options = self.wrapper.options
         trained = [(name, p) for name, p in self.wrapper.module.named_parameters() if p.requires_grad]
         unused = [name for name, p in trained if p.grad is None]
-        wanted = [True] * len(trained)
+        used = [True] * len(trained)
         if options.find_unused_parameters:
-            used = torch.tensor([p.grad is not None for _, p in trained])
-            wanted = all_reduce(used, "or", self.group).tolist()
+            here = torch.tensor([p.grad is not None for _, p in trained])
+            used = all_reduce(here, "or", self.group).tolist()
         elif unused:
             raise unused_parameters(unused)
-        for piece in cut([p for (_, p), somewhere in zip(trained, wanted) if somewhere], options.bucket_cap_mb):
-            self._average(piece)
+        params = [p for (_, p), used_by_any in zip(trained, used) if used_by_any]
+        for bucket in split_into_buckets(params, options.bucket_cap_mb):
+            self._average(bucket)
         if options.broadcast_buffers:
             for same in by_device(self.wrapper.module.buffers()):
-                fill(same, broadcast(flat_bytes(same), self.joined.active[0], self.group))
+                unflatten_bytes(broadcast(flatten_bytes(same), self.joined.active[0], self.group), same)
 
     def _average(self, params: list[Tensor]) -> None:
+        # Not in a Bucket: the wrapper's own buckets are the storage of these gradients.
         sparse = [p.grad is not None and p.grad.is_sparse for p in params]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
         mean = all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), "mean", self.group)
@@ -182,8 +158,31 @@ class _Average:
                 p.grad.copy_(part)
 
 
-def _follow(thing: Any, src: int, group: Group | None) -> None:
-    """Take over rank ``src``'s state."""
+class _LocalPass:
+    """A backward pass inside ``no_sync``."""
+
+    def ready(self, param: Tensor) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+class _AveragedPass(_LocalPass):
+    """A backward pass after which gradients are averaged."""
+
+    def __init__(self, averaging: _Averaging) -> None:
+        self._averaging = averaging
+
+    def finish(self) -> None:
+        self._averaging.average()
+
+
+def _broadcast_state(thing: Any, src: int, group: Group | None) -> None:
+    """Give all ranks the state of rank ``src``."""
     if isinstance(thing, nn.Module):
         with torch.no_grad():
             for tensor in (*thing.parameters(), *thing.buffers()):

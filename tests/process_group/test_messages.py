@@ -150,7 +150,7 @@ def test_a_message_of_another_size_is_an_error() -> None:
     if unidist.rank() == 0:
         dist.send(torch.ones(2), 1)
     elif unidist.rank() == 1:
-        with pytest.raises(dist.DistBackendError, match=r"recv, message .* 8 bytes came from rank 0, where 12"):
+        with pytest.raises(dist.DistBackendError, match=r"recv, message .* rank 0 sent 8 bytes, where 12"):
             dist.recv(torch.ones(3), 0)
     unidist.barrier()
 

@@ -14,7 +14,7 @@ from unidist import context, knobs
 from unidist.errors import BackendError
 from unidist.hvd import alias
 from unidist.hvd.process_sets import ProcessSet, add_process_set
-from unidist.hvd.session import close_session, is_open, open_session, timeline, uninitialized
+from unidist.hvd.session import close_session, is_open, not_initialized, open_session, timeline
 from unidist.topology import NONE, Topology, detect
 
 #: The reduction operations, by Horovod's numbers.
@@ -88,46 +88,46 @@ def is_initialized() -> bool:
     return context.is_initialized()
 
 
-def _place() -> Topology:
+def _topology() -> Topology:
     # No collective: one rank alone may ask before the session is open.
     if not context.is_initialized():
-        raise uninitialized()
+        raise not_initialized()
     return context.current().topology
 
 
 def size() -> int:
     """The number of processes. Before ``init``, this and those below raise ``ValueError``."""
-    return _place().world_size
+    return _topology().world_size
 
 
 def rank() -> int:
     """This process's rank, from 0."""
-    return _place().rank
+    return _topology().rank
 
 
 def local_size() -> int:
     """The number of processes on this node."""
-    return _place().local_size
+    return _topology().local_size
 
 
 def local_rank() -> int:
     """This process's rank among those of its node, from 0."""
-    return _place().local_rank
+    return _topology().local_rank
 
 
 def cross_size() -> int:
     """The number of nodes."""
-    return _place().num_nodes
+    return _topology().num_nodes
 
 
 def cross_rank() -> int:
     """This node's rank, from 0."""
-    return _place().node_rank
+    return _topology().node_rank
 
 
 def is_homogeneous() -> bool:
     """Whether every node has as many processes as this one."""
-    return _place().world_size == _place().local_size * _place().num_nodes
+    return _topology().world_size == _topology().local_size * _topology().num_nodes
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -143,14 +143,14 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 def stop_timeline() -> None:
     """End the file that ``start_timeline`` began."""
-    _place()
+    _topology()
     timeline.close()
 
 
 # ------------------------------------------------------------------------------------ what is there
 def mpi_threads_supported() -> bool:
     """Whether the engine takes calls from several threads: each one does."""
-    _place()
+    _topology()
     return True
 
 

@@ -1,16 +1,16 @@
 """Horovod's operations.
 
-Every rank of the process set calls an operation; several may run at once, and ranks may start them in different orders, for they
-are matched by name. Operations without a name are matched by the order of such calls. ``op`` is one of ``Average``, ``Sum``,
-``Min``, ``Max``, ``Product`` and ``Adasum``; whole numbers are averaged in double precision and cut off towards 0. Tensors are dense and contiguous, on
-the CPU or a GPU.
+Every rank of the process set calls an operation. Several may be pending at once, and ranks may submit them in different
+orders, since they are matched by name; operations without a name are matched by the order of such calls. ``op`` is one of
+``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` and ``Adasum``; averages of integers are computed in double precision and
+truncated towards 0. Tensors are dense and contiguous, on the CPU or a GPU.
 
-All of them raise
+All operations raise
 
-* ``ValueError`` for what this rank can see: a tensor that does not travel, an operation of that name that is under way, a rank that is
-  not in the process set, Horovod not initialised;
-* ``HorovodInternalError``, from ``synchronize`` on every rank, when the ranks do not agree in operation, dtype, shape, ``op``, root,
-  factors or device, when a rank is gone, or when the engine fails.
+* ``ValueError`` for what this rank itself can see: a tensor that is not supported, a pending operation of the same name, a rank
+  that is not in the process set, Horovod not initialized;
+* ``HorovodInternalError``, from ``synchronize`` on every rank, when the ranks do not agree in operation, dtype, shape, ``op``,
+  root, factors or device, when a rank is lost, or when the backend fails.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ from unidist.hvd.basics import (
 )
 from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.compression import Compression, Compressor
-from unidist.hvd.negotiation import Form
+from unidist.hvd.negotiation import Signature
+from unidist.hvd.operation import Operation
 from unidist.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from unidist.hvd.session import Operation, ProcessGroup, Session, session
+from unidist.hvd.session import ProcessSetGroups, Session, current_session
 
 __all__ = [
     "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum",
@@ -74,72 +75,79 @@ __all__ = [
 _OPS = {Average: "average", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 _REDUCED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
 _TYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_WORLD = global_process_set
-#: How many forms are remembered.
-_FORMS = 4096
-#: Bytes of all ranks up to which numbers travel with the negotiation.
-_TOLD = 4096
-Compressing = type[Compressor]
+global_process_set = global_process_set
+#: Signatures that are cached.
+_MAX_SIGNATURES = 4096
+#: Bytes of all ranks up to which a tensor is sent with the negotiation.
+_INLINE_BYTES = 4096
+CompressorClass = type[Compressor]
 
 
 # ------------------------------------------------------------------------------------ allreduce
 def allreduce(
-    tensor: Tensor, average: Any = None, name: str | None = None, compression: Compressing = Compression.none,
-    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+    tensor: Tensor, average: Any = None, name: str | None = None, compression: CompressorClass = Compression.none,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:  # fmt: skip
-    """Combine the ranks' tensors element by element; differentiable.
+    """Reduce the ranks' tensors element by element; differentiable.
 
     Args:
         tensor: the same shape and dtype on every rank; stays as it is.
-        average: deprecated: whether ``op`` is ``Average`` or ``Sum``. Anything true counts, a name in its place too.
-        name: by which ranks match operations that run at the same time.
-        compression: what travels.
+        average: deprecated: true for ``Average``, false for ``Sum``; a name passed in its position counts as true.
+        name: by which the ranks' calls are matched.
+        compression: applied to what is sent.
         op: default ``Average``.
-        prescale_factor, postscale_factor: multiplied with the tensor before, and after.
+        prescale_factor, postscale_factor: factors before and after the reduction.
         process_set: the ranks that take part.
 
     Returns:
-        A new tensor. Its gradient is reduced as it was.
+        A new tensor. Its gradient is reduced in the same way.
     """
     compressed, ctx = compression.compress(tensor)
-    reduced = _Allreduce.apply(compressed, average, name, op, prescale_factor, postscale_factor, process_set)  # type: ignore[no-untyped-call]
+    how = (average, name, op, prescale_factor, postscale_factor, process_set)
+    if compressed.requires_grad and torch.is_grad_enabled():
+        reduced = _Allreduce.apply(compressed, *how)  # type: ignore[no-untyped-call]
+    else:
+        handle = _submit_allreduce([compressed], [torch.empty_like(compressed)], *how, _first, True)
+        reduced = current_session().wait(handle)
     return compression.decompress(reduced, ctx)
 
 
 def allreduce_async(
     tensor: Tensor, average: Any = None, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Begin ``allreduce``; a handle for ``poll`` and ``synchronize``."""
-    return _reduce([tensor], [torch.empty_like(tensor)], average, name, op, prescale_factor, postscale_factor, process_set, _first)  # fmt: skip
+    return _submit_allreduce([tensor], [torch.empty_like(tensor)], average, name, op, prescale_factor, postscale_factor, process_set, _first)  # fmt: skip
 
 
 def allreduce_(
     tensor: Tensor, average: Any = None, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:  # fmt: skip
     """``allreduce`` in place, without gradients; returns ``tensor``."""
-    running = session()
-    handle = _reduce(
+    session = current_session()
+    handle = _submit_allreduce(
         [tensor], [tensor], average, name, op, prescale_factor, postscale_factor, process_set, _first, True
     )
-    result: Tensor = running.wait(handle)
+    result: Tensor = session.wait(handle)
     return result
 
 
 def allreduce_async_(
     tensor: Tensor, average: Any = None, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Begin ``allreduce_``; a handle for ``poll`` and ``synchronize``."""
-    return _reduce([tensor], [tensor], average, name, op, prescale_factor, postscale_factor, process_set, _first)
+    return _submit_allreduce(
+        [tensor], [tensor], average, name, op, prescale_factor, postscale_factor, process_set, _first
+    )
 
 
 def grouped_allreduce(
-    tensors: Sequence[Tensor], average: Any = None, name: str | None = None, compression: Compressing = Compression.none,
-    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+    tensors: Sequence[Tensor], average: Any = None, name: str | None = None, compression: CompressorClass = Compression.none,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:  # fmt: skip
-    """``allreduce`` of several tensors, which begin together; a list of new tensors. Differentiable."""
+    """``allreduce`` of several tensors in one operation; a list of new tensors. Differentiable."""
     compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors))
     reduced = _GroupedAllreduce.apply(  # type: ignore[no-untyped-call]
         average, name, op, prescale_factor, postscale_factor, process_set, *compressed
@@ -149,41 +157,43 @@ def grouped_allreduce(
 
 def grouped_allreduce_async(
     tensors: Sequence[Tensor], average: Any = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Begin ``grouped_allreduce``; a handle for ``poll`` and ``synchronize``."""
     outputs = [torch.empty_like(tensor) for tensor in tensors]
-    return _reduce(tensors, outputs, average, name, op, prescale_factor, postscale_factor, process_set, tuple)
+    return _submit_allreduce(tensors, outputs, average, name, op, prescale_factor, postscale_factor, process_set, tuple)
 
 
 def grouped_allreduce_(
     tensors: Sequence[Tensor], average: Any = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``grouped_allreduce`` in place, without gradients; the tensors."""
-    running = session()
-    handle = _reduce(tensors, tensors, average, name, op, prescale_factor, postscale_factor, process_set, tuple, True)
-    result: tuple[Tensor, ...] = running.wait(handle)
+    session = current_session()
+    handle = _submit_allreduce(
+        tensors, tensors, average, name, op, prescale_factor, postscale_factor, process_set, tuple, True
+    )
+    result: tuple[Tensor, ...] = session.wait(handle)
     return result
 
 
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor], average: Any = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = _WORLD,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Begin ``grouped_allreduce_``; a handle for ``poll`` and ``synchronize``."""
-    return _reduce(tensors, tensors, average, name, op, prescale_factor, postscale_factor, process_set, tuple)
+    return _submit_allreduce(tensors, tensors, average, name, op, prescale_factor, postscale_factor, process_set, tuple)
 
 
 def sparse_allreduce_async(
-    tensor: Tensor, name: str, op: int, process_set: ProcessSet = _WORLD
+    tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Begin to combine sparse (COO) tensors, in which every rank may have other rows.
+    """Begin to reduce sparse (COO) tensors, in which every rank may have other rows.
 
     Args:
         tensor: the same shape and dtype on every rank.
-        name: by which ranks match operations that run at the same time.
-        op: ``Average``, else the values are added up.
+        name: by which the ranks' calls are matched.
+        op: ``Average``; with any other the values are added up.
         process_set: the ranks that take part.
 
     Returns:
@@ -196,15 +206,14 @@ def sparse_allreduce_async(
         gathered = synchronize(values)
         if op == Average:
             gathered = gathered / process_set.size()
-        places = synchronize(indices).t()
-        return torch.sparse_coo_tensor(places, gathered, tensor.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(synchronize(indices).t(), gathered, tensor.shape, check_invariants=False)
 
     return finish
 
 
 # ------------------------------------------------------------------------------------ allgather
-def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = _WORLD) -> Tensor:
-    """Concatenate the ranks' tensors along dim 0, in which they may differ; differentiable.
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Concatenate the ranks' tensors along dim 0, whose sizes may differ; differentiable.
 
     Returns:
         A new tensor. The gradient of a rank's part is averaged over the ranks.
@@ -213,25 +222,29 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     return result
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = _WORLD) -> int:
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Begin ``allgather``; a handle for ``poll`` and ``synchronize``."""
-    return _gather([tensor], name, process_set, _first)
+    return _submit_allgather([tensor], name, process_set, _first)
 
 
-def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _WORLD) -> Any:
-    """``allgather`` of several tensors, which begin together; a tuple of new tensors. Differentiable."""
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """``allgather`` of several tensors in one operation; a tuple of new tensors. Differentiable."""
     return _GroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _WORLD
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin ``grouped_allgather``; a handle for ``poll`` and ``synchronize``."""
-    return _gather(tensors, name, process_set, tuple)
+    return _submit_allgather(tensors, name, process_set, tuple)
 
 
 # ------------------------------------------------------------------------------------ broadcast
-def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _WORLD) -> Tensor:
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """Give every rank the tensor of global rank ``root_rank``; differentiable.
 
     Returns:
@@ -241,53 +254,61 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
     return result
 
 
-def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _WORLD) -> int:
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """Begin ``broadcast``; a handle for ``poll`` and ``synchronize``."""
-    return _spread(tensor, torch.empty_like(tensor), root_rank, name, process_set)
+    return _submit_broadcast(tensor, torch.empty_like(tensor), root_rank, name, process_set)
 
 
-def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _WORLD) -> Tensor:
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """``broadcast`` in place, without gradients; returns ``tensor``."""
-    running = session()
-    result: Tensor = running.wait(_spread(tensor, tensor, root_rank, name, process_set, True))
+    session = current_session()
+    result: Tensor = session.wait(_submit_broadcast(tensor, tensor, root_rank, name, process_set, True))
     return result
 
 
-def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _WORLD) -> int:
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """Begin ``broadcast_``; a handle for ``poll`` and ``synchronize``."""
-    return _spread(tensor, tensor, root_rank, name, process_set)
+    return _submit_broadcast(tensor, tensor, root_rank, name, process_set)
 
 
 # ------------------------------------------------------------------------------------ alltoall
-def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = _WORLD) -> Any:
+def alltoall(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
     """Send rows of ``tensor`` to each rank, and receive some from each; differentiable.
 
     Args:
         tensor: the rows for the first rank, then those for the second, ...
-        splits: how many go to each, a list or an int32 tensor; None: equal parts.
-        name: by which ranks match operations that run at the same time.
+        splits: number of rows for each rank, a list or an int32 tensor; None: equal parts.
+        name: by which the ranks' calls are matched.
         process_set: the ranks that take part.
 
     Returns:
-        A new tensor of what the ranks sent here, in their order; with ``splits`` a pair of it and the numbers of rows received,
-        an int32 tensor.
+        A new tensor of the received rows, in rank order; with ``splits`` a pair of it and the number of rows received from each
+        rank, an int32 tensor.
     """
     return _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
 
 
 def alltoall_async(
-    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = _WORLD
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin ``alltoall``; ``synchronize`` returns the pair, also without ``splits``."""
-    running, number = _member(process_set, "alltoall")
-    _check(tensor, None)
+    session, set_id = _member(process_set, "alltoall")
+    _check_tensor(tensor, None)
     if tensor.dim() == 0:
         raise ValueError("alltoall takes tensors of at least one dimension.")
-    members = len(running.groups[number].ranks)
+    members = len(session.process_sets[set_id].ranks)
     rows = tensor.shape[0]
     if splits is None or (isinstance(splits, Tensor) and splits.numel() == 0):
         if rows % members:
-            raise ValueError(f"{rows} rows have no {members} equal parts: pass splits=.")
+            raise ValueError(f"{rows} rows cannot be split into {members} equal parts: pass splits=.")
         counts = [rows // members] * members
     else:
         if isinstance(splits, Tensor) and splits.dtype != torch.int32:
@@ -296,33 +317,32 @@ def alltoall_async(
             )
         counts = [int(count) for count in splits]
     if len(counts) != members or min(counts) < 0 or sum(counts) > rows:
-        raise ValueError(
-            f"splits={counts} must be {members} counts, none negative, of the {rows} rows of this tensor at most."
-        )
+        raise ValueError(f"splits={counts} must be {members} counts, none negative, of at most {rows} rows in all.")
 
-    def shape(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
+    def to_result(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
         device = splits.device if isinstance(splits, Tensor) else None
         return result[0], torch.tensor(result[1], dtype=torch.int32, device=device)
 
-    form = Form("alltoall", (_TYPES[tensor.dtype],), ((-1, *tensor.shape[1:]),), device=tensor.device.type)
-    name = _name(running, "alltoall", name, number)
-    return running.start(Operation(name, form, [tensor.detach()], None, tuple(counts), number, shape))
+    signature = Signature("alltoall", (_TYPES[tensor.dtype],), ((-1, *tensor.shape[1:]),), device=tensor.device.type)
+    name = _name(session, "alltoall", name, set_id)
+    return session.submit(Operation(name, signature, [tensor.detach()], None, tuple(counts), set_id, to_result))
 
 
 # ------------------------------------------------------------------------------------ reducescatter
 def reducescatter(
-    tensor: Tensor, name: str | None = None, compression: Compressing = Compression.none, op: int = Average,
-    process_set: ProcessSet = _WORLD, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensor: Tensor, name: str | None = None, compression: CompressorClass = Compression.none, op: int = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Combine the ranks' tensors and keep one part of the result, along dim 0, on each rank; differentiable.
+    """Reduce the ranks' tensors and leave one part of the result, along dim 0, on each rank; differentiable.
 
     Args:
-        tensor: the same shape and dtype on every rank, at least one dimension; the first ranks get a row more where it has no equal parts.
-        name: by which ranks match operations that run at the same time.
-        compression: what travels.
+        tensor: the same shape and dtype on every rank, at least one dimension; where dim 0 has no equal parts, the first ranks
+            get one row more.
+        name: by which the ranks' calls are matched.
+        compression: applied to what is sent.
         op: ``Average`` or ``Sum``.
         process_set: the ranks that take part.
-        prescale_factor, postscale_factor: multiplied with the tensor before, and after.
+        prescale_factor, postscale_factor: factors before and after the reduction.
     """
     compressed, ctx = compression.compress(tensor)
     part = _Reducescatter.apply(compressed, name, op, process_set, prescale_factor, postscale_factor)  # type: ignore[no-untyped-call]
@@ -330,18 +350,18 @@ def reducescatter(
 
 
 def reducescatter_async(
-    tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = _WORLD,
+    tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:  # fmt: skip
     """Begin ``reducescatter``; a handle for ``poll`` and ``synchronize``."""
-    return _scatter([tensor], name, op, process_set, prescale_factor, postscale_factor, _first)
+    return _submit_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor, _first)
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Tensor], name: str | None = None, compression: Compressing = Compression.none, op: int = Average,
-    process_set: ProcessSet = _WORLD, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensors: Sequence[Tensor], name: str | None = None, compression: CompressorClass = Compression.none, op: int = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:  # fmt: skip
-    """``reducescatter`` of several tensors, which begin together; a list of new tensors. Differentiable."""
+    """``reducescatter`` of several tensors in one operation; a list of new tensors. Differentiable."""
     compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors))
     parts = _GroupedReducescatter.apply(  # type: ignore[no-untyped-call]
         name, op, process_set, prescale_factor, postscale_factor, *compressed
@@ -350,29 +370,29 @@ def grouped_reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Tensor], name: str | None = None, op: int = Average, process_set: ProcessSet = _WORLD,
+    tensors: Sequence[Tensor], name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:  # fmt: skip
     """Begin ``grouped_reducescatter``; a handle for ``poll`` and ``synchronize``."""
-    return _scatter(tensors, name, op, process_set, prescale_factor, postscale_factor, tuple)
+    return _submit_reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, tuple)
 
 
 # ------------------------------------------------------------------------------------ waiting
 def poll(handle: int) -> bool:
     """Whether ``synchronize`` would return at once. Raises ``ValueError`` for a handle that has been synchronized."""
-    return session().poll(handle)
+    return current_session().poll(handle)
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an operation; what it returns. None for a handle that has been synchronized."""
-    return session().wait(handle)
+    """Wait for an operation and return its result; None for a handle that has been synchronized."""
+    return current_session().wait(handle)
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait until all ranks have joined.
+    """Declare that this rank has no more data, and wait until all ranks have joined.
 
-    Until then it takes part in the others' ``allreduce`` and in their optimizers' reductions with nothing: zeros, of which averages
-    count the rank. Other operations raise on the ranks that call them.
+    Until then it takes part in the others' ``allreduce`` and in their optimizers' reductions with zeros, and counts in averages.
+    Other operations raise on the ranks that call them.
 
     Args:
         device: of no effect.
@@ -380,17 +400,17 @@ def join(device: int = -1) -> int:
     Returns:
         The rank that joined last.
     """
-    return session().join()
+    return current_session().join()
 
 
-def barrier(process_set: ProcessSet = _WORLD) -> None:
+def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the process set has made this call."""
-    running, number = _member(process_set, "barrier")
-    running.run(Operation(running.unnamed(number), Form("barrier"), set_id=number))
+    session, set_id = _member(process_set, "barrier")
+    session.run(Operation(session.next_name(set_id), Signature("barrier"), set_id=set_id))
 
 
 def handle_average_backwards_compatibility(op: int | None, average: Any) -> int:
-    """The operation that is meant by ``op`` and the deprecated ``average``."""
+    """The reduction that ``op`` and the deprecated ``average`` stand for."""
     if op is not None:
         if average is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -401,141 +421,154 @@ def handle_average_backwards_compatibility(op: int | None, average: Any) -> int:
     return Average if average else Sum
 
 
-# ------------------------------------------------------------------------------------ beginning
-def _reduce(
+# ------------------------------------------------------------------------------------ submission
+def _submit_allreduce(
     tensors: Sequence[Tensor], outputs: Sequence[Tensor], average: Any, name: str | None, op: int | None, prescale: float,
-    postscale: float, process_set: ProcessSet, shape: Callable[[Any], Any], at_once: bool = False,
+    postscale: float, process_set: ProcessSet, to_result: Callable[[Any], Any], send_now: bool = False,
 ) -> int:  # fmt: skip
     op = handle_average_backwards_compatibility(op, average)
-    running, number = _member(process_set, "allreduce")
+    session, set_id = _member(process_set, "allreduce")
     for tensor in tensors:
-        _check(tensor, _REDUCED)
-    word = _OPS.get(op)
-    if word is None:
+        _check_tensor(tensor, _REDUCED)
+    reduction = _OPS.get(op)
+    if reduction is None:
         raise HorovodInternalError(
-            f"op={op!r} is no reduction operation: use Average, Sum, Adasum, Min, Max or Product."
+            f"op={op!r} is not a reduction operation: use Average, Sum, Adasum, Min, Max or Product."
         )
-    if word == "adasum":
-        _check_adasum(running, number, tensors)
-    form = _form(running, word, prescale, postscale, tensors)
-    kind = "allreduce" if shape is _first else "grouped_allreduce"
+    if reduction == "adasum":
+        _check_adasum(session, set_id, tensors)
+    signature = _allreduce_signature(session, reduction, prescale, postscale, tensors)
+    kind = "allreduce" if to_result is _first else "grouped_allreduce"
     inputs = [tensor.data for tensor in tensors]
     operation = Operation(
-        _name(running, kind, name, number), form, inputs,
+        _name(session, kind, name, set_id), signature, inputs,
         inputs if outputs is tensors or outputs[0] is tensors[0] else outputs,
-        _numbers(inputs, form, running.groups[number]) if at_once else (), number, returns=shape(outputs),
+        _inline_payload(inputs, signature, session.process_sets[set_id]) if send_now else (), set_id, result=to_result(outputs),
     )  # fmt: skip
-    return running.start(operation, at_once=at_once)
+    return session.submit(operation, send_now=send_now)
 
 
-def _numbers(tensors: Sequence[Tensor], form: Form, group: ProcessGroup) -> bytes:
-    """What is so small that it travels with the negotiation, if somebody waits for it; else nothing."""
+def _inline_payload(tensors: Sequence[Tensor], signature: Signature, group: ProcessSetGroups) -> bytes:
+    """The numbers of a small tensor, which are sent with the negotiation if the caller waits; else nothing."""
     first = tensors[0]
-    if len(tensors) > 1 or form.device != "cpu" or form.op == "adasum" or first.nbytes * len(group.ranks) > _TOLD:
+    if (
+        len(tensors) > 1
+        or signature.device != "cpu"
+        or signature.op == "adasum"
+        or first.nbytes * len(group.ranks) > _INLINE_BYTES
+    ):
         return b""
     return ctypes.string_at(first.data_ptr(), first.nbytes)
 
 
-def _form(running: Session, op: str, prescale: float, postscale: float, tensors: Sequence[Tensor]) -> Form:
-    """Of an allreduce; the same object for what was there before."""
+def _allreduce_signature(
+    session: Session, op: str, prescale: float, postscale: float, tensors: Sequence[Tensor]
+) -> Signature:
+    """The signature of an allreduce; the same object for equal ones."""
     key = (op, prescale, postscale, *[(tensor.dtype, tensor.shape, tensor.device.type) for tensor in tensors])
-    form = running.forms.get(key)
-    if form is None:
-        if len(running.forms) >= _FORMS:
-            running.forms.clear()
-        form = running.forms[key] = Form(
+    signature = session.signatures.get(key)
+    if signature is None:
+        if len(session.signatures) >= _MAX_SIGNATURES:
+            session.signatures.clear()
+        signature = session.signatures[key] = Signature(
             "allreduce", tuple(_TYPES[tensor.dtype] for tensor in tensors), tuple(tuple(tensor.shape) for tensor in tensors),
             op, -1, float(prescale), float(postscale), tensors[0].device.type,
         )  # fmt: skip
-    return form
+    return signature
 
 
-def _gather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, shape: Callable[[Any], Any]) -> int:
-    running, number = _member(process_set, "allgather")
+def _submit_allgather(
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, to_result: Callable[[Any], Any]
+) -> int:
+    session, set_id = _member(process_set, "allgather")
     for tensor in tensors:
-        _check(tensor, None)
+        _check_tensor(tensor, None)
         if tensor.dim() == 0:
             raise ValueError("allgather takes tensors of at least one dimension: pass tensor.reshape(1).")
-    form = Form(
+    signature = Signature(
         "allgather", tuple(_TYPES[t.dtype] for t in tensors), tuple((-1, *t.shape[1:]) for t in tensors),
         device=tensors[0].device.type,
     )  # fmt: skip
-    name = _name(running, "allgather" if shape is _first else "grouped_allgather", name, number)
+    name = _name(session, "allgather" if to_result is _first else "grouped_allgather", name, set_id)
     inputs = [tensor.detach() for tensor in tensors]
-    return running.start(Operation(name, form, inputs, None, tuple(t.shape[0] for t in tensors), number, shape))
-
-
-def _spread(
-    tensor: Tensor, output: Tensor, root: int, name: str | None, process_set: ProcessSet, at_once: bool = False
-) -> int:
-    running, number = _member(process_set, "broadcast")
-    _check(tensor, None)
-    if root not in running.groups[number].ranks:
-        raise ValueError(
-            f"root rank {root} is not one of the ranks {list(running.groups[number].ranks)} of this process set."
-        )
-    form = Form("broadcast", (_TYPES[tensor.dtype],), (tuple(tensor.shape),), "", root, device=tensor.device.type)
-    operation = Operation(
-        _name(running, "broadcast", name, number), form, [tensor.data], [output.data], set_id=number, returns=output
+    return session.submit(
+        Operation(name, signature, inputs, None, tuple(t.shape[0] for t in tensors), set_id, to_result)
     )
-    return running.start(operation, at_once=at_once)
 
 
-def _scatter(
+def _submit_broadcast(
+    tensor: Tensor, output: Tensor, root: int, name: str | None, process_set: ProcessSet, send_now: bool = False
+) -> int:
+    session, set_id = _member(process_set, "broadcast")
+    _check_tensor(tensor, None)
+    if root not in session.process_sets[set_id].ranks:
+        raise ValueError(
+            f"root rank {root} is not one of the ranks {list(session.process_sets[set_id].ranks)} of this process set."
+        )
+    signature = Signature(
+        "broadcast", (_TYPES[tensor.dtype],), (tuple(tensor.shape),), "", root, device=tensor.device.type
+    )
+    operation = Operation(
+        _name(session, "broadcast", name, set_id), signature, [tensor.data], [output.data], set_id=set_id, result=output
+    )
+    return session.submit(operation, send_now=send_now)
+
+
+def _submit_reducescatter(
     tensors: Sequence[Tensor], name: str | None, op: int, process_set: ProcessSet, prescale: float, postscale: float,
-    shape: Callable[[Any], Any],
+    to_result: Callable[[Any], Any],
 ) -> int:  # fmt: skip
-    running, number = _member(process_set, "reducescatter")
+    session, set_id = _member(process_set, "reducescatter")
     for tensor in tensors:
-        _check(tensor, _REDUCED)
+        _check_tensor(tensor, _REDUCED)
         if tensor.dim() == 0:
             raise ValueError("reducescatter takes tensors of at least one dimension.")
     if op not in (Average, Sum):
-        raise HorovodInternalError(f"reducescatter knows Average and Sum, not op={op!r}.")
-    form = Form(
+        raise HorovodInternalError(f"reducescatter takes op=Average or Sum, not {op!r}.")
+    signature = Signature(
         "reducescatter", tuple(_TYPES[t.dtype] for t in tensors), tuple(tuple(t.shape) for t in tensors), _OPS[op], -1,
         float(prescale), float(postscale), tensors[0].device.type,
     )  # fmt: skip
-    name = _name(running, "reducescatter" if shape is _first else "grouped_reducescatter", name, number)
-    return running.start(Operation(name, form, [t.detach() for t in tensors], None, (), number, shape))
+    name = _name(session, "reducescatter" if to_result is _first else "grouped_reducescatter", name, set_id)
+    return session.submit(Operation(name, signature, [t.detach() for t in tensors], None, (), set_id, to_result))
 
 
 def _first(results: Sequence[Any]) -> Any:
     return results[0]
 
 
-def _name(running: Session, kind: str, name: str | None, number: int) -> str:
-    return running.unnamed(number) if name is None else f"{kind}.{name}"
+def _name(session: Session, kind: str, name: str | None, set_id: int) -> str:
+    return session.next_name(set_id) if name is None else f"{kind}.{name}"
 
 
 def _member(process_set: ProcessSet, call: str) -> tuple[Session, int]:
     try:
-        running = session()
+        session = current_session()
     except ValueError as error:
         raise HorovodInternalError(str(error)) from None
-    number = process_set.process_set_id
-    group = running.groups.get(number)  # type: ignore[arg-type]
-    if number is None or group is None:
-        raise ValueError(f"{call}: {process_set} is not in use: call add_process_set with it, on every rank.")
-    if running.place.rank not in group.ranks:
+    set_id = process_set.process_set_id
+    group = session.process_sets.get(set_id)  # type: ignore[arg-type]
+    if set_id is None or group is None:
+        raise ValueError(f"{call}: {process_set} is not registered: call add_process_set with it, on every rank.")
+    if session.topology.rank not in group.ranks:
         raise ValueError(
-            f"{call}: rank {running.place.rank} is not a member of the provided process set {process_set}."
+            f"{call}: rank {session.topology.rank} is not a member of the provided process set {process_set}."
         )
-    return running, number
+    return session, set_id
 
 
-def _check(tensor: Tensor, dtypes: set[torch.dtype] | None) -> None:
+def _check_tensor(tensor: Tensor, dtypes: set[torch.dtype] | None) -> None:
     if tensor.layout != torch.strided or (dtypes is not None and tensor.dtype not in dtypes):
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
 
 
-def _check_adasum(running: Session, number: int, tensors: Sequence[Tensor]) -> None:
-    if number != 0:
+def _check_adasum(session: Session, set_id: int, tensors: Sequence[Tensor]) -> None:
+    if set_id != 0:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
-    if running.place.world_size.bit_count() != 1:
-        raise NotImplementedError(f"Adasum combines ranks in pairs: {running.place.world_size} is not a power of 2.")
+    if session.topology.world_size.bit_count() != 1:
+        raise NotImplementedError(f"Adasum reduces ranks in pairs: {session.topology.world_size} is not a power of 2.")
     if any(not tensor.dtype.is_floating_point for tensor in tensors):
         raise ValueError("Adasum takes floating point tensors.")
 
@@ -548,7 +581,7 @@ class _Allreduce(torch.autograd.Function):
     ) -> Any:
         ctx.how = (average, None, op, pre, post, process_set)
         output = torch.empty_like(tensor)
-        handle = _reduce([tensor], [output], average, name, op, pre, post, process_set, _first, True)
+        handle = _submit_allreduce([tensor], [output], average, name, op, pre, post, process_set, _first, True)
         return synchronize(handle)
 
     @staticmethod
@@ -595,7 +628,7 @@ class _GroupedAllgather(torch.autograd.Function):
 
 
 def _own_parts(grads: Sequence[Tensor], rows: Sequence[int], process_set: ProcessSet) -> list[Tensor]:
-    """Of gradients averaged over the ranks, the rows that this rank has contributed."""
+    """This rank's rows of gradients averaged over the ranks."""
     averaged = grouped_allreduce([grad.contiguous() for grad in grads], process_set=process_set)
     counts = allgather(torch.tensor([list(rows)]), process_set=process_set)
     me = process_set.rank()

@@ -1,8 +1,9 @@
-"""Which operations may begin, in which order: what rank 0 decides for all.
+"""The coordinator of Horovod's operations: which may execute, in which order. Pure: no thread, clock or socket.
 
-Each rank tells which operations it is ready for, in any order. When all ranks of an operation's process set are ready, and
-agree on it, it is answered to all of them; the answers come in one order everywhere, so that nobody waits for nobody. Small
-sums that become ready together are answered as one. No thread, clock or socket here: see ``line`` for those.
+Each rank sends a request for each operation that it has submitted, in any order. When all ranks of an operation's process set
+have sent theirs, and they agree, each of them gets a response; the responses come in one order on all ranks, so that no two
+ranks wait for each other. Small allreduces that are ready together get one response (tensor fusion). ``control`` has the
+sockets, ``session`` the execution.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-#: What a rank says of an operation that may differ between ranks: rows of its tensors, splits, or the few numbers themselves.
-Own = tuple[int, ...] | bytes
+#: What may differ between the ranks of an operation: rows of its tensors, splits, or the few numbers themselves.
+Payload = tuple[int, ...] | bytes
 
 
-class Form(NamedTuple):
-    """What all ranks of an operation must agree on."""
+class Signature(NamedTuple):
+    """What must be the same on all ranks of an operation."""
 
     kind: str
     #: One entry for each tensor; rows that may differ are -1.
@@ -33,38 +34,38 @@ class Form(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-#: A rank is ready for an operation: the process set, a name unlike all that are under way in it, the form, what is this rank's own.
-#: Plain tuples travel fastest.
-Request = tuple[int, str, Form, Own]
+#: A rank has submitted an operation: process set, name (unique among its pending ones), signature, payload.
+#: A plain tuple, which pickles fastest.
+Request = tuple[int, str, Signature, Payload]
 
 
-class Answer(NamedTuple):
-    """Operations of one process set that begin now, as one."""
+class Response(NamedTuple):
+    """Operations of one process set that execute now, fused."""
 
     set_id: int
     names: tuple[str, ...]
-    #: The first operation's; each one's while somebody has joined, who knows of none.
-    forms: tuple[Form, ...]
-    #: What each rank said, where it may differ; of a sum, only if all of them sent their numbers.
-    table: tuple[Own, ...] = ()
-    #: The ranks did not agree, or one is missing for good.
+    #: The first operation's; each one's while a rank has joined, which has submitted none of them.
+    signatures: tuple[Signature, ...]
+    #: The payload of each rank, in rank order; empty unless all ranks sent one.
+    payloads: tuple[Payload, ...] = ()
+    #: Why the operations fail instead: the ranks did not agree, or one is lost.
     error: str = ""
-    #: Of a new process set, its number; of a join, the last rank.
+    #: The id of a new process set; of a join, the last rank.
     number: int = -1
 
 
-#: Answers, with the ranks that are to hear of them.
-Deliveries = list[tuple[tuple[int, ...], Answer]]
+#: Responses, with the ranks that receive them.
+Outgoing = list[tuple[tuple[int, ...], Response]]
 
 
-class _Entry:
-    __slots__ = ("first", "since", "there")
+class _Pending:
+    __slots__ = ("first", "requests", "since")
 
     def __init__(self, first: Request, since: float) -> None:
         self.first = first
         self.since = since
-        #: What each rank has said.
-        self.there: dict[int, Request] = {}
+        #: By rank.
+        self.requests: dict[int, Request] = {}
 
 
 class Coordinator:
@@ -72,110 +73,112 @@ class Coordinator:
 
     Args:
         size: number of ranks.
-        fusion: bytes up to which sums are answered as one.
+        fusion: fusion threshold in bytes: up to so many are reduced together.
     """
 
     def __init__(self, size: int, fusion: int) -> None:
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         self._next_set = 1
         self._fusion = fusion
-        self._waiting: dict[tuple[int, str], _Entry] = {}
-        self._ready: list[_Entry] = []
-        self._failed: Deliveries = []
+        self._pending: dict[tuple[int, str], _Pending] = {}
+        self._ready: list[_Pending] = []
+        self._failed: Outgoing = []
         #: Ranks that have joined, in order.
         self.joined: list[int] = []
-        #: Why nothing can begin any more.
-        self.end = ""
+        #: Why no operation can execute any more.
+        self.shutdown_reason = ""
 
-    # -------------------------------------------------------------------------------- what ranks say
+    # -------------------------------------------------------------------------------- from the ranks
     def receive(self, rank: int, requests: Iterable[Request], now: float) -> None:
-        """A rank is ready for operations."""
-        waiting, sets = self._waiting, self.sets
+        """A rank has submitted operations."""
+        waiting, sets = self._pending, self.sets
         for request in requests:
-            set_id, name, _form, _ = request
-            if self.end or set_id not in sets:
-                why = self.end or f"process set {set_id} has been removed"
+            set_id, name, _signature, _ = request
+            if self.shutdown_reason or set_id not in sets:
+                why = self.shutdown_reason or f"process set {set_id} has been removed"
                 self._fail(request, (rank,), why)
                 continue
             key = (set_id, name)
             entry = waiting.get(key)
             if entry is None:
-                entry = waiting[key] = _Entry(request, now)
-            entry.there[rank] = request
-            if len(entry.there) == len(sets[set_id]) or self.joined:
+                entry = waiting[key] = _Pending(request, now)
+            entry.requests[rank] = request
+            if len(entry.requests) == len(sets[set_id]) or self.joined:
                 self._check(key, entry)
 
     def join(self, rank: int) -> None:
-        """A rank has no more data: it takes part in sums with nothing until all have joined."""
+        """A rank has no more data: it takes part in allreduces with zeros until all have joined."""
         self.joined.append(rank)
-        for key, entry in list(self._waiting.items()):
+        for key, entry in list(self._pending.items()):
             self._check(key, entry)
 
-    def lose(self, rank: int, why: str) -> None:
-        """A rank is gone: what waits, and what will come, fails."""
-        if not self.end:
-            self.end = f"rank {rank} {why}"
-            self.fail_all(self.end)
+    def rank_lost(self, rank: int, why: str) -> None:
+        """A rank is gone: all operations, pending and later, fail."""
+        if not self.shutdown_reason:
+            self.shutdown_reason = f"rank {rank} {why}"
+            self.fail_all(self.shutdown_reason)
 
     def fail_all(self, why: str) -> None:
-        """Answer all that waits with an error."""
-        for entry in self._waiting.values():
-            self._fail(entry.first, tuple(entry.there), why)
-        self._waiting.clear()
+        """Fail all pending operations."""
+        for entry in self._pending.values():
+            self._fail(entry.first, tuple(entry.requests), why)
+        self._pending.clear()
 
-    # -------------------------------------------------------------------------------- what they are told
-    def answers(self) -> Deliveries:
-        """What has become ready since the last call, with the ranks that are to hear of it."""
-        told, self._failed = self._failed, []
+    # -------------------------------------------------------------------------------- to the ranks
+    def responses(self) -> Outgoing:
+        """The responses since the last call."""
+        outgoing, self._failed = self._failed, []
         for entries in self._fused():
-            told.append(self._answer(entries))
+            outgoing.append(self._respond(entries))
         everybody = self.sets[0]
         if self.joined and len(self.joined) == len(everybody):
-            told.append((everybody, Answer(0, (), (), number=self.joined[-1])))
+            outgoing.append((everybody, Response(0, (), (), number=self.joined[-1])))
             self.joined = []
-        return told
+        return outgoing
 
     def stalled(self, now: float, seconds: float) -> list[tuple[str, float, list[int], list[int]]]:
-        """Operations that some ranks have waited for at least so long: name, seconds, ranks that wait, ranks that are missing."""
+        """Operations that have been pending for at least so long: name, seconds, ranks that submitted it, missing ranks."""
         found = []
-        for (set_id, name), entry in self._waiting.items():
+        for (set_id, name), entry in self._pending.items():
             if now - entry.since >= seconds:
-                missing = [rank for rank in self.sets[set_id] if rank not in entry.there]
-                found.append((_called(entry.first[2], name), now - entry.since, sorted(entry.there), missing))
+                missing = [rank for rank in self.sets[set_id] if rank not in entry.requests]
+                found.append((_display_name(entry.first[2], name), now - entry.since, sorted(entry.requests), missing))
         return found
 
     # --------------------------------------------------------------------------------
-    def _check(self, key: tuple[int, str], entry: _Entry) -> None:
+    def _check(self, key: tuple[int, str], entry: _Pending) -> None:
         ranks = self.sets[key[0]]
-        absent = len(ranks) - len(entry.there)
-        if absent and absent > sum(rank in ranks and rank not in entry.there for rank in self.joined):
+        absent = len(ranks) - len(entry.requests)
+        if absent and absent > sum(rank in ranks and rank not in entry.requests for rank in self.joined):
             return
-        del self._waiting[key]
-        error = self._disagreement(entry)
+        del self._pending[key]
+        error = self._mismatch(entry)
         if error:
-            self._fail(entry.first, tuple(entry.there), error)
+            self._fail(entry.first, tuple(entry.requests), error)
         else:
             self._ready.append(entry)
 
     def _fail(self, request: Request, ranks: tuple[int, ...], why: str) -> None:
-        set_id, name, form, _ = request
-        self._failed.append((ranks, Answer(set_id, (name,), (form,), error=f"{_called(form, name)}: {why}")))
+        set_id, name, signature, _ = request
+        self._failed.append(
+            (ranks, Response(set_id, (name,), (signature,), error=f"{_display_name(signature, name)}: {why}"))
+        )
 
-    def _fused(self) -> list[list[_Entry]]:
+    def _fused(self) -> list[list[_Pending]]:
         ready, self._ready = self._ready, []
         if len(ready) < 2:
             return [[entry] for entry in ready]
-        groups: list[list[_Entry]] = []
-        open_groups: dict[object, tuple[list[_Entry], int]] = {}
+        groups: list[list[_Pending]] = []
+        open_groups: dict[object, tuple[list[_Pending], int]] = {}
         known: dict[tuple[int, int], tuple[object, int]] = {}
         for entry in ready:
-            set_id, _, form, own = entry.first
-            if own:
+            set_id, _, signature, payload = entry.first
+            if payload:
                 groups.append([entry])
                 continue
-            # Equal forms of one letter are one object.
-            kind, nbytes = known.get((set_id, id(form))) or known.setdefault(
-                (set_id, id(form)), (_fusible(set_id, form), size_of(form))
+            # Equal signatures of one message are one object.
+            kind, nbytes = known.get((set_id, id(signature))) or known.setdefault(
+                (set_id, id(signature)), (_fusion_key(set_id, signature), tensor_bytes(signature))
             )
             if kind is None:
                 groups.append([entry])
@@ -188,85 +191,96 @@ class Coordinator:
             open_groups[kind] = (group, filled + nbytes)
         return groups
 
-    def _answer(self, entries: list[_Entry]) -> tuple[tuple[int, ...], Answer]:
-        set_id, _, form, _ = entries[0].first
+    def _respond(self, entries: list[_Pending]) -> tuple[tuple[int, ...], Response]:
+        set_id, _, signature, _ = entries[0].first
         ranks = self.sets[set_id]
         number = -1
-        if form.kind == "add_process_set":
+        if signature.kind == "add_process_set":
             number, self._next_set = self._next_set, self._next_set + 1
-            self.sets[number] = form.ranks
-        elif form.kind == "remove_process_set":
-            self.sets.pop(form.root, None)
-        said = entries[0].there
-        table = tuple(said[rank][3] for rank in ranks if rank in said)
-        if not all(table):
-            table = ()
+            self.sets[number] = signature.ranks
+        elif signature.kind == "remove_process_set":
+            self.sets.pop(signature.root, None)
+        requests = entries[0].requests
+        payloads = tuple(requests[rank][3] for rank in ranks if rank in requests)
+        if not all(payloads):
+            payloads = ()
         names = tuple(entry.first[1] for entry in entries)
-        forms = tuple(entry.first[2] for entry in entries) if self.joined else (form,)
-        return ranks, Answer(set_id, names, forms, table, number=number)
+        signatures = tuple(entry.first[2] for entry in entries) if self.joined else (signature,)
+        return ranks, Response(set_id, names, signatures, payloads, number=number)
 
-    def _disagreement(self, entry: _Entry) -> str:
+    def _mismatch(self, entry: _Pending) -> str:
         set_id, _, first, _ = entry.first
-        there = entry.there
-        for request in there.values():
+        requests = entry.requests
+        for request in requests.values():
             if request[2] != first:
-                return _difference({rank: request[2] for rank, request in there.items()})
-        if len(there) < len(self.sets[set_id]) and (first.kind != "allreduce" or first.op == "adasum"):
-            absent = [rank for rank in self.sets[set_id] if rank not in there]
+                return _describe_mismatch({rank: request[2] for rank, request in requests.items()})
+        if len(requests) < len(self.sets[set_id]) and (first.kind != "allreduce" or first.op == "adasum"):
+            absent = [rank for rank in self.sets[set_id] if rank not in requests]
             hint = " (with sparse gradients: sparse_as_dense=True)" if first.kind == "allgather" else ""
-            return f"{first.kind} is not supported while ranks {told(absent)} have joined{hint}"
+            return f"{first.kind} is not supported while ranks {format_ranks(absent)} have joined{hint}"
         return ""
 
 
-def _fusible(set_id: int, form: Form) -> object:
-    """Equal for operations that may travel as one; None for those that may not."""
-    if form.kind not in ("allreduce", "broadcast") or form.op == "adasum" or len(set(form.dtypes)) != 1:
+def _fusion_key(set_id: int, signature: Signature) -> object:
+    """Equal for operations that may be fused; None for those that may not."""
+    if signature.kind not in ("allreduce", "broadcast") or signature.op == "adasum" or len(set(signature.dtypes)) != 1:
         return None
-    return (set_id, form.kind, form.dtypes[0], form.op, form.root, form.prescale, form.postscale, form.device)
+    return (
+        set_id,
+        signature.kind,
+        signature.dtypes[0],
+        signature.op,
+        signature.root,
+        signature.prescale,
+        signature.postscale,
+        signature.device,
+    )
 
 
-def size_of(form: Form) -> int:
+def tensor_bytes(signature: Signature) -> int:
     """Bytes of an operation's tensors on one rank."""
-    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in zip(form.dtypes, form.shapes))
+    return sum(
+        math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in zip(signature.dtypes, signature.shapes)
+    )
 
 
-def told(ranks: Sequence[int]) -> str:
-    """Ranks for a message."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks for a message: at most 8 are listed."""
     shown = ", ".join(map(str, ranks[:8]))
     return f"{shown}, ... ({len(ranks)} in all)" if len(ranks) > 8 else shown
 
 
-_ASPECTS: dict[str, tuple[str, Callable[[Form], object]]] = {
-    "kind": ("operations", lambda form: form.kind),
-    "ranks": ("process sets", lambda form: list(form.ranks)),
-    "dtypes": ("data types", lambda form: ", ".join(form.dtypes)),
-    "shapes": ("tensor shapes", lambda form: ", ".join(_shape(shape) for shape in form.shapes)),
-    "op": ("reduction operations", lambda form: form.op),
-    "root": ("root ranks", lambda form: form.root),
-    "prescale": ("prescale factors", lambda form: form.prescale),
-    "postscale": ("postscale factors", lambda form: form.postscale),
-    "device": ("devices", lambda form: form.device),
+_ASPECTS: dict[str, tuple[str, Callable[[Signature], object]]] = {
+    "kind": ("operations", lambda signature: signature.kind),
+    "ranks": ("process sets", lambda signature: list(signature.ranks)),
+    "dtypes": ("data types", lambda signature: ", ".join(signature.dtypes)),
+    "shapes": ("tensor shapes", lambda signature: ", ".join(_shape(shape) for shape in signature.shapes)),
+    "op": ("reduction operations", lambda signature: signature.op),
+    "root": ("root ranks", lambda signature: signature.root),
+    "prescale": ("prescale factors", lambda signature: signature.prescale),
+    "postscale": ("postscale factors", lambda signature: signature.postscale),
+    "device": ("devices", lambda signature: signature.device),
 }
 
 
-def _called(form: Form, name: str) -> str:
-    """An operation for a message: its name tells the kind, unless the user has given none."""
-    return f"{form.kind} without a name ({name})" if name.startswith("noname.") else name
+def _display_name(signature: Signature, name: str) -> str:
+    """An operation for a message: its name contains the kind, unless the user has given no name."""
+    return f"{signature.kind} without a name ({name})" if name.startswith("noname.") else name
 
 
 def _shape(shape: Sequence[int]) -> str:
     return "(" + ", ".join("any" if rows < 0 else str(rows) for rows in shape) + ")"
 
 
-def _difference(forms: dict[int, Form]) -> str:
+def _describe_mismatch(signatures: dict[int, Signature]) -> str:
     for field, (what, show) in _ASPECTS.items():
         groups: dict[str, list[int]] = {}
-        for rank in sorted(forms):
-            groups.setdefault(str(show(forms[rank])), []).append(rank)
+        for rank in sorted(signatures):
+            groups.setdefault(str(show(signatures[rank])), []).append(rank)
         if len(groups) > 1:
-            kind = "" if field == "kind" else f"{next(iter(forms.values())).kind} "
+            kind = "" if field == "kind" else f"{next(iter(signatures.values())).kind} "
             found = "; ".join(
-                f"{value} on rank{'s' * (len(ranks) > 1)} {told(ranks)}" for value, ranks in groups.items()
+                f"{value} on rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}" for value, ranks in groups.items()
             )
             return f"mismatched {kind}{what}: {found}"
-    raise AssertionError("the forms are equal")
+    raise AssertionError("the signatures are equal")

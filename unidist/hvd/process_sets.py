@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from unidist import context
-from unidist.hvd.negotiation import Form
-from unidist.hvd.session import GLOBAL, Operation, ProcessGroup, session
+from unidist.hvd.negotiation import Signature
+from unidist.hvd.operation import GLOBAL_SET, Operation
+from unidist.hvd.session import ProcessSetGroups, current_session
 
 
 class ProcessSet:
@@ -30,7 +31,7 @@ class ProcessSet:
     @property
     def ranks(self) -> list[int] | None:
         """Global ranks, in order; of the set of all ranks none before ``init``."""
-        if self.process_set_id == GLOBAL:
+        if self.process_set_id == GLOBAL_SET:
             return list(range(context.current().topology.world_size)) if context.is_initialized() else []
         return self._ranks
 
@@ -46,13 +47,13 @@ class ProcessSet:
         """
         if self.process_set_id is None:
             return None
-        if session().place.rank not in _group(self).ranks:
-            raise ValueError(f"rank {session().place.rank} is not part of process set {self}.")
-        return _group(self).ranks.index(session().place.rank)
+        if current_session().topology.rank not in _group(self).ranks:
+            raise ValueError(f"rank {current_session().topology.rank} is not part of process set {self}.")
+        return _group(self).ranks.index(current_session().topology.rank)
 
     def included(self) -> bool | None:
         """Whether this process is in it; None where it has no ranks yet."""
-        return None if self.ranks is None else session().place.rank in self.ranks
+        return None if self.ranks is None else current_session().topology.rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -60,7 +61,7 @@ class ProcessSet:
 
 #: All ranks.
 global_process_set = ProcessSet([])
-global_process_set.process_set_id = GLOBAL
+global_process_set.process_set_id = GLOBAL_SET
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -77,13 +78,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set = ProcessSet(process_set)
     assert process_set.ranks is not None
     ranks = tuple(process_set.ranks)
-    running = session()
-    if any(group.ranks == ranks for group in running.groups.values()):
+    session = current_session()
+    if any(group.ranks == ranks for group in session.process_sets.values()):
         raise ValueError(f"there is a process set of these ranks already: {process_set}. Keep and pass that one.")
-    if len(set(ranks)) < len(ranks) or (ranks and not (ranks[0] >= 0 and ranks[-1] < running.place.world_size)):
-        raise ValueError(f"{process_set} needs ranks from 0 to {running.place.world_size - 1}, none twice.")
-    form = Form("add_process_set", ranks=ranks)
-    process_set.process_set_id = running.run(Operation(running.unnamed(GLOBAL), form))
+    if len(set(ranks)) < len(ranks) or (ranks and not (ranks[0] >= 0 and ranks[-1] < session.topology.world_size)):
+        raise ValueError(f"{process_set} needs ranks from 0 to {session.topology.world_size - 1}, none twice.")
+    signature = Signature("add_process_set", ranks=ranks)
+    process_set.process_set_id = session.run(Operation(session.next_name(GLOBAL_SET), signature))
     return process_set
 
 
@@ -93,15 +94,15 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Returns:
         Whether it was there; the set of all ranks stays.
     """
-    number = process_set.process_set_id
-    if number is None or number == GLOBAL:
+    set_id = process_set.process_set_id
+    if set_id is None or set_id == GLOBAL_SET:
         return False
     process_set.process_set_id = None
-    running = session()
-    form = Form("remove_process_set", root=number)
-    running.run(Operation(running.unnamed(GLOBAL), form))
+    session = current_session()
+    signature = Signature("remove_process_set", root=set_id)
+    session.run(Operation(session.next_name(GLOBAL_SET), signature))
     return True
 
 
-def _group(process_set: ProcessSet) -> ProcessGroup:
-    return session().groups[process_set.process_set_id]  # type: ignore[index]
+def _group(process_set: ProcessSet) -> ProcessSetGroups:
+    return current_session().process_sets[process_set.process_set_id]  # type: ignore[index]

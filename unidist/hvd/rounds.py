@@ -1,7 +1,7 @@
-"""Gradient reductions of ranks that have joined.
+"""Gradient reductions after ``join()``.
 
-Gradients are reduced in a fixed order and not negotiated. So that a rank may still stop early, the others tell of each round of
-reductions that they begin once somebody has joined, and who has joined takes part with zeros.
+Gradients are reduced in a fixed order, without negotiation. One reduction of all gradients of an optimizer is a round. Once a
+rank has joined, the others announce each round that they begin, and the joined rank takes part in it with zeros.
 """
 
 from __future__ import annotations
@@ -11,92 +11,105 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-#: A reduction: its process set, and the how-manieth of that it is; the same on every rank of the set.
-Number = tuple[int, int]
-#: Reductions that have begun a round, and its how-manieth it is.
-Begun = tuple[tuple[Number, int], ...]
-#: More rounds than a rank can be ahead of another.
-_REMEMBERED = 1000
+#: More rounds than one rank can be ahead of another.
+_HISTORY = 1000
 
 
-class Reduction(Protocol):
-    """What reduces one optimizer's gradients."""
+class ReducerId(NamedTuple):
+    """An optimizer's reducer: the same on every rank of its process set."""
 
-    def with_nothing(self) -> None:
-        """One whole round, with zeros of this rank. Collective."""
+    set_id: int
+    #: From 0, in the order in which the reducers of the process set were made.
+    number: int
+
+
+class Round(NamedTuple):
+    """A round that has begun."""
+
+    reducer: ReducerId
+    #: From 1.
+    number: int
+
+
+class Reducer(Protocol):
+    """Reduces the gradients of one optimizer."""
+
+    def reduce_zeros(self) -> None:
+        """One whole round, with zeros in place of this rank's gradients. Collective."""
 
 
 class GradientRounds:
-    """Counts the rounds of this rank's reductions.
+    """Counts the rounds of this rank's reducers.
 
     Args:
-        tell: sends rounds that have begun to those who have joined.
+        send: sends rounds that have begun to the ranks that have joined.
     """
 
-    def __init__(self, tell: Callable[[Begun], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[tuple[Round, ...]], None]) -> None:
+        self._send = send
         self._lock = threading.Lock()
-        self._reductions: dict[Number, weakref.ref[Reduction]] = {}
-        self._counts: dict[Number, int] = {}
-        self._history: deque[tuple[Number, int]] = deque(maxlen=_REMEMBERED)
+        self._reducers: dict[ReducerId, weakref.ref[Reducer]] = {}
+        self._counts: dict[ReducerId, int] = {}
+        self._history: deque[Round] = deque(maxlen=_HISTORY)
         self._announcing = False
-        self._heard: queue.SimpleQueue[Begun | int | Exception] = queue.SimpleQueue()
+        #: For ``wait_for_join``: rounds of other ranks; the last rank to join; or why not all will.
+        self._inbox: queue.SimpleQueue[tuple[Round, ...] | int | Exception] = queue.SimpleQueue()
 
-    def add(self, reduction: Reduction, set_id: int) -> Number:
-        """Its number: the same on every rank that makes its optimizers in the same order."""
+    def add(self, reducer: Reducer, set_id: int) -> ReducerId:
+        """The id of a new reducer: the same on every rank that makes its optimizers in the same order."""
         with self._lock:
-            number = (set_id, sum(known == set_id for known, _ in self._reductions))
-            self._reductions[number] = weakref.ref(reduction)
-            self._counts[number] = 0
-            return number
+            key = ReducerId(set_id, sum(known.set_id == set_id for known in self._reducers))
+            self._reducers[key] = weakref.ref(reducer)
+            self._counts[key] = 0
+            return key
 
-    def alone(self, number: Number) -> bool:
-        """Whether no other reduction of its process set is in use."""
+    def is_only_reducer(self, key: ReducerId) -> bool:
+        """Whether no other reducer of its process set is in use."""
         return not any(
-            other[0] == number[0] and other != number and ref() is not None for other, ref in self._reductions.items()
+            other.set_id == key.set_id and other != key and ref() is not None for other, ref in self._reducers.items()
         )
 
-    def begin(self, number: Number) -> None:
+    def begin(self, key: ReducerId) -> None:
         """This rank begins a round; called before its first collective."""
         with self._lock:
-            self._counts[number] += 1
-            entry = (number, self._counts[number])
-            self._history.append(entry)
+            self._counts[key] += 1
+            begun = Round(key, self._counts[key])
+            self._history.append(begun)
             if self._announcing:
-                self._tell((entry,))
+                self._send((begun,))
 
     def announce(self) -> None:
-        """Somebody has joined: tell of each round from now on, and of those before that they may have missed."""
+        """A rank has joined: announce each round from now on, and those before, which it may have missed."""
         with self._lock:
             self._announcing = True
             if self._history:
-                self._tell(tuple(self._history))
+                self._send(tuple(self._history))
 
-    def hear(self, begun: Begun) -> None:
+    def receive(self, begun: tuple[Round, ...]) -> None:
         """Another rank has begun rounds."""
-        self._heard.put(begun)
+        self._inbox.put(begun)
 
     def all_joined(self, last: int) -> None:
-        """The last rank has joined."""
+        """Rank ``last`` was the last to join."""
         with self._lock:
             self._announcing = False
-        self._heard.put(last)
+        self._inbox.put(last)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will be heard."""
-        self._heard.put(error)
+        """Not all ranks will join."""
+        self._inbox.put(error)
 
-    def until_all_have_joined(self) -> int:
-        """Take part in the others' rounds; the last rank to join."""
+    def wait_for_join(self) -> int:
+        """Take part in the others' rounds until all have joined; the last rank to join."""
         while True:
-            item = self._heard.get()
+            item = self._inbox.get()
             if isinstance(item, int):
                 return item
             if isinstance(item, Exception):
                 raise item
-            for number, count in item:
-                reduction = self._reductions[number]() if number in self._reductions else None
-                while reduction is not None and self._counts[number] < count:
-                    reduction.with_nothing()
+            for key, number in item:
+                reducer = self._reducers[key]() if key in self._reducers else None
+                while reducer is not None and self._counts[key] < number:
+                    reducer.reduce_zeros()

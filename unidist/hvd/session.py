@@ -1,107 +1,40 @@
-"""One world of Horovod's calls: what is under way on this rank, and the thread that executes what rank 0 lets begin."""
+"""The operations of one ``hvd.init()``: what is pending on this rank, and the execution of what the coordinator responds."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from unidist import context, knobs
 from unidist.backends.base import Backend, Group
 from unidist.hvd import execution
 from unidist.hvd.common.exceptions import HorovodInternalError
-from unidist.hvd.line import End, Join, Leave, Line, Patience, Rounds, open_line
-from unidist.hvd.negotiation import Answer, Coordinator, Form, Own, Request
-from unidist.hvd.rounds import Begun, GradientRounds
+from unidist.hvd.control import ControlChannel, Join, JoinFailed, Leave, Rounds, StallTimeouts, open_channel
+from unidist.hvd.negotiation import Coordinator, Request, Response, Signature
+from unidist.hvd.operation import GLOBAL_SET, Operation
+from unidist.hvd.rounds import GradientRounds, Round
 from unidist.hvd.timeline import Timeline
 
-#: How long the thread leaves the work to those that wait for an operation, before it looks again whether there are any.
-_REST_S = 1e-3
+#: How long the executor thread pauses after a waiting thread has done its work, before it looks for work again.
+_PAUSE_S = 1e-3
 #: How long a session that closes waits for the operation that is being executed.
-_LINGER_S = 5.0
-#: The number of the process set of all ranks.
-GLOBAL = 0
+_CLOSE_TIMEOUT_S = 5.0
 
 
-class Operation:
-    """An operation under way: its tensors, and where its result comes."""
-
-    __slots__ = (
-        "_gate",
-        "computed",
-        "done",
-        "error",
-        "form",
-        "inputs",
-        "name",
-        "outputs",
-        "own",
-        "result",
-        "set_id",
-        "shape",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        form: Form,
-        inputs: Sequence[Tensor] = (),
-        outputs: Sequence[Tensor] | None = None,
-        own: Own = (),
-        set_id: int = GLOBAL,
-        shape: Callable[[Any], Any] | None = None,
-        returns: Any = None,
-    ) -> None:
-        self.name = name
-        self.form = form
-        self.inputs = inputs
-        #: Where results go that have the inputs' shapes; None where they are made when their shapes are known.
-        self.outputs = outputs
-        self.own = own
-        self.set_id = set_id
-        #: What ``synchronize`` returns: made of what was computed, or known before.
-        self.shape = shape
-        self.result = returns
-        self.error: Exception | None = None
-        #: When a GPU has computed the inputs.
-        self.computed: torch.cuda.Event | None = None
-        if form.device == "cuda":
-            self.computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.computed.record()
-        self.done = False
-        self._gate = threading.Lock()
-        self._gate.acquire()
-
-    def finish(self, result: Any = None, error: Exception | None = None) -> None:
-        if result is not None:
-            self.result = result
-        self.error, self.done = error, True
-        self._gate.release()
-
-    def wait(self) -> Any:
-        """Its result, when it is there."""
-        if not self.done:
-            with self._gate:
-                pass
-        if self.error is not None:
-            raise self.error
-        return self.result if self.shape is None else self.shape(self.result)
-
-
-class ProcessGroup:
-    """What a process set has in the engine."""
+class ProcessSetGroups:
+    """The backend's groups of a process set."""
 
     def __init__(self, backend: Backend, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.included = backend.topology.rank in ranks
-        # Gradients do not wait for the operations between them, nor these for gradients.
+        # Two groups: gradients, which are not negotiated, must not wait for operations between them, nor these for gradients.
         self.operations, self.gradients = (
             (backend.new_group(ranks), backend.new_group(ranks)) if ranks else (Group((), None), Group((), None))
         )
@@ -111,98 +44,110 @@ class Session:
     """Everything between ``init`` and ``shutdown``.
 
     Args:
-        backend: the running engine.
-        fusion: bytes up to which sums travel together.
-        cycle: seconds in which operations are gathered before they are told, unless somebody waits for one.
-        patience: with ranks that do not come to an operation.
+        backend: the running backend.
+        fusion: fusion threshold in bytes.
+        cycle: seconds in which operations are collected before their requests are sent, unless a caller waits for one.
+        stall: timeouts of operations that not all ranks submit.
         timeline: where operations are recorded.
     """
 
-    def __init__(self, backend: Backend, fusion: int, cycle: float, patience: Patience, timeline: Timeline) -> None:
+    def __init__(self, backend: Backend, fusion: int, cycle: float, stall: StallTimeouts, timeline: Timeline) -> None:
         self.backend = backend
-        self.place = backend.topology
+        self.topology = backend.topology
         self.process = os.getpid()
         self.timeline = timeline
         self._cycle = cycle
-        self.rounds = GradientRounds(self._announce)
-        self.groups: dict[int, ProcessGroup] = {GLOBAL: ProcessGroup(backend, tuple(range(self.place.world_size)))}
-        self._line: Line = open_line(backend, Coordinator(self.place.world_size, fusion), patience)
+        self.rounds = GradientRounds(self._send_rounds)
+        size = self.topology.world_size
+        self.process_sets: dict[int, ProcessSetGroups] = {GLOBAL_SET: ProcessSetGroups(backend, tuple(range(size)))}
+        self._control: ControlChannel = open_channel(backend, Coordinator(size, fusion), stall)
         self._lock = threading.Lock()
-        self._under_way: dict[tuple[int, str], Operation] = {}
+        self._pending: dict[tuple[int, str], Operation] = {}
+        #: Requests that have not been sent.
         self._outbox: list[Request] = []
-        #: Forms in use: one object for equal ones travels once in a letter.
-        self.forms: dict[Hashable, Form] = {}
+        #: Signatures in use: equal ones are one object, which is pickled once in a batch.
+        self.signatures: dict[Hashable, Signature] = {}
         self._sending = threading.Lock()
         self._wakeup = threading.Event()
         self._handles: dict[int, Operation] = {}
-        self._numbers = count(1)
+        self._next_handle = count(1)
         self._unnamed: dict[int, count[int]] = {}
         self._joins = 0
-        #: Held by the thread that listens to rank 0 and executes what it says; whether that is one that waits for an operation.
-        self._reading = threading.Lock()
-        self._attended = False
-        self._attentions = 0
+        #: Held by the thread that receives and executes responses.
+        self._receiving = threading.Lock()
+        #: Whether that thread waits for an operation, and how often one has done so.
+        self._waiter_receives = False
+        self._waiters = 0
+        #: Why no operation can be submitted any more.
         self._closed = ""
-        self._executor = threading.Thread(target=self._execute, name="unidist-hvd", daemon=True)
+        self._executor = threading.Thread(target=self._execute_in_background, name="unidist-hvd", daemon=True)
         self._executor.start()
-        self._sender = threading.Thread(target=self._send, name="unidist-hvd-sender", daemon=True)
+        self._sender = threading.Thread(target=self._send_in_background, name="unidist-hvd-sender", daemon=True)
         self._sender.start()
 
     # -------------------------------------------------------------------------------- for the calls
-    def unnamed(self, set_id: int) -> str:
-        """The next name for an operation that has none: equal on all ranks whose operations come in the same order.
+    def next_name(self, set_id: int) -> str:
+        """The name of an operation without one: equal on all ranks that submit such operations in the same order.
 
-        After a join all ranks count anew: until then some have made more of them than others.
+        All ranks count anew after a join, before which some have submitted more than others.
         """
         with self._lock:
             return f"noname.{self._joins}.{next(self._unnamed.setdefault(set_id, count()))}"
 
-    def start(self, operation: Operation, *, at_once: bool = False) -> int:
-        """Begin to negotiate; a handle for ``synchronize``.
+    def submit(self, operation: Operation, *, send_now: bool = False) -> int:
+        """Begin the negotiation; a handle for ``wait``.
 
         Args:
-            operation: not under way yet.
-            at_once: whether the caller goes on to wait.
+            operation: a new one.
+            send_now: whether the caller is about to wait.
         """
         key = (operation.set_id, operation.name)
         with self._lock:
             if self._closed:
                 raise HorovodInternalError(self._closed)
-            if key in self._under_way:
+            if key in self._pending:
                 raise ValueError(
-                    f"{operation.name} is under way already: an operation of that name has been submitted and is not done. Give each "
+                    f"{operation.name} is pending already: an operation of that name has been submitted and is not done. Give each "
                     "operation that runs at the same time a name of its own."
                 )
-            self._under_way[key] = operation
-            number = next(self._numbers)
-            self._handles[number] = operation
+            self._pending[key] = operation
+            handle = next(self._next_handle)
+            self._handles[handle] = operation
             first = not self._outbox
-            self._outbox.append((operation.set_id, operation.name, operation.form, operation.own))
+            self._outbox.append((operation.set_id, operation.name, operation.signature, operation.payload))
         if self.timeline.on:
-            self.timeline.begin(operation.name, f"NEGOTIATE_{operation.form.kind.upper()}")
-        if at_once:
-            self._flush()
+            self.timeline.begin(operation.name, f"NEGOTIATE_{operation.signature.kind.upper()}")
+        if send_now:
+            self._send_requests()
         elif first:
             self._wakeup.set()
-        return number
+        return handle
 
     def wait(self, handle: int) -> Any:
-        """The result of an operation; its handle is used up."""
+        """The result of an operation; the handle cannot be used again. None for an unknown handle."""
         operation = self._handles.get(handle)
         if operation is None:
             return None
         if self._outbox and not operation.done:
-            self._flush()
+            self._send_requests()
         try:
-            if not operation.done:
-                self._attend(operation)
+            # The waiting thread itself receives and executes: to wake up another one would take longer.
+            if not operation.done and self._receiving.acquire(blocking=False):
+                try:
+                    self._waiter_receives = True
+                    while not operation.done:
+                        self._process_messages()
+                finally:
+                    self._waiters += 1
+                    self._waiter_receives = False
+                    self._receiving.release()
             return operation.wait()
         finally:
             self._handles.pop(handle, None)
 
     def run(self, operation: Operation) -> Any:
-        """``start`` and ``wait``."""
-        return self.wait(self.start(operation, at_once=True))
+        """``submit`` and ``wait``."""
+        return self.wait(self.submit(operation, send_now=True))
 
     def poll(self, handle: int) -> bool:
         """Whether ``wait`` would return at once."""
@@ -212,153 +157,145 @@ class Session:
         return operation.done
 
     def join(self) -> int:
-        """Take part in the others' sums with nothing, until all have joined; the last rank to join."""
-        self._flush()
-        self._tell([Join()])
-        return self.rounds.until_all_have_joined()
+        """Take part in the others' allreduces with zeros until all have joined; the last rank to join."""
+        self._send_requests()
+        self._send([Join()])
+        return self.rounds.wait_for_join()
 
     def close(self) -> None:
-        """Leave. What is under way fails, here and elsewhere."""
+        """Shut down. Pending operations fail, here and on the other ranks."""
         with suppress(OSError):
-            self._flush()
-            self._line.send([Leave()])
-        self._end("Horovod has been shut down")
-        self._line.close()
-        # The engine must not end under an operation.
-        self._executor.join(_LINGER_S)
+            self._send_requests()
+            self._control.send([Leave()])
+        self._fail_pending("Horovod has been shut down")
+        self._control.close()
+        # The backend must not end during an operation.
+        self._executor.join(_CLOSE_TIMEOUT_S)
         self.timeline.close()
 
-    # -------------------------------------------------------------------------------- towards rank 0
-    def _announce(self, begun: Begun) -> None:
+    # -------------------------------------------------------------------------------- to rank 0
+    def _send_rounds(self, begun: tuple[Round, ...]) -> None:
         with suppress(OSError):
-            self._line.send([Rounds(begun)])
+            self._control.send([Rounds(begun)])
 
-    def _tell(self, items: Sequence[Any]) -> None:
+    def _send(self, batch: Sequence[Any]) -> None:
         try:
-            self._line.send(items)
+            self._control.send(batch)
         except OSError as error:
-            self._end(f"rank 0 is gone ({error})")
+            self._fail_pending(f"rank 0 is gone ({error})")
 
-    def _flush(self) -> None:
+    def _send_requests(self) -> None:
         with self._sending:
             with self._lock:
                 requests, self._outbox = self._outbox, []
             if requests:
-                self._tell(requests)
+                self._send(requests)
 
-    def _send(self) -> None:
+    def _send_in_background(self) -> None:
         while True:
             self._wakeup.wait()
             self._wakeup.clear()
             if self._closed:
                 return
-            # Those that follow at once go in one letter, and their thread is left alone.
+            # What is submitted in one cycle goes in one batch.
             time.sleep(self._cycle)
-            self._flush()
+            self._send_requests()
 
     # -------------------------------------------------------------------------------- from rank 0
-    def _execute(self) -> None:
-        """Execute what nobody waits for."""
+    def _execute_in_background(self) -> None:
+        """Receive and execute while no caller waits."""
         seen = 0
         while not self._closed:
-            if self._attended or seen != self._attentions:
-                # Two threads that wake up for each answer would be in each other's way.
-                seen = self._attentions
-                time.sleep(_REST_S)
-            elif self._line.listen(None):
-                with self._reading:
-                    if not self._attended and self._line.listen(0):
-                        self._hear()
+            if self._waiter_receives or seen != self._waiters:
+                # Two threads that wake up for each message would delay each other.
+                seen = self._waiters
+                time.sleep(_PAUSE_S)
+            elif self._control.poll(None):
+                with self._receiving:
+                    if not self._waiter_receives and self._control.poll(0):
+                        self._process_messages()
 
-    def _attend(self, operation: Operation) -> None:
-        """Execute what comes until an operation is done: to wake a thread for it would take longer than to do it."""
-        if not self._reading.acquire(blocking=False):
-            return
+    def _process_messages(self) -> None:
+        """Receive one batch, and do what it says."""
         try:
-            self._attended = True
-            while not operation.done:
-                self._hear()
-        finally:
-            self._attentions += 1
-            self._attended = False
-            self._reading.release()
-
-    def _hear(self) -> None:
-        try:
-            items = self._line.receive()
+            batch = self._control.receive()
         except (EOFError, OSError):
-            self._end("rank 0 is gone: it has ended, or shut Horovod down")
+            self._fail_pending("rank 0 is gone: it has ended, or shut Horovod down")
             return
         if self.timeline.on:
             self.timeline.cycle()
-        for item in items:
-            if isinstance(item, Answer):
-                self._begin(item)
-            elif isinstance(item, Join):
+        for message in batch:
+            if isinstance(message, Response):
+                if message.names:
+                    self._execute(message)
+                else:
+                    self._all_joined(message.number)
+            elif isinstance(message, Join):
                 self.rounds.announce()
-            elif isinstance(item, Rounds):
-                self.rounds.hear(item.begun)
-            elif isinstance(item, End):
-                self.rounds.fail(HorovodInternalError(f"join: {item.why}"))
+            elif isinstance(message, Rounds):
+                self.rounds.receive(message.begun)
+            elif isinstance(message, JoinFailed):
+                self.rounds.fail(HorovodInternalError(f"join: {message.reason}"))
 
-    def _begin(self, answer: Answer) -> None:
-        if not answer.names:  # the last rank has joined
-            with self._lock:
-                self._joins += 1
-                self._unnamed.pop(GLOBAL, None)
-            self.rounds.all_joined(answer.number)
-            return
+    def _all_joined(self, last: int) -> None:
         with self._lock:
-            operations = [self._under_way.pop((answer.set_id, name), None) for name in answer.names]
-        if answer.error:
-            _fail(operations, HorovodInternalError(answer.error))
+            self._joins += 1
+            self._unnamed.pop(GLOBAL_SET, None)
+        self.rounds.all_joined(last)
+
+    def _execute(self, response: Response) -> None:
+        with self._lock:
+            operations = [self._pending.pop((response.set_id, name), None) for name in response.names]
+        if response.error:
+            _fail(operations, HorovodInternalError(response.error))
             return
-        form = answer.forms[0]
+        signature = response.signatures[0]
         if self.timeline.on:
-            self._record(answer, form.kind)
+            for name in response.names:
+                self.timeline.end(name)
+                self.timeline.begin(name, signature.kind.upper())
         try:
-            if form.kind == "add_process_set":
-                self.groups[answer.number] = ProcessGroup(self.backend, form.ranks)
-                results: Sequence[Any] = [answer.number]
-            elif form.kind == "remove_process_set":
-                removed = self.groups.pop(form.root, None)
-                if removed is not None and removed.included:
-                    self.backend.drop_group(removed.operations)
-                    self.backend.drop_group(removed.gradients)
-                results = [None]
+            if signature.kind in ("add_process_set", "remove_process_set"):
+                results: Sequence[Any] = [self._change_process_sets(response)]
             else:
-                group = self.groups[answer.set_id]
-                with _as_submitted(operations), _in_turn(form, operations):
-                    results = execution.execute(self.backend, group.operations, answer, operations)
+                group = self.process_sets[response.set_id].operations
+                with _modes_of_submission(operations), _in_stream_order(signature, operations):
+                    results = execution.EXECUTE[signature.kind](self.backend, group, response, operations)
         except Exception as error:
-            _fail(operations, HorovodInternalError(f"{', '.join(answer.names[:3])}: {error}"))
+            _fail(operations, HorovodInternalError(f"{', '.join(response.names[:3])}: {error}"))
             return
         finally:
             if self.timeline.on:
-                for name in answer.names:
+                for name in response.names:
                     self.timeline.end(name)
         for operation, result in zip(operations, results):
             if operation is not None:
                 operation.finish(result)
 
-    def _record(self, answer: Answer, kind: str) -> None:
-        for name in answer.names:
-            self.timeline.end(name)
-            self.timeline.begin(name, kind.upper())
+    def _change_process_sets(self, response: Response) -> int | None:
+        signature = response.signatures[0]
+        if signature.kind == "add_process_set":
+            self.process_sets[response.number] = ProcessSetGroups(self.backend, signature.ranks)
+            return response.number
+        removed = self.process_sets.pop(signature.root, None)
+        if removed is not None and removed.included:
+            self.backend.drop_group(removed.operations)
+            self.backend.drop_group(removed.gradients)
+        return None
 
-    def _end(self, why: str) -> None:
+    def _fail_pending(self, why: str) -> None:
         with self._lock:
             self._closed = self._closed or f"{why}: no operation can begin any more."
-            left = list(self._under_way.values())
-            self._under_way.clear()
-        _fail(left, HorovodInternalError(self._closed))
+            pending = list(self._pending.values())
+            self._pending.clear()
+        _fail(pending, HorovodInternalError(self._closed))
         self.rounds.fail(HorovodInternalError(self._closed))
         self._wakeup.set()
 
 
 @contextmanager
-def _as_submitted(operations: Sequence[Operation | None]) -> Iterator[None]:
-    """Whatever the modes of the thread that happens to execute: inference tensors for operations on such, no autocast."""
+def _modes_of_submission(operations: Sequence[Operation | None]) -> Iterator[None]:
+    """Independent of the modes of the thread that executes: inference mode for inference tensors, no autocast."""
     inference = any(
         tensor.is_inference()
         for each in operations
@@ -374,9 +311,9 @@ def _as_submitted(operations: Sequence[Operation | None]) -> Iterator[None]:
 
 
 @contextmanager
-def _in_turn(form: Form, operations: Sequence[Operation | None]) -> Iterator[None]:
-    """On a GPU: after what its inputs wait for, and done when it is left; another thread's stream is not this one's."""
-    if form.device != "cuda":
+def _in_stream_order(signature: Signature, operations: Sequence[Operation | None]) -> Iterator[None]:
+    """On a GPU: run after the kernels that compute the inputs, and be complete at the end; the caller has another stream."""
+    if signature.device != "cuda":
         yield
         return
     inputs = [tensor for operation in operations if operation is not None for tensor in operation.inputs]
@@ -386,8 +323,8 @@ def _in_turn(form: Form, operations: Sequence[Operation | None]) -> Iterator[Non
     with torch.cuda.device(inputs[0].device):
         stream = torch.cuda.current_stream()
         for operation in operations:
-            if operation is not None and operation.computed is not None:
-                stream.wait_event(operation.computed)
+            if operation is not None and operation.inputs_ready is not None:
+                stream.wait_event(operation.inputs_ready)
         yield
         stream.synchronize()
 
@@ -399,12 +336,12 @@ def _fail(operations: Sequence[Operation | None], error: Exception) -> None:
 
 
 _session: Session | None = None
-#: Of this process, on rank 0; it may be begun and ended at any time.
+#: Of this process, on rank 0; it may be started and stopped at any time.
 timeline = Timeline()
 
 
-def session() -> Session:
-    """The running one; the first call after ``unidist.init()`` opens it, and is collective then.
+def current_session() -> Session:
+    """The running session; the first call after ``unidist.init()`` opens it, and is collective then.
 
     Raises:
         ValueError: neither ``init`` nor ``unidist.init`` has been called.
@@ -415,37 +352,37 @@ def session() -> Session:
     return _session
 
 
-def uninitialized() -> ValueError:
-    """What a call before ``init`` raises."""
+def not_initialized() -> ValueError:
+    """The error of a call before ``init``."""
     return ValueError("Horovod has not been initialized; use hvd.init().")
 
 
 def open_session() -> None:
-    """Start one on the running engine, by the settings in the environment. Collective."""
+    """Open a session on the running backend, with the settings of the environment. Collective."""
     global _session
     if not context.is_initialized():
-        raise uninitialized()
+        raise not_initialized()
     close_session()
     env = os.environ
-    patience = Patience(
-        0.0 if knobs.horovod_flag(env, "HOROVOD_STALL_CHECK_DISABLE")
-        else knobs.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60),
+    warn = knobs.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60)
+    stall = StallTimeouts(
+        0.0 if knobs.horovod_flag(env, "HOROVOD_STALL_CHECK_DISABLE") else warn,
         knobs.horovod_number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0),
-    )  # fmt: skip
+    )
     fusion = knobs.horovod_number(env, "HOROVOD_FUSION_THRESHOLD", 64 * 2**20, whole=True)
     cycle = knobs.horovod_number(env, "HOROVOD_CYCLE_TIME", 1) / 1000
-    _session = Session(context.current(), fusion, cycle, patience, timeline)
-    # DYNAMIC: when start_timeline() says so, which is so anyway.
-    if _session.place.rank == 0 and (path := env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
+    _session = Session(context.current(), fusion, cycle, stall, timeline)
+    # DYNAMIC means: at start_timeline(), which is always possible here.
+    if _session.topology.rank == 0 and (path := env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
         timeline.open(path, knobs.horovod_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
 
 
 @context.before_leaving
 def close_session() -> None:
-    """End it; no-op without one."""
+    """Close it; no-op without one."""
     global _session
     ended, _session = _session, None
-    # A child that was forked off is no rank: it leaves its parent's line alone.
+    # A forked child is not a rank: it leaves its parent's connections alone.
     if ended is not None and ended.process == os.getpid():
         ended.close()
 

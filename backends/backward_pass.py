@@ -1,0 +1,109 @@
+"""Backward passes of autograd: when one begins, which gradients are ready, and when it is over.
+
+The only module that calls private functions of ``torch.autograd``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from unidist.tree import tensors_in
+
+
+def current_pass() -> int:
+    """A number of the running backward pass, for comparison; -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+class BackwardPass(Protocol):
+    """One backward pass of a model: made when it begins, dropped when it is over."""
+
+    def ready(self, param: Tensor) -> None:
+        """The gradient of a parameter has been accumulated."""
+
+    def finish(self) -> None:
+        """All gradients have been accumulated."""
+
+    def abandon(self) -> None:
+        """The pass failed, and another one has begun."""
+
+
+class BackwardPasses:
+    """Watches the backward passes of one model, as long as this object lives.
+
+    Args:
+        params: the parameters whose gradients are watched.
+        begin: called when a backward pass begins, with the ``sync`` of its forward pass.
+    """
+
+    def __init__(self, params: Iterable[Tensor], begin: Callable[[bool], BackwardPass]) -> None:
+        self._begin_pass = begin
+        #: The ``sync`` of the last forward pass, until its backward pass begins.
+        self._expected: bool | None = None
+        self._running: BackwardPass | None = None
+        self._task = -1
+        self.close = watch_gradients(params, self._accumulated)
+
+    def expect(self, output: Any, sync: bool) -> None:
+        """Call this after each forward pass that records gradients, with its output."""
+        # A parameter's hook begins the pass where the output contains no visible tensor.
+        self._expected = sync
+        # A tensor's hook runs at the start of the backward pass that was called, while a parameter's may run in a pass
+        # within it (reentrant checkpointing), which ends earlier.
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._begin_unless_partial(sync))  # type: ignore[no-untyped-call]
+
+    def _begin_unless_partial(self, sync: bool) -> None:
+        # autograd.grad() and backward(inputs=...) may not reach the parameters; where they do, the parameters' hooks begin.
+        if torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+            self._begin(sync)
+
+    def _begin(self, sync: bool) -> None:
+        task = current_pass()
+        if self._running is not None:
+            if task == self._task:
+                return
+            self._running.abandon()
+        self._expected, self._task = None, task
+        self._running = self._begin_pass(sync)
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _accumulated(self, param: Tensor) -> None:
+        if self._running is None and self._expected is not None:
+            self._begin(self._expected)
+        if self._running is not None:  # else it is of the bare module's pass, or of another wrapper's
+            self._running.ready(param)
+
+    def _finish(self) -> None:
+        finished, self._running = self._running, None
+        if finished is not None:
+            finished.finish()
+
+
+def watch_gradients(params: Iterable[Tensor], accumulated: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Call a bound method whenever the gradient of a parameter has been accumulated, as long as its object lives.
+
+    Returns:
+        A function that ends it.
+    """
+    # A parameter's hooks must not keep the object alive: the garbage collector does not see through them.
+    this, function = weakref.ref(accumulated.__self__), accumulated.__func__  # type: ignore[attr-defined]
+
+    def hook(param: Tensor) -> None:
+        if (owner := this()) is not None:
+            function(owner, param)
+
+    hooks = [param.register_post_accumulate_grad_hook(hook) for param in params]  # type: ignore[no-untyped-call]
+
+    def remove() -> None:
+        for handle in hooks:
+            handle.remove()
+
+    weakref.finalize(accumulated.__self__, remove)  # type: ignore[attr-defined]
+    return remove

@@ -1,0 +1,80 @@
+"""An operation that has been submitted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unidist.hvd.negotiation import Payload, Signature
+
+#: The id of the process set of all ranks.
+GLOBAL_SET = 0
+
+
+class Operation:
+    """One of Horovod's operations on this rank, from its submission to its result.
+
+    Args:
+        name: unique among the pending operations of the process set.
+        signature: what is the same on all ranks.
+        inputs: this rank's tensors.
+        outputs: where results of the inputs' shapes go; None where outputs are allocated when their shapes are known.
+        payload: what differs between the ranks.
+        set_id: the process set.
+        to_result: makes of what was computed what ``synchronize`` returns.
+        result: what ``synchronize`` returns, where it is known before.
+    """
+
+    __slots__ = (
+        "_done_lock", "done", "error", "inputs", "inputs_ready", "name", "outputs", "payload", "result", "set_id", "signature",
+        "to_result",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        signature: Signature,
+        inputs: Sequence[Tensor] = (),
+        outputs: Sequence[Tensor] | None = None,
+        payload: Payload = (),
+        set_id: int = GLOBAL_SET,
+        to_result: Callable[[Any], Any] | None = None,
+        result: Any = None,
+    ) -> None:
+        self.name = name
+        self.signature = signature
+        self.inputs = inputs
+        self.outputs = outputs
+        self.payload = payload
+        self.set_id = set_id
+        self.to_result = to_result
+        self.result = result
+        self.error: Exception | None = None
+        #: Recorded on the caller's stream: the kernels before it compute the inputs.
+        self.inputs_ready: torch.cuda.Event | None = None
+        if signature.device == "cuda":
+            self.inputs_ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.inputs_ready.record()
+        self.done = False
+        self._done_lock = threading.Lock()
+        self._done_lock.acquire()
+
+    def finish(self, result: Any = None, error: Exception | None = None) -> None:
+        """Wake up those who wait, with what was computed or with an error."""
+        if result is not None:
+            self.result = result
+        self.error, self.done = error, True
+        self._done_lock.release()
+
+    def wait(self) -> Any:
+        """Wait for the result."""
+        if not self.done:
+            with self._done_lock:
+                pass
+        if self.error is not None:
+            raise self.error
+        return self.result if self.to_result is None else self.to_result(self.result)
