@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import slurm
-from tests.worlds import IN_WORLD, LEGACY, run_world, shown
+from tests.support import slurm
+from tests.support.worlds import IN_WORLD, LEGACY, run_world, shown
 
 # What runs inside a world is collected only there.
 collect_ignore = [] if IN_WORLD in os.environ else ["contract", "hvd", "process_group"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worlds import PYTHON, ROOT, environment, run_world, shown
+from tests.support.worlds import PYTHON, ROOT, environment, run_world, shown
 from unidist.bench import machine, memory, startup
 from unidist.bench.collectives import bus_share, size_name
 from unidist.bench.measure import Case

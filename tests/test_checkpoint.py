@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from tests.worlds import LAUNCHERS, ROOT, environment, run_world, shown
+from tests.support.worlds import LAUNCHERS, ROOT, environment, run_world, shown
 from unidist.cli import worlds
 from unidist.cli.worlds import Result
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.worlds import PYTHON, ROOT, environment
+from tests.support.worlds import PYTHON, ROOT, environment
 from unidist.compare.difference import Difference, Tolerance, differences, drift, match
 from unidist.compare.naming import names
 from unidist.compare.recorder import Recorder

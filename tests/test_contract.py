@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worlds import run_suite, shown
+from tests.support.worlds import run_suite, shown
 
 ENGINES = [
     ("torchrun", "gloo"),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, run_world, shown
 from tests.test_topology import HOROVODRUN_MPI
-from tests.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, run_world, shown
 from unidist.cli import checkup, worlds
 from unidist.cli.doctor import ENGINES, attempt, reason, short
 

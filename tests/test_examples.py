@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worlds import ROOT, run_world
+from tests.support.worlds import ROOT, run_world
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 

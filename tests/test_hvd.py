@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import unidist.hvd
-from tests import hvd_programs
-from tests.worlds import LEGACY, ROOT, Result, run_suite, run_world, shown
+from tests.support import hvd_programs
+from tests.support.worlds import LEGACY, ROOT, Result, run_suite, run_world, shown
 from unidist.hvd.execution import scaled
 
 #: Launcher and engine: Horovod on Gloo and on MPI, the drop-in on gloo and on MPI.
@@ -59,7 +59,7 @@ def test_random_programs(size: int, count: int, tmp_path: Path) -> None:
     for launcher, backend in [HOROVOD[0], *DROP_IN]:
         folder = tmp_path / f"{backend} {launcher}"
         folder.mkdir()
-        argv = ["-m", "tests.hvd_programs", str(tmp_path / "programs.json"), str(folder)]
+        argv = ["-m", "tests.support.hvd_programs", str(tmp_path / "programs.json"), str(folder)]
         result = run_world(launcher, size, argv, backend=backend, env=DYNAMIC, timeout=300)
         assert result.returncode == 0, result.output
         results[backend] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
@@ -452,7 +452,7 @@ def test_the_suite_calls_every_public_name() -> None:
 
 def test_every_public_name_and_signature() -> None:
     """Names, parameters and defaults are Horovod's; what is left out, or more, is in the table of docs/hvd.md."""
-    code = "import json; from tests.hvd_names import compare; print('NAMES', json.dumps(compare()))"
+    code = "import json; from tests.support.hvd_names import compare; print('NAMES', json.dumps(compare()))"
     result = run_world("python", 1, ["-W", "ignore", "-c", code])
     assert result.returncode == 0, result.output
     rows = json.loads(result.output.split("NAMES ")[1].splitlines()[0])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.worlds import PYTHON, ROOT, environment, free_port, run_world
+from tests.support.worlds import PYTHON, ROOT, environment, free_port, run_world
 from unidist.backends import rendezvous
 from unidist.cli.worlds import missing
 

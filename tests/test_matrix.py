@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worlds import LAUNCHERS, run_world, shown
+from tests.support.worlds import LAUNCHERS, run_world, shown
 from unidist.cli.worlds import missing
 
 TOLERANCE = 1e-5

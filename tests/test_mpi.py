@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.worlds import run_suite, run_world, shown
+from tests.support.worlds import run_suite, run_world, shown
 
 PLACE = "tests/programs/place.py"
 LIBRARIES = ["mpirun", "mpiexec (MPICH)"]

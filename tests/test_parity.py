@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity import CASES
-from tests.worlds import run_world, shown
+from tests.support.parity import CASES
+from tests.support.worlds import run_world, shown
 
 TOLERANCE = 1e-5
 #: Each rank normalises its own part of the batch, so that only worlds of one size are alike.
@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], W
     worlds += [(engine, *ENGINES[engine], 3) for engine in ("gloo", "horovod-gloo", "mpi")]
     for engine, launcher, backend, size in worlds:
         path = folder / f"{engine}{size}.pt"
-        program = ["-m", "tests.parity", str(path)]
+        program = ["-m", "tests.support.parity", str(path)]
         argv = ["-m", "mpi4py", *program] if launcher.startswith("mpi") else program
         result = run_world(launcher, size, argv, backend=backend, timeout=300)
         assert result.returncode == 0, result.output
@@ -61,7 +61,7 @@ def test_the_tolerance_tells_training_together_from_training_apart(
     trained: dict[tuple[str, int], Weights], tmp_path: Path
 ) -> None:
     """A rank that never averages ends farther away, in every case."""
-    result = run_world("python", 1, ["-m", "tests.parity", str(tmp_path / "apart.pt"), "2"], backend="single")
+    result = run_world("python", 1, ["-m", "tests.support.parity", str(tmp_path / "apart.pt"), "2"], backend="single")
     assert result.returncode == 0, result.output
     apart = torch.load(tmp_path / "apart.pt")
     together = trained["single", 1]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import unidist
-from tests.worlds import ROOT, environment, run_world
+from tests.support.worlds import ROOT, environment, run_world
 from unidist.context import BACKENDS
 
 FEATURES = {

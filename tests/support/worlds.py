@@ -12,7 +12,7 @@ from pathlib import Path
 from unidist.cli import worlds
 from unidist.cli.worlds import Result
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
 #: Scripts of Horovod's users. The one whose last join leaves ranks apart comes last in a world of several.
 LEGACY = sorted((ROOT / "tests/legacy").glob("*.py"), key=lambda path: (path.stem == "join_uneven", path.name))
@@ -92,7 +92,17 @@ def run_suite(
     Raises:
         AssertionError: a test failed, or the ranks did not come to the same verdict.
     """
-    suite = ["-m", "pytest", f"tests/{folder}", "-q", "--color=no", "-p", "no:cacheprovider", "-p", "tests.in_world"]
+    suite = [
+        "-m",
+        "pytest",
+        f"tests/{folder}",
+        "-q",
+        "--color=no",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.support.in_world",
+    ]
     # An MPI rank that fails must take the others with it.
     argv = ["-m", "mpi4py", *suite] if launcher in ("mpirun", "mpiexec (MPICH)") else suite
     result = run_world(launcher, size, argv, backend=backend, env={IN_WORLD: str(place), **(env or {})}, timeout=300)
