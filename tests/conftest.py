@@ -35,6 +35,6 @@ def legacy_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the scripts of tests/legacy save under Horovod, at 2 ranks."""
     folder = tmp_path_factory.mktemp("legacy")
     argv = ["tests/programs/run_legacy.py", str(folder), *map(str, LEGACY)]
-    result = run_world("horovodrun --gloo", 2, argv, backend="horovod")
+    result = run_world("horovodrun", 2, argv, backend="horovod")
     assert result.returncode == 0, result.output
     return folder

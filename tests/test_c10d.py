@@ -28,7 +28,7 @@ def outcomes(library: str, size: int, folder: Path, chosen: Collection[str] = ()
         told: dict[str, str] = {}
         for _ in range(20):  # a world that dies, or ends after a test that breaks it, is gone on with
             argv = ["-m", "mpi4py", "-m", "tests.support.c10d", library, label, str(place), *wanted]
-            result = run_world("mpirun", size, argv, timeout=400)
+            result = run_world("openmpi", size, argv, timeout=400)
             if file.exists():
                 told = {
                     line["name"]: verdict(line["outcomes"]) for line in map(json.loads, file.read_text().splitlines())

@@ -12,8 +12,8 @@ TOLERANCE = 1e-5
 #: Each rank normalises its own part of the batch, so that only worlds of one size are alike.
 BETWEEN_ENGINES = {"BatchNorm, buffers of rank 0"}
 ENGINES = {
-    "gloo": ("torchrun", "gloo"), "horovod-gloo": ("horovodrun --gloo", "horovod"), "horovod-mpi": ("mpirun", "horovod"),
-    "mpi": ("mpirun", "mpi"), "mpi-mpich": ("mpiexec (MPICH)", "mpi"),
+    "gloo": ("torchrun", "gloo"), "horovod-gloo": ("horovodrun", "horovod"), "horovod-mpi": ("openmpi", "horovod"),
+    "mpi": ("openmpi", "mpi"), "mpi-mpich": ("mpich", "mpi"),
 }  # fmt: skip
 Weights = dict[str, dict[str, torch.Tensor]]
 
@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], W
     for engine, launcher, backend, size in worlds:
         path = folder / f"{engine}{size}.pt"
         program = ["-m", "tests.support.parity", str(path)]
-        argv = ["-m", "mpi4py", *program] if launcher.startswith("mpi") else program
+        argv = ["-m", "mpi4py", *program] if launcher in ("openmpi", "mpich") else program
         result = run_world(launcher, size, argv, backend=backend, timeout=300)
         assert result.returncode == 0, result.output
         found[engine, size] = torch.load(path)
