@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import slurm
-from tests.worlds import IN_WORLD, LEGACY, run_world, shown
+from tests.support import slurm
+from tests.support.worlds import IN_WORLD, LEGACY, run_world, shown
 
 # What runs inside a world is collected only there.
 collect_ignore = [] if IN_WORLD in os.environ else ["contract", "hvd", "process_group"]
@@ -35,6 +35,6 @@ def legacy_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the scripts of tests/legacy save under Horovod, at 2 ranks."""
     folder = tmp_path_factory.mktemp("legacy")
     argv = ["tests/programs/run_legacy.py", str(folder), *map(str, LEGACY)]
-    result = run_world("horovodrun --gloo", 2, argv, backend="horovod")
+    result = run_world("horovodrun", 2, argv, backend="horovod")
     assert result.returncode == 0, result.output
     return folder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worlds import PYTHON, ROOT, environment, run_world, shown
+from tests.support.worlds import PYTHON, ROOT, environment, run_world, shown
 from unidist.bench import machine, memory, startup
 from unidist.bench.collectives import bus_share, size_name
 from unidist.bench.measure import Case
@@ -40,9 +40,9 @@ def test_worlds_of_its_own(tmp_path: Path) -> None:
     peers = {name for module, name in PEERS.items() if find_spec(module)}
     expected = {
         "gloo under torchrun, 2 ranks": {"unidist", "DDP", *peers},
-        "mpi under mpirun, 2 ranks": {"unidist", "DDP", "DDP on gloo"},
-        "horovod under horovodrun --gloo, 2 ranks": {"unidist", "hvd", *peers & {"ignite"}},
-        "horovod under mpirun, 2 ranks": {"unidist", "hvd", *peers & {"ignite"}},
+        "mpi under openmpi, 2 ranks": {"unidist", "DDP", "DDP on gloo"},
+        "horovod under horovodrun, 2 ranks": {"unidist", "hvd", *peers & {"ignite"}},
+        "horovod under openmpi, 2 ranks": {"unidist", "hvd", *peers & {"ignite"}},
     }
     steps = [case for case in cases(data) if case["suite"] == "step"]
     assert {case["world"]: set(case["samples"]) for case in steps} == expected
@@ -91,7 +91,7 @@ def test_raw_calls_under_mpi() -> None:
         "for name, call in collectives(op, torch.ones(4))]; "
         "print([(op, name) for op, name, _ in found], flush=True) if unidist.is_main() else None; unidist.shutdown()"
     )
-    result = run_world("mpirun", 2, ["-c", code], backend="horovod")
+    result = run_world("openmpi", 2, ["-c", code], backend="horovod")
     expected = [(op, name) for op in ("all_reduce", "all_gather", "broadcast") for name in ("hvd", "mpi4py")]
     assert result.returncode == 0 and str(expected) in result.output, result.output
 
@@ -114,7 +114,7 @@ def test_memory_holds_one_copy_of_the_gradients() -> None:
 
 def test_what_cannot_be_measured_is_said() -> None:
     done = bench("step", "--plot", "/no/such/folder/x.png")
-    assert done.returncode != 0 and "/no/such/folder is no folder" in done.stderr
+    assert done.returncode != 0 and "/no/such/folder is not a directory" in done.stderr
     done = bench("metric", "--backend", "gloo", "--rounds", "1", UNIDIST_TIMEOUT="soon")
     assert done.returncode != 0 and "UNIDIST_TIMEOUT='soon'" in done.stderr
     done = bench("metric", "--plot", "x.foo")
@@ -133,7 +133,7 @@ def test_a_forced_launcher_does_not_reach_the_worlds(tmp_path: Path) -> None:
     argv = ["metric", "--backend", "gloo", "--rounds", "1", "--json", str(tmp_path / "m.json")]
     done = bench(*argv, UNIDIST_LAUNCHER="none")
     assert done.returncode == 0 and len(cases(tmp_path / "m.json")) == 2, done.stderr
-    done = bench("metric", "--place", "a world")
+    done = bench("metric", "--world", "a world")
     assert done.returncode != 0 and "sees no launcher" in done.stderr
 
 

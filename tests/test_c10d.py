@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
-from tests.worlds import run_world, shown
+from tests.support.worlds import run_world, shown
 
 #: The engine's library, and the names under which the class is run: it chooses by name what applies. A test counts under the
 #: first name under which it is not skipped. What it has for mpi alone needs three ranks.
@@ -27,8 +27,8 @@ def outcomes(library: str, size: int, folder: Path, chosen: Collection[str] = ()
         wanted = [name for name, outcome in found.items() if outcome.startswith("skipped")] or chosen
         told: dict[str, str] = {}
         for _ in range(20):  # a world that dies, or ends after a test that breaks it, is gone on with
-            argv = ["-m", "mpi4py", "-m", "tests.c10d", library, label, str(place), *wanted]
-            result = run_world("mpirun", size, argv, timeout=400)
+            argv = ["-m", "mpi4py", "-m", "tests.support.c10d", library, label, str(place), *wanted]
+            result = run_world("openmpi", size, argv, timeout=400)
             if file.exists():
                 told = {
                     line["name"]: verdict(line["outcomes"]) for line in map(json.loads, file.read_text().splitlines())

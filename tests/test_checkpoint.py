@@ -9,13 +9,12 @@ import psutil
 import pytest
 import torch
 
-from tests.worlds import LAUNCHERS, ROOT, environment, run_world, shown
-from unidist.cli import worlds
-from unidist.cli.worlds import Result
+from tests.support.worlds import ROOT, commands, environment, run_world, shown
+from unidist.launchers.process import Result, run
 
 TITLE = "checkpoints"
 SCRIPT = "examples/digits_resume.py"
-ENGINES = [("torchrun", "gloo"), ("horovodrun --gloo", "horovod")]
+ENGINES = [("torchrun", "gloo"), ("horovodrun", "horovod")]
 
 
 def train(launcher: str, backend: str, size: int, folder: Path, *options: str) -> Result:
@@ -56,7 +55,7 @@ def test_two_jobs_that_save_to_one_path(tmp_path: Path) -> None:
         "    assert (weights == weights[0]).all()\n"
     )
     command = [sys.executable, "-c", code]
-    result = worlds.run([command, command], environment("python", {}), timeout=100, cwd=ROOT)
+    result = run([command, command], environment("python", {}), timeout=100, cwd=ROOT)
     assert result.returncode == 0, result.output
     assert [file.name for file in tmp_path.iterdir()] == ["run-1.pt"]
 
@@ -89,9 +88,12 @@ def run_killed(launcher: str, backend: str, folder: Path) -> Result:
         if "step 40/" in line and not killed:
             killed.append(kill_rank_1(folder))
 
-    commands = LAUNCHERS[launcher](2, [SCRIPT, "--checkpoints", str(folder)])
-    result = worlds.run(
-        commands, environment(launcher, {"UNIDIST_BACKEND": backend}), timeout=120, cwd=ROOT, on_line=on_line
+    result = run(
+        commands(launcher, 2, [SCRIPT, "--checkpoints", str(folder)]),
+        environment(launcher, {"UNIDIST_BACKEND": backend}),
+        timeout=120,
+        cwd=ROOT,
+        on_line=on_line,
     )
     assert killed == [1], result.output
     return result
@@ -116,10 +118,10 @@ def test_a_run_goes_on_on_other_engines_and_world_sizes(tmp_path: Path) -> None:
     assert unbroken.returncode == 0, unbroken.output
     expected = losses(unbroken.output)
     legs = [
-        ("horovodrun --gloo", "horovod", 2, 31),
+        ("horovodrun", "horovod", 2, 31),
         ("torchrun", "gloo", 3, 63),
         ("python", "single", 1, 100),
-        ("mpirun", "horovod", 3, 144),
+        ("openmpi", "horovod", 3, 144),
     ]
     found: dict[int, float] = {}
     for launcher, backend, size, until in legs:

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worlds import run_suite, shown
+from tests.support.worlds import run_suite, shown
 
 ENGINES = [
     ("torchrun", "gloo"),
-    ("horovodrun --gloo", "horovod"),
-    ("mpirun", "horovod"),
-    ("mpirun", "mpi"),
-    ("mpiexec (MPICH)", "mpi"),
+    ("horovodrun", "horovod"),
+    ("openmpi", "horovod"),
+    ("openmpi", "mpi"),
+    ("mpich", "mpi"),
 ]
 WORLDS = [("python", "single", 1), *((launcher, backend, size) for size in (1, 2, 3) for launcher, backend in ENGINES)]
-for launcher, backend in (("mpiexec (MPICH)", "mpi"), ("mpirun", "horovod")):
+for launcher, backend in (("mpich", "mpi"), ("openmpi", "horovod")):
     # One rank calls nobody, and three ranks show nothing of a library that the other has not.
     WORLDS = [world for world in WORLDS if world not in ((launcher, backend, 1), (launcher, backend, 3))]
 WORLDS += [("torchrun", "nccl", size) for size in (1, 2)]

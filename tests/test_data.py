@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 import unidist
-from tests.datasets import Numbers, Stream
+from tests.support.datasets import Numbers, Stream
 from unidist.data import ShardLoader, ShardSampler, ShardStream
 from unidist.data.shares import Shares
 from unidist.data.stream import WorkerInit

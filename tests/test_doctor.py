@@ -2,15 +2,16 @@
 
 import json
 import subprocess
-from typing import Any
 
 import pytest
 import torch
 
+from tests.support.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, run_world, shown
 from tests.test_topology import HOROVODRUN_MPI
-from tests.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, run_world, shown
-from unidist.cli import checkup, worlds
-from unidist.cli.doctor import ENGINES, attempt, reason, short
+from unidist.cli import checkup
+from unidist.cli.doctor import attempt, reason
+from unidist.launchers.table import COMMANDS, ENGINES
+from unidist.topology import LAUNCHERS
 
 
 def doctor(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +47,7 @@ def test_matrix(srun_env: dict[str, str]) -> None:
     done = doctor("--run", "--json", LD_LIBRARY_PATH=str(mpich_for_mpi4py()), **srun_env)
     assert done.returncode == 0, done.stderr
     pairs = json.loads(done.stdout)["pairs"]
-    assert len(pairs) == len(worlds.LAUNCHERS) * len(ENGINES)
+    assert len(pairs) == len(COMMANDS) * len(ENGINES)
     for pair in pairs:
         shown.setdefault("doctor --run", []).append(
             f"{pair['launcher']:18} {pair['engine']:8} {pair['state']:5} {pair['text']}"
@@ -54,36 +55,36 @@ def test_matrix(srun_env: dict[str, str]) -> None:
         if pair["engine"] == "nccl" and torch.cuda.device_count() < 2:
             assert (pair["state"], pair["text"]) == (
                 "none",
-                f"2 GPUs are needed, {torch.cuda.device_count()} are visible",
+                f"2 ranks on nccl need 2 GPUs, {torch.cuda.device_count()} are visible",
             )
-        elif pair["engine"] == "mpi" and pair["launcher"] not in worlds.MPI_LAUNCHERS:
-            assert pair["state"] == "none" and "launchers of its own" in pair["text"], pair
+        elif pair["engine"] == "mpi" and not COMMANDS[pair["launcher"]].mpi:
+            assert pair["state"] == "none" and "needs its own launchers" in pair["text"], pair
         else:
             assert pair["state"] == "ok", pair
 
 
 def test_need_sets_the_exit_status() -> None:
     assert doctor("--need", "gloo").returncode == 0
-    both = doctor("--need", "horovod@mpirun", "--need", "gloo@horovodrun-gloo", "--json")
+    both = doctor("--need", "horovod@openmpi", "--need", "gloo@horovodrun", "--json")
     assert both.returncode == 0 and len(json.loads(both.stdout)["pairs"]) == 2
     broken = doctor("--need", "gloo", GLOO_SOCKET_IFNAME="nosuch0", COLUMNS="200")
     assert broken.returncode == 1 and "GLOO_SOCKET_IFNAME=nosuch0, but no such interface is up" in broken.stdout
     if torch.cuda.device_count() < 2:
         lacking = doctor("--need", "nccl", COLUMNS="200")
-        assert lacking.returncode == 1 and "2 GPUs are needed" in lacking.stdout
+        assert lacking.returncode == 1 and "nccl need 2 GPUs" in lacking.stdout
     unknown = doctor("--need", "gloo@ssh")
-    assert unknown.returncode == 2 and "'ssh' is no launcher: use one of torchrun, spawn" in unknown.stderr
+    assert unknown.returncode == 2 and "'ssh' is not a launcher: use one of torchrun, spawn" in unknown.stderr
 
 
 def test_a_world_without_a_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian's MPICH as it comes: mpi4py's wheel does not find its library."""
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    finding = attempt("mpiexec (MPICH)", "horovod")
+    finding = attempt("mpich", "horovod")
     assert finding.state == "error" and "libmpi.so.12" in finding.text, finding
 
 
 def test_under_a_launcher_it_tells_what_a_rank_sees() -> None:
-    result = run_world("mpirun", 1, ["-m", "unidist", "doctor", "--json"])
+    result = run_world("openmpi", 1, ["-m", "unidist", "doctor", "--json"])
     report = json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])
     texts = [finding["text"] for finding in report["findings"] if finding["subject"] == "launched by"]
     assert texts[0].startswith("openmpi: rank 0 of 1 (OMPI_COMM_WORLD_RANK=0")
@@ -105,14 +106,14 @@ TORCHRUN = {
         ({}, "ok", "no launcher"),
         ({"RANK": "abc", "WORLD_SIZE": "2"}, "error", "RANK='abc'"),
         (TORCHRUN, "ok", "torchrun: rank 1 of 2 (RANK=1 WORLD_SIZE=2)"),
-        ({**TORCHRUN, "LOCAL_RANK": "0"}, "warn", "--virtual-local-rank"),
+        ({**TORCHRUN, "LOCAL_RANK": "0"}, "warning", "--virtual-local-rank"),
         ({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "0"}, "ok", "variables of openmpi are set too"),
         (
             HOROVODRUN_MPI,
             "ok",
             "horovodrun-mpi: rank 1 of 6 (OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=6 OMPI_MCA_pml=ob1",
         ),
-        ({"SLURM_JOB_ID": "7"}, "warn", "one process"),
+        ({"SLURM_JOB_ID": "7"}, "warning", "one process"),
     ],
 )
 def test_where_this_process_stands(env: dict[str, str], state: str, text: str) -> None:
@@ -125,8 +126,8 @@ def test_where_this_process_stands(env: dict[str, str], state: str, text: str) -
         ({"UNIDIST_BACKEND": "nonsense"}, "engine", "error", "UNIDIST_BACKEND=nonsense is unknown"),
         ({"UNIDIST_BACKEND": "horovod"}, "engine", "error", "needs a launcher"),
         ({"UNIDIST_TIMEOUT": "soon"}, "timeout", "error", "UNIDIST_TIMEOUT='soon'"),
-        ({"OMP_NUM_THREADS": "abc"}, "cores", "warn", "not a number"),
-        ({"OMP_NUM_THREADS": "4096"}, "cores", "warn", "not a number from 1 to"),
+        ({"OMP_NUM_THREADS": "abc"}, "cores", "warning", "not a number"),
+        ({"OMP_NUM_THREADS": "4096"}, "cores", "warning", "not a number from 1 to"),
         ({"NCCL_SOCKET_IFNAME": "=lo"}, "network", "ok", "NCCL_SOCKET_IFNAME==lo"),
         ({"NCCL_SOCKET_IFNAME": "nosuch,mlx"}, "network", "error", "no such interface"),
         ({"MASTER_PORT": "0"}, "ports", "error", "MASTER_PORT=0 is not a TCP port"),
@@ -139,19 +140,19 @@ def test_settings(env: dict[str, str], subject: str, state: str, text: str) -> N
 
 
 def test_traps(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found({}, "cores")[0][0] == "warn" and "OMP_NUM_THREADS is not set" in found({}, "cores")[0][1]
+    assert found({}, "cores")[0][0] == "warning" and "OMP_NUM_THREADS is not set" in found({}, "cores")[0][1]
     assert found({"OMP_NUM_THREADS": "1"}, "cores")[0][0] == "ok"
     assert found({"MASTER_PORT": "http"}, "ports") == [
         ("error", "MASTER_PORT=http is not a TCP port", "use a free one from 1024 to 65535")
     ]
     monkeypatch.setattr(checkup, "built_for_torch", lambda: "2.0.1")
     ((state, text, remedy),) = found({}, "Horovod")
-    assert state == "warn" and "built for torch 2.0.1" in text and remedy == "unidist build-horovod --install"
+    assert state == "warning" and "built for torch 2.0.1" in text and remedy == "unidist build-horovod --install"
 
 
-def test_names_for_the_command_line() -> None:
-    names: list[Any] = [short(name) for name in worlds.LAUNCHERS]
-    assert names == ["torchrun", "spawn", "horovodrun-gloo", "horovodrun-mpi", "mpirun", "mpiexec-mpich", "srun"]
+def test_a_launcher_has_one_name() -> None:
+    """A world is started by the name that its ranks detect."""
+    assert COMMANDS.keys() <= {launcher.name for launcher in LAUNCHERS}
 
 
 def test_reason_is_the_line_that_helps() -> None:

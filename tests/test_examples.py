@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worlds import ROOT, run_world
+from tests.support.worlds import ROOT, run_world
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -19,7 +19,7 @@ def test_each_starts_with_the_command_that_runs_it(example: Path) -> None:
 
 @pytest.mark.parametrize(
     ("script", "launcher"),
-    [("examples/digits_ddp.py", "torchrun"), ("examples/digits_horovod.py", "horovodrun --gloo")],
+    [("examples/digits_ddp.py", "torchrun"), ("examples/digits_horovod.py", "horovodrun")],
 )
 def test_raw_scripts_train_the_same_model(script: str, launcher: str, tmp_path: Path) -> None:
     """Raw DDP and raw Horovod on the same data order end where digits.py does."""
@@ -32,7 +32,7 @@ def test_raw_scripts_train_the_same_model(script: str, launcher: str, tmp_path: 
     assert max((left[name] - right[name]).abs().max().item() for name in left) < 1e-5
 
 
-@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "gloo"), ("mpirun", "horovod")])
+@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "gloo"), ("openmpi", "horovod")])
 def test_charlm(launcher: str, backend: str, tmp_path: Path) -> None:
     path = tmp_path / "charlm.pt"
     result = run_world(launcher, 2, ["examples/charlm.py", "--save", str(path)], backend=backend)

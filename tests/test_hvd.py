@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import unidist.hvd
-from tests import hvd_programs
-from tests.worlds import LEGACY, ROOT, Result, run_suite, run_world, shown
+from tests.support import hvd_programs
+from tests.support.worlds import LEGACY, ROOT, Result, run_suite, run_world, shown
 from unidist.hvd.execution import scaled
 
 #: Launcher and engine: Horovod on Gloo and on MPI, the drop-in on gloo and on MPI.
-HOROVOD = [("horovodrun --gloo", "horovod"), ("mpirun", "horovod")]
-DROP_IN = [("torchrun", "gloo"), ("mpirun", "mpi")]
+HOROVOD = [("horovodrun", "horovod"), ("openmpi", "horovod")]
+DROP_IN = [("torchrun", "gloo"), ("openmpi", "mpi")]
 DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": "DYNAMIC"}
 
 
@@ -59,7 +59,7 @@ def test_random_programs(size: int, count: int, tmp_path: Path) -> None:
     for launcher, backend in [HOROVOD[0], *DROP_IN]:
         folder = tmp_path / f"{backend} {launcher}"
         folder.mkdir()
-        argv = ["-m", "tests.hvd_programs", str(tmp_path / "programs.json"), str(folder)]
+        argv = ["-m", "tests.support.hvd_programs", str(tmp_path / "programs.json"), str(folder)]
         result = run_world(launcher, size, argv, backend=backend, env=DYNAMIC, timeout=300)
         assert result.returncode == 0, result.output
         results[backend] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
@@ -119,10 +119,10 @@ def test_unmodified_scripts(launcher: str, backend: str, legacy_under_horovod: P
 def test_the_raw_example_unmodified(tmp_path: Path) -> None:
     """digits_horovod.py, as a file and as a module, beside Horovod."""
     runs = {
-        "horovod": ("horovodrun --gloo", ["examples/digits_horovod.py"], {}),
+        "horovod": ("horovodrun", ["examples/digits_horovod.py"], {}),
         "file": ("torchrun", ["-m", "unidist.hvd", "examples/digits_horovod.py"], {}),
         "module": (
-            "mpirun",
+            "openmpi",
             ["-m", "unidist.hvd", "-m", "digits_horovod"],
             {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"},
         ),
@@ -227,9 +227,7 @@ def test_under_the_alias_horovod_is_refused_as_the_engine() -> None:
     assert result.returncode != 0 and "in this process `horovod` means the drop-in" in result.output
 
 
-@pytest.mark.parametrize(
-    ("launcher", "backend"), [("torchrun", "gloo"), ("mpirun", "mpi"), ("horovodrun --gloo", "horovod")]
-)
+@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "gloo"), ("openmpi", "mpi"), ("horovodrun", "horovod")])
 def test_in_the_world_of_unidist_init(launcher: str, backend: str) -> None:
     """Without ``hvd.init()``, mixed with unidist's own calls, on every engine."""
     result = run_world(launcher, 2, ["tests/programs/hvd_in_unidist.py"], backend=backend)
@@ -452,7 +450,7 @@ def test_the_suite_calls_every_public_name() -> None:
 
 def test_every_public_name_and_signature() -> None:
     """Names, parameters and defaults are Horovod's; what is left out, or more, is in the table of docs/hvd.md."""
-    code = "import json; from tests.hvd_names import compare; print('NAMES', json.dumps(compare()))"
+    code = "import json; from tests.support.hvd_names import compare; print('NAMES', json.dumps(compare()))"
     result = run_world("python", 1, ["-W", "ignore", "-c", code])
     assert result.returncode == 0, result.output
     rows = json.loads(result.output.split("NAMES ")[1].splitlines()[0])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import ROOT, environment
+from tests.support.worlds import ROOT, environment
 
 SCRIPT = """
 import unidist

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.worlds import PYTHON, ROOT, environment, free_port, run_world
+from tests.support.worlds import PYTHON, ROOT, environment, free_port, missing, run_world
 from unidist.backends import rendezvous
-from unidist.cli.worlds import missing
 
 PLACE = "tests/programs/place.py"
 
@@ -52,24 +51,24 @@ def expected(backend: str, size: int, nodes: int = 1) -> list[dict[str, Any]]:
         ("torchrun 2 nodes", 4, "gloo", 2),
         ("torchrun 2 nodes", 4, "horovod", 2),
         ("spawn", 3, "horovod", 1),
-        ("horovodrun --gloo", 3, "gloo", 1),
-        ("mpirun", 3, "gloo", 1),
-        ("mpirun", 3, "horovod", 1),
-        ("mpirun", 3, "mpi", 1),
-        ("mpiexec (MPICH)", 3, "horovod", 1),
-        ("srun", 2, "gloo", 1),
+        ("horovodrun", 3, "gloo", 1),
+        ("openmpi", 3, "gloo", 1),
+        ("openmpi", 3, "horovod", 1),
+        ("openmpi", 3, "mpi", 1),
+        ("mpich", 3, "horovod", 1),
+        ("slurm", 2, "gloo", 1),
     ],
 )
 def test_place(launcher: str, size: int, backend: str, nodes: int, request: pytest.FixtureRequest) -> None:
     absent = missing(launcher)
     if absent:
         pytest.skip(absent)
-    env = request.getfixturevalue("srun_env") if launcher == "srun" else {}
+    env = request.getfixturevalue("srun_env") if launcher == "slurm" else {}
     # A proxy that nobody runs is not asked for the launcher's server on this host.
     result = run_world(launcher, size, [PLACE], backend=backend, env={**env, "http_proxy": "http://127.0.0.1:9"})
     assert result.returncode == 0, result.output
     assert places(result.output) == expected(backend, size, nodes)
-    if launcher in ("spawn", "horovodrun --gloo", "mpirun", "mpiexec (MPICH)"):
+    if launcher in ("spawn", "horovodrun", "openmpi", "mpich"):
         assert "OPEN TO OTHER HOSTS" not in result.output, result.output
 
 
@@ -108,11 +107,11 @@ def test_the_launchers_server_is_asked_until_it_answers() -> None:
     [
         ("python", 1, "single"),
         ("torchrun", 2, "gloo"),
-        ("mpirun", 2, "gloo"),
+        ("openmpi", 2, "gloo"),
         # All three forms; without a flag horovodrun takes MPI where Horovod has it, and becomes an mpirun.
-        ("horovodrun", 2, "horovod"),
-        ("horovodrun --gloo", 8, "horovod"),
-        ("horovodrun --mpi", 8, "horovod"),
+        ("horovodrun-mpi by default", 2, "horovod"),
+        ("horovodrun", 8, "horovod"),
+        ("horovodrun-mpi", 8, "horovod"),
     ],
 )
 def test_auto(launcher: str, size: int, chosen: str) -> None:
@@ -131,7 +130,7 @@ def test_a_process_alone_in_an_allocation_of_slurm_warns() -> None:
 def test_torchrun_inside_mpirun_and_slurm_wins(srun_env: dict[str, str]) -> None:
     """One torchrun per node, started by the scheduler: the inner launcher counts."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", PLACE]
-    for launcher, env in (("mpirun", {}), ("srun", srun_env)):
+    for launcher, env in (("openmpi", {}), ("slurm", srun_env)):
         result = run_world(launcher, 1, torchrun, env=env)
         assert result.returncode == 0, result.output
         assert places(result.output) == expected("gloo", 2)
@@ -178,7 +177,7 @@ def test_variables_set_by_hand(options: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------ the guard
-@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec (MPICH)"])
+@pytest.mark.parametrize("launcher", ["torchrun", "mpich"])
 def test_horovod_alone_in_a_world_of_two_is_refused(launcher: str) -> None:
     """``hvd.init()`` under these makes two worlds of one rank, without a word."""
     result = run_world(launcher, 2, ["tests/programs/lonely.py", "horovod"])
@@ -187,7 +186,7 @@ def test_horovod_alone_in_a_world_of_two_is_refused(launcher: str) -> None:
     assert "went on in a lonely world" not in result.output
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun --gloo", "mpirun"])
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "openmpi"])
 def test_torch_alone_in_a_world_of_two_is_refused(launcher: str) -> None:
     result = run_world(launcher, 2, ["tests/programs/lonely.py", "torch"])
     assert result.returncode != 0
@@ -203,7 +202,7 @@ def test_single_under_a_launcher_is_refused() -> None:
 
 def test_the_wrong_mpi_library_is_refused() -> None:
     """mpi4py bound to Open MPI under MPICH's mpiexec makes two worlds of one rank."""
-    result = run_world("mpiexec (MPICH)", 2, [PLACE], backend="gloo", env={"MPI4PY_MPIABI": "openmpi"})
+    result = run_world("mpich", 2, [PLACE], backend="gloo", env={"MPI4PY_MPIABI": "openmpi"})
     assert result.returncode != 0
     assert "mpi4py made a world of 1, but mpich declared 2" in result.output, result.output
     assert "MPI4PY_MPIABI=mpich" in result.output
@@ -229,7 +228,7 @@ def test_two_processes_of_one_rank_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "launcher"), [("torch", "torchrun"), ("horovod", "horovodrun --gloo"), ("horovod", "mpirun")]
+    ("engine", "launcher"), [("torch", "torchrun"), ("horovod", "horovodrun"), ("horovod", "openmpi")]
 )
 def test_adopts_what_runs_already(engine: str, launcher: str) -> None:
     result = run_world(launcher, 2, ["tests/programs/adopt.py", engine])
@@ -251,12 +250,12 @@ def test_a_missing_rank_ends_the_start_with_a_clear_error() -> None:
 
 
 # ------------------------------------------------------------------------------------ a rank that fails
-STARTED = ["torchrun", "spawn", "horovodrun --gloo", "horovodrun --mpi", "mpirun", "mpiexec (MPICH)"]
+STARTED = ["torchrun", "spawn", "horovodrun", "horovodrun-mpi", "openmpi", "mpich"]
 FAILS = [(launcher, backend, "raise") for launcher in STARTED for backend in ("gloo", "horovod")]
 FAILS += [(launcher, "mpi", "raise") for launcher in STARTED[3:]]
 # The launcher, and not the engine, sees a process that dies without a word.
 FAILS += [(launcher, backend, "exit") for launcher, backend in zip(STARTED, ["gloo", "horovod"] * 3)]
-FAILS += [("mpirun", "mpi", "exit")]
+FAILS += [("openmpi", "mpi", "exit")]
 
 
 @pytest.mark.parametrize(("launcher", "backend", "how"), FAILS)
@@ -273,7 +272,7 @@ def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -
 
 @pytest.mark.parametrize(
     ("launcher", "backend"),
-    [("torchrun", "gloo"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi")],
+    [("torchrun", "gloo"), ("horovodrun", "horovod"), ("openmpi", "horovod"), ("openmpi", "mpi")],
 )
 def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> None:
     argv = ["tests/programs/fail_on_rank.py", "1", "sleep"]

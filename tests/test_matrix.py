@@ -6,17 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worlds import LAUNCHERS, run_world, shown
-from unidist.cli.worlds import missing
+from tests.support.worlds import missing, run_world, shown
+from unidist.launchers.table import COMMANDS
 
 TOLERANCE = 1e-5
-MPI = ["horovodrun --mpi", "mpirun", "mpiexec (MPICH)", "srun --mpi=pmix", "srun --mpi=pmi2"]
-# Without a flag horovodrun is one of the two with a flag.
-MULTI = [name for name in LAUNCHERS if name not in ("python", "horovodrun") and "--mpi=" not in name]
+MPI = ["horovodrun-mpi", "openmpi", "mpich", "slurm pmix", "slurm pmi2"]
+MULTI = [*COMMANDS, "torchrun c10d", "torchrun 2 nodes", "torchrun as torch.distributed.launch"]
 CELLS = [("python", "single", 1), ("python", "gloo", 1), ("python", "mpi", 1)]
 CELLS += [(name, b, 2) for name in MULTI for b in ("gloo", "horovod")] + [(name, "mpi", 2) for name in MPI]
-# These two are torchrun started otherwise: Horovod sees no difference.
-CELLS = [cell for cell in CELLS if cell not in (("torchrun c10d", "horovod", 2), ("launch", "horovod", 2))]
+# Horovod sees no difference between the ways to call torchrun on one node.
+CELLS = [
+    (launcher, backend, size)
+    for launcher, backend, size in CELLS
+    if backend != "horovod" or launcher not in ("torchrun c10d", "torchrun as torch.distributed.launch")
+]
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +44,7 @@ def test_digits(
     absent = missing(launcher)
     if absent:
         pytest.skip(absent)
-    env = request.getfixturevalue("srun_env") if launcher.startswith("srun") else {}
+    env = request.getfixturevalue("srun_env") if launcher.startswith("slurm") else {}
     path = tmp_path / "digits.pt"
     result = run_world(launcher, size, ["examples/digits.py", "--save", str(path)], backend=backend, env=env)
     assert result.returncode == 0, result.output

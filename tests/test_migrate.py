@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.migrate_mutations import mutated
-from tests.worlds import LEGACY, ROOT, run_world, shown
+from tests.support.worlds import LEGACY, ROOT, run_world, shown
 from unidist.migrate.native import migrate
 from unidist.migrate.tree import imports_horovod
 

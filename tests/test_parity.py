@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity import CASES
-from tests.worlds import run_world, shown
+from tests.support.parity import CASES
+from tests.support.worlds import run_world, shown
 
 TOLERANCE = 1e-5
 #: Each rank normalises its own part of the batch, so that only worlds of one size are alike.
 BETWEEN_ENGINES = {"BatchNorm, buffers of rank 0"}
 ENGINES = {
-    "gloo": ("torchrun", "gloo"), "horovod-gloo": ("horovodrun --gloo", "horovod"), "horovod-mpi": ("mpirun", "horovod"),
-    "mpi": ("mpirun", "mpi"), "mpi-mpich": ("mpiexec (MPICH)", "mpi"),
+    "gloo": ("torchrun", "gloo"), "horovod-gloo": ("horovodrun", "horovod"), "horovod-mpi": ("openmpi", "horovod"),
+    "mpi": ("openmpi", "mpi"), "mpi-mpich": ("mpich", "mpi"),
 }  # fmt: skip
 Weights = dict[str, dict[str, torch.Tensor]]
 
@@ -28,8 +28,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], W
     worlds += [(engine, *ENGINES[engine], 3) for engine in ("gloo", "horovod-gloo", "mpi")]
     for engine, launcher, backend, size in worlds:
         path = folder / f"{engine}{size}.pt"
-        program = ["-m", "tests.parity", str(path)]
-        argv = ["-m", "mpi4py", *program] if launcher.startswith("mpi") else program
+        program = ["-m", "tests.support.parity", str(path)]
+        argv = ["-m", "mpi4py", *program] if launcher in ("openmpi", "mpich") else program
         result = run_world(launcher, size, argv, backend=backend, timeout=300)
         assert result.returncode == 0, result.output
         found[engine, size] = torch.load(path)
@@ -61,7 +61,7 @@ def test_the_tolerance_tells_training_together_from_training_apart(
     trained: dict[tuple[str, int], Weights], tmp_path: Path
 ) -> None:
     """A rank that never averages ends farther away, in every case."""
-    result = run_world("python", 1, ["-m", "tests.parity", str(tmp_path / "apart.pt"), "2"], backend="single")
+    result = run_world("python", 1, ["-m", "tests.support.parity", str(tmp_path / "apart.pt"), "2"], backend="single")
     assert result.returncode == 0, result.output
     apart = torch.load(tmp_path / "apart.pt")
     together = trained["single", 1]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import unidist
-from tests.worlds import ROOT, environment, run_world
+from tests.support.worlds import ROOT, environment, run_world
 from unidist.context import BACKENDS
 
 FEATURES = {
-    "model", "uneven", "data", "metrics", "meters", "checkpoint", "console", "collectives", "batch_norm", "launch",
+    "model", "uneven", "data", "metrics", "meters", "checkpoint", "console", "collectives", "batch_norm", "multiprocessing",
 }  # fmt: skip
 #: What each module of the package may import of it.
 BELOW = {
@@ -26,8 +26,20 @@ BELOW = {
     "backends": {"errors", "topology", "backends"},
     "context": {"errors", "knobs", "topology", "seed", "backends"},
     **{name: {"errors", "knobs", "context", "tree", "backends", *FEATURES} for name in FEATURES},
-    "bench": {"bench", "cli", "wrap_model", "hvd"},
-    "cli": {"__version__", "errors", "knobs", "topology", "context", "bench", "cli", "compare", "migrate"},
+    "launchers": {"knobs", "launchers"},
+    "bench": {"bench", "launchers", "hvd"},
+    "cli": {
+        "__version__",
+        "errors",
+        "knobs",
+        "topology",
+        "context",
+        "launchers",
+        "bench",
+        "cli",
+        "compare",
+        "migrate",
+    },
     "migrate": {"hvd", "migrate"},
     "compare": {"topology", "seed", "hvd", "compare"},
     "hvd": {
@@ -40,7 +52,7 @@ BELOW = {
         "model",
         "tree",
         "batch_norm",
-        "launch",
+        "multiprocessing",
         "hvd",
     },
     "common": {"hvd"},
@@ -58,6 +70,7 @@ LOOKING = {"bench/peers.py", "bench/startup.py", "bench/memory.py", "cli/bench.p
 FOLDERS = (
     "unidist",
     "unidist/cli",
+    "unidist/launchers",
     "unidist/bench",
     "unidist/compare",
     "unidist/migrate",

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
         UnidistError,
         WorldSizeError,
     )
-    from unidist.launch import spawn
     from unidist.meters import Accuracy, Mean, Sum, wrap_metric
     from unidist.metrics import allreduce_metric
     from unidist.model import (
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
         unwrap,
         wrap_model,
     )
+    from unidist.multiprocessing import spawn
     from unidist.seed import set_seed
     from unidist.uneven import join
 
@@ -102,7 +102,7 @@ _MODULES = {
         "WorldSizeError",
     ),
     "uneven": ("join",),
-    "launch": ("spawn",),
+    "multiprocessing": ("spawn",),
     "meters": ("Accuracy", "Mean", "Sum", "wrap_metric"),
     "metrics": ("allreduce_metric",),
     "model": (

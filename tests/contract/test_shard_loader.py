@@ -18,7 +18,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import unidist
-from tests.datasets import Numbers, Stream
+from tests.support.datasets import Numbers, Stream
 from unidist.data import ShardSampler
 from unidist.data.shares import Shares
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.hvd.api import hvd
-from tests.in_world import counts
-from tests.worlds import IN_WORLD
+from tests.support.in_world import counts
+from tests.support.worlds import IN_WORLD
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,14 +1,13 @@
 """The drop-in for ``horovod.torch`` beside Horovod itself, in worlds of their own that take turns.
 
-As a program (``python -m unidist.bench.hvd unidist.hvd|horovod.torch TURNS``) it is one rank of such a world. Not both in one: each has
-threads that look for work all the time.
+As a program (``python -m unidist.bench.hvd unidist.hvd|horovod.torch TURNS``) it is one rank of such a world. Not both
+in one world: each has threads that poll for work.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import random
 import statistics
 import sys
@@ -22,33 +21,33 @@ from torch import Tensor
 from unidist.bench.measure import OURS, Case
 from unidist.bench.models import WORKLOADS, Workload
 from unidist.bench.step import training_step
-from unidist.cli import worlds
+from unidist.launchers.table import unavailable
+from unidist.launchers.world import run_world
 
 #: Launcher and engine of the drop-in, and the launcher of the Horovod beside it.
-PAIRS = {"gloo": ("torchrun", "horovodrun --gloo"), "mpi": ("mpirun", "mpirun")}
+LAUNCHERS_OF = {"gloo": ("torchrun", "horovodrun"), "mpi": ("openmpi", "openmpi")}
 #: Operations under way at once.
 MANY = 1000
 
 
 def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str]) -> Iterator[Case]:
     """A training step of each model, a blocking allreduce of 4 bytes, and many named ones in random order."""
-    for engine, (launcher, horovods) in PAIRS.items():
-        if engine not in engines or worlds.lacking(launcher, engine) or worlds.lacking(horovods, "horovod"):
+    size = ranks or 2
+    for engine, (launcher, horovods) in LAUNCHERS_OF.items():
+        if engine not in engines or unavailable(launcher, engine, size) or unavailable(horovods, "horovod", size):
             continue
         contenders = {OURS: (launcher, "unidist.hvd"), "hvd": (horovods, "horovod.torch")}
         samples: dict[str, dict[str, list[float]]] = {}
         for turn in range(rounds):
             for name in random.Random(turn).sample(list(contenders), 2):
-                for row, seconds in _world(*contenders[name], engine, ranks or 2, 5 if quick else 15).items():
+                for row, seconds in _world(*contenders[name], engine, size, 5 if quick else 15).items():
                     samples.setdefault(row, {}).setdefault(name, []).append(seconds)
         for row, figures in samples.items():
             yield Case("hvd", f"{engine} under {launcher}, hvd under {horovods}", row, figures)
 
 
 def _world(launcher: str, module: str, engine: str, ranks: int, turns: int) -> dict[str, float]:
-    env = worlds.environment(os.environ, ranks, engine)
-    argv = ["-m", "unidist.bench.hvd", module, str(turns)]
-    result = worlds.run([worlds.LAUNCHERS[launcher](ranks, argv)], env, timeout=600)
+    result = run_world(launcher, engine, ranks, ["-m", "unidist.bench.hvd", module, str(turns)], timeout=600)
     found = [line.split("HVD ")[1] for line in result.output.splitlines() if "HVD " in line]
     if result.returncode or not found:
         raise RuntimeError(f"{module} under {launcher} failed:\n{result.output}")

@@ -1,15 +1,38 @@
-"""What this machine itself can move: the limits beside the collectives."""
+"""This machine: what it is, for the head of a report, and what it can move, for the collectives."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
+from datetime import datetime
+from pathlib import Path
 
 import torch
 
+import unidist
+from unidist.launchers.world import usable_cores
+
 #: Bytes moved at a time; larger than the caches.
 NBYTES = 128 * 2**20
+
+
+def describe() -> dict[str, str]:
+    """The machine and the versions."""
+    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown CPU")
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
+        "cores": f"{usable_cores()} x {cpu}",
+        "gpus": ", ".join(gpus) or "none",
+        "torch": torch.__version__,
+        "unidist": unidist.__version__,
+    }
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def limits() -> dict[str, float]:
@@ -31,11 +54,11 @@ def _loopback() -> float:
         connection, _ = server.accept()
     with client, connection:
         sender = threading.Thread(target=client.sendall, args=(data,))
-        buffer, left = memoryview(bytearray(2**20)), NBYTES
+        buffer, remaining = memoryview(bytearray(2**20)), NBYTES
         start = time.perf_counter()
         sender.start()
-        while left:
-            left -= connection.recv_into(buffer)
+        while remaining:
+            remaining -= connection.recv_into(buffer)
         seconds = time.perf_counter() - start
         sender.join()
     return NBYTES / seconds

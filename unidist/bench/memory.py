@@ -5,7 +5,6 @@ As a program (``python -m unidist.bench.memory unidist|DDP|'DDP bucket view'|hvd
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import sys
@@ -17,10 +16,11 @@ from torch import nn
 
 import unidist
 from unidist.bench.measure import OURS, Case
-from unidist.cli import worlds
+from unidist.launchers.table import unavailable
+from unidist.launchers.world import run_world
 
 #: Launcher, engine, and the raw wrappers beside ours.
-WORLDS = {"gloo": ("torchrun", ["DDP", "DDP bucket view"]), "horovod": ("horovodrun --gloo", ["hvd"])}
+WORLDS = {"gloo": ("torchrun", ["DDP", "DDP bucket view"]), "horovod": ("horovodrun", ["hvd"])}
 WIDTH, LAYERS = 2048, 12
 
 
@@ -28,7 +28,7 @@ def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str])
     """Growth of a rank's resident memory while it trains a model of 192 MiB with momentum."""
     ddp: list[float] = []
     for engine, (launcher, raw) in WORLDS.items():
-        if worlds.lacking(launcher, engine) or engine not in engines:
+        if engine not in engines or unavailable(launcher, engine, ranks or 2):
             continue
         samples = {
             name: [_peak(launcher, engine, name, ranks or 2) for _ in range(1 if quick else rounds)]
@@ -40,9 +40,7 @@ def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str])
 
 
 def _peak(launcher: str, engine: str, contender: str, ranks: int) -> float:
-    env = worlds.environment(os.environ, ranks, engine)
-    command = worlds.LAUNCHERS[launcher](ranks, ["-m", "unidist.bench.memory", contender])
-    result = worlds.run([command], env, timeout=300)
+    result = run_world(launcher, engine, ranks, ["-m", "unidist.bench.memory", contender], timeout=300)
     found = [float(text) for text in re.findall(r"PEAK (\d+)", result.output)]
     if result.returncode or not found:
         raise RuntimeError(f"{contender} on {engine} under {launcher} failed:\n{result.output}")

@@ -14,24 +14,25 @@ import time
 from collections.abc import Collection, Iterator
 
 from unidist.bench.measure import OURS, Case
-from unidist.cli import worlds
+from unidist.launchers.table import unavailable
+from unidist.launchers.world import run_world
 
 #: Which launchers start an engine here, and what its users would call without us.
 PAIRS = [
     ("torchrun", "gloo"),
-    ("horovodrun --gloo", "gloo"),
-    ("mpirun", "gloo"),
-    ("horovodrun --gloo", "horovod"),
+    ("horovodrun", "gloo"),
+    ("openmpi", "gloo"),
+    ("horovodrun", "horovod"),
     ("torchrun", "horovod"),
 ]
-RAW = {"gloo": ("torchrun", "raw-torch"), "horovod": ("horovodrun --gloo", "raw-horovod")}
+RAW = {"gloo": ("torchrun", "raw-torch"), "horovod": ("horovodrun", "raw-horovod")}
 HERE = "worlds of its own"
 
 
 def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str]) -> Iterator[Case]:
     """The import, then each launcher and engine by number of ranks: ``ranks``, or how it grows."""
     yield Case("startup", HERE, "import", _imports(2 * rounds))
-    pairs = [pair for pair in PAIRS if pair[1] in engines and not worlds.lacking(*pair)]
+    pairs = [pair for pair in PAIRS if pair[1] in engines and not unavailable(*pair, ranks or 2)]
     for size in (ranks,) if ranks else (2, 4) if quick else (2, 4, 8, 16):
         samples: dict[tuple[str, str], list[float]] = {}
         worlds_of = [*pairs, *(RAW[engine] for engine in dict.fromkeys(engine for _, engine in pairs))]
@@ -46,9 +47,8 @@ def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str])
 def first_collective(launcher: str, engine: str, ranks: int) -> float:
     """Seconds from the last rank's entry into ``init()`` to the last one's end of the first collective."""
     raw = engine.startswith("raw-")
-    env = worlds.environment(os.environ, ranks, None if raw else engine)
     argv = ["-m", "unidist.bench.startup", engine if raw else "unidist"]
-    result = worlds.run([worlds.LAUNCHERS[launcher](ranks, argv)], env, timeout=300)
+    result = run_world(launcher, None if raw else engine, ranks, argv, timeout=300)
     times = [json.loads(line.split("STARTUP ")[1]) for line in result.output.splitlines() if "STARTUP" in line]
     if result.returncode or len(times) != ranks:
         raise RuntimeError(f"{engine} under {launcher} did not start {ranks} ranks:\n{result.output}")

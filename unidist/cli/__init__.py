@@ -18,12 +18,12 @@ except ModuleNotFoundError as error:
 from unidist import __version__
 from unidist.errors import UnidistError
 
-# The help lines stand here, so that `unidist --help` imports no command.
+# The help lines are here, so that `unidist --help` imports no command.
 COMMANDS = {
     "migrate": "Turn code that uses Horovod into unidist's, with a diff and a report.",
     "bench": "Measure unidist beside the raw libraries and its peers.",
-    "compare": "Train on two engines, and tell where they first differ.",
-    "doctor": "Tell what this machine can run, and what to mend.",
+    "compare": "Train on two engines, and show where they first differ.",
+    "doctor": "Show what this machine can run, and how to fix what it cannot.",
     "build-horovod": "Build Horovod for the installed PyTorch.",
 }
 

@@ -5,32 +5,30 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 
 import unidist
 from unidist.bench import machine
 from unidist.bench.measure import Case
 from unidist.bench.report import plot, tables
-from unidist.cli import worlds
-from unidist.cli.worlds import ENGINES
+from unidist.launchers.table import ENGINES, unavailable
+from unidist.launchers.world import run_world
 from unidist.topology import NONE, detect
 
 #: Suites that run inside a world, and those that start worlds of their own.
 INSIDE = ("collectives", "step", "metric", "loader")
 OUTSIDE = ("hvd", "startup", "memory")
 #: Where the former run.
-WORLDS = [*((launcher, engine) for engine, launcher in ENGINES.items()), ("mpirun", "horovod")]
-#: What a rank in a world of ours prints before the name of the case that comes next.
-SIGN = "unidist bench: "
+WORLDS = [*((launcher, engine) for engine, launcher in ENGINES.items()), ("openmpi", "horovod")]
+#: What a rank in a world of ours prints before the name of each case that is done.
+PROGRESS = "unidist bench: "
 
 
 @click.command()
@@ -47,7 +45,7 @@ SIGN = "unidist bench: "
 @click.option("--backend", "engines", multiple=True, type=click.Choice(list(ENGINES)), help="Only worlds on these.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="Draw them here (.png, .svg, .pdf).")  # fmt: skip
-@click.option("--place", hidden=True, help="Name of the world that this process is in.")
+@click.option("--world", hidden=True, help="Name of the world that this process is in.")
 def command(
     suites: tuple[str, ...],
     quick: bool,
@@ -56,13 +54,13 @@ def command(
     engines: tuple[str, ...],
     json_path: Path | None,
     plot_path: Path | None,
-    place: str | None,
+    world: str | None,
 ) -> None:
     """Measure unidist beside the raw libraries, and beside ignite, Accelerate and Fabric where they are installed.
 
-    SUITE: collectives, step, metric, loader, hvd (the drop-in beside Horovod), startup, memory, or all (default). Contenders take turns within one world, so
-    that noise meets all of them; figures are medians over the rounds, with half the distance between the quartiles.
-    A ratio is unidist's median over the other's: below 1, unidist is faster.
+    SUITE: collectives, step, metric, loader, hvd (the drop-in beside Horovod), startup, memory, or all (default).
+    Contenders take turns within one world, so that noise affects all of them; figures are medians over the rounds,
+    with half the interquartile range. A ratio is unidist's median over the other's: below 1, unidist is faster.
 
     Starts its own worlds on this host. Under a launcher (torchrun -m unidist bench step) it measures that world.
     """
@@ -72,12 +70,12 @@ def command(
         raise click.ClickException("--plot needs matplotlib: pip install 'unidist-torch[bench]'")
     for path in (json_path, plot_path):
         if path and not path.absolute().parent.is_dir():
-            raise click.ClickException(f"{path.absolute().parent} is no folder: make it first")
+            raise click.ClickException(f"{path.absolute().parent} is not a directory: create it first")
     wanted = [name for name in (*INSIDE, *OUTSIDE) if name in suites or "all" in suites or not suites]
     rounds = rounds or (5 if quick else 25)
     failed: list[str] = []
     launched = detect(os.environ).launcher is not NONE
-    if place and not launched:
+    if world and not launched:
         raise click.ClickException("this rank sees no launcher: start it with one")
     if launched:
         if asked or engines:
@@ -87,14 +85,18 @@ def command(
         wanted = [name for name in wanted if name in INSIDE]
         if not wanted:
             raise click.UsageError(f"{' and '.join(OUTSIDE)} start their own worlds: run them without a launcher")
-        measured = _measure_here(wanted, rounds, quick, place)
+        measured = _measure_here(wanted, rounds, quick, world)
         if measured is None:
             return
         cases = measured
     else:
         cases, failed = _measure_in_worlds(wanted, rounds, quick, asked, engines)
-    limits = machine.limits() if "collectives" in wanted and not place else {}
-    report: dict[str, Any] = {"machine": describe(), "limits": limits, "cases": [case.as_json() for case in cases]}
+    limits = machine.limits() if "collectives" in wanted and not world else {}
+    report: dict[str, Any] = {
+        "machine": machine.describe(),
+        "limits": limits,
+        "cases": [case.as_json() for case in cases],
+    }
     if json_path:
         json_path.write_text(json.dumps(report, indent=1))
     show(report["machine"], limits, cases)
@@ -104,16 +106,16 @@ def command(
         raise click.ClickException("\n".join(failed))
 
 
-def _measure_here(wanted: Sequence[str], rounds: int, quick: bool, place: str | None) -> list[Case] | None:
+def _measure_here(wanted: Sequence[str], rounds: int, quick: bool, world: str | None) -> list[Case] | None:
     """The suites inside this world. Collective; None on all ranks but 0."""
     unidist.init()
-    place = place or f"{unidist.backend_name()} under {detect(os.environ).launcher.name}, {unidist.world_size()} ranks"
+    world = world or f"{unidist.backend_name()} under {detect(os.environ).launcher.name}, {unidist.world_size()} ranks"
     cases = []
     for suite in wanted:
-        for case in import_module(f"unidist.bench.{suite}").cases(place, rounds, quick):
+        for case in import_module(f"unidist.bench.{suite}").cases(world, rounds, quick):
             cases.append(case)
             if unidist.is_main():
-                click.echo(f"{SIGN}{case.suite}: {case.name}", err=True)
+                click.echo(f"{PROGRESS}{case.suite}: {case.name}", err=True)
     main = unidist.is_main()
     unidist.shutdown()
     return cases if main else None
@@ -131,18 +133,18 @@ def _measure_in_worlds(
         for launcher, engine in WORLDS if suites else ():
             if engines and engine not in engines:
                 continue
-            if why := cannot(launcher, engine, ranks):
+            if why := _unavailable(launcher, engine, ranks):
                 if engine in engines:
                     failed.append(f"{engine} under {launcher}: {why}")
                 continue
-            place = f"{engine} under {launcher}, {ranks} ranks"
-            status.update(place)
+            world = f"{engine} under {launcher}, {ranks} ranks"
+            status.update(world)
             try:
-                cases += _world(launcher, engine, place, suites, rounds, quick, ranks, status.update)
+                cases += _run_world(launcher, engine, world, suites, rounds, quick, ranks, status.update)
                 # The loader does not depend on the engine.
                 suites = [name for name in suites if name != "loader"]
             except (RuntimeError, TimeoutError) as error:
-                failed.append(f"{place}: {error}")
+                failed.append(f"{world}: {error}")
         for name in [name for name in wanted if name in OUTSIDE]:
             status.update(name)
             try:
@@ -156,51 +158,39 @@ def _measure_in_worlds(
     return sorted(cases, key=lambda case: wanted.index(case.suite)), failed
 
 
-def _world(launcher: str, engine: str, place: str, suites: Sequence[str], rounds: int, quick: bool, ranks: int, progress: Any) -> list[Case]:  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "world.json")
-        argv = ["-m", "unidist", "bench", *suites, "--rounds", str(rounds), "--json", str(path), "--place", place]
-        env = worlds.environment(os.environ, ranks, engine)
+def _run_world(
+    launcher: str,
+    engine: str,
+    world: str,
+    suites: Sequence[str],
+    rounds: int,
+    quick: bool,
+    ranks: int,
+    progress: Callable[[str], None],
+) -> list[Case]:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "world.json")
+        argv = ["-m", "unidist", "bench", *suites, "--rounds", str(rounds), "--json", str(path), "--world", world]
 
         def on_line(line: str) -> None:
-            if SIGN in line:
-                progress(f"{place}: {line.split(SIGN)[1].strip()}")
+            if PROGRESS in line:
+                progress(f"{world}: {line.split(PROGRESS)[1].strip()}")
 
-        command = worlds.LAUNCHERS[launcher](ranks, [*argv, *(["--quick"] if quick else [])])
-        result = worlds.run([command], env, timeout=3600, on_line=on_line)
+        argv += ["--quick"] * quick
+        result = run_world(launcher, engine, ranks, argv, timeout=3600, on_line=on_line)
         if result.returncode or not path.exists():
             raise RuntimeError(f"ended with status {result.returncode}:\n{result.output[-4000:]}")
         return [Case.from_json(data) for data in json.loads(path.read_text())["cases"]]
 
 
-def cannot(launcher: str, engine: str, ranks: int) -> str | None:
-    """Why a world cannot be started here, or None."""
-    if engine == "nccl" and torch.cuda.device_count() < ranks:
-        return f"{ranks} ranks on nccl need {ranks} GPUs, {torch.cuda.device_count()} are visible"
-    lack = worlds.lacking(launcher, engine)
-    if lack is None and (launcher, engine) == ("mpirun", "horovod"):
+def _unavailable(launcher: str, engine: str, ranks: int) -> str | None:
+    why = unavailable(launcher, engine, ranks)
+    if why is None and (launcher, engine) == ("openmpi", "horovod"):
         import horovod.torch as hvd
 
+        # Without MPI, this is another world of Horovod on Gloo.
         return None if hvd.mpi_built() else "this Horovod was built without MPI"
-    return lack
-
-
-def describe() -> dict[str, str]:
-    """The machine and the versions, for the head of a report."""
-    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown CPU")
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
-        "cores": f"{worlds.usable_cores()} x {cpu}",
-        "gpus": ", ".join(gpus) or "none",
-        "torch": torch.__version__,
-        "unidist": unidist.__version__,
-    }
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+    return why
 
 
 def show(facts: dict[str, str], limits: dict[str, float], cases: Sequence[Case]) -> None:

@@ -1,4 +1,4 @@
-"""What the doctor looks at: each check reads one thing of this machine and yields what it found."""
+"""The checks of the doctor: each reads one thing of this machine and yields its findings."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ import torch.distributed as dist
 
 import unidist
 from unidist import knobs
-from unidist.cli import worlds
 from unidist.cli.build_horovod import WHAT_IT_HAS
-from unidist.cli.toolchain import last_line, output_of
+from unidist.cli.toolchain import last_line
 from unidist.context import BACKENDS
 from unidist.errors import UnidistError
+from unidist.launchers.process import output_of
+from unidist.launchers.table import COMMANDS, missing
+from unidist.launchers.world import environment, usable_cores
 from unidist.topology import LAUNCHERS, NONE, detect
 
-State = Literal["ok", "none", "warn", "error"]
+State = Literal["ok", "none", "warning", "error"]
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,14 @@ class Finding:
 
     #: What was looked at.
     subject: str
-    #: ``ok``, ``none`` (not here, and nothing wrong with that), ``warn`` (works, with a trap) or ``error``.
+    #: ``ok``, ``none`` (not installed, which is no fault), ``warning`` (works, with a pitfall) or ``error``.
     state: State
     text: str
     remedy: str = ""
 
 
 def findings(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Everything that can be told without starting a world, in the order of the report."""
+    """Everything that can be determined without starting a world, in the order of the report."""
     yield software()
     yield from horovod()
     yield from mpi(env)
@@ -63,22 +65,27 @@ def findings(env: Mapping[str, str]) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------- software
 def software() -> Finding:
     engines = [name for name in ("gloo", "nccl", "mpi") if dist.is_available() and dist.is_backend_available(name)]
-    text = f"{torch.__version__}, built with {', '.join(engines) or 'no torch.distributed'}; unidist {unidist.__version__}, Python {platform.python_version()}"
+    text = (
+        f"{torch.__version__}, built with {', '.join(engines) or 'no torch.distributed'}; "
+        f"unidist {unidist.__version__}, Python {platform.python_version()}"
+    )
     return Finding("torch", "ok" if engines else "error", text, "" if engines else "install another build of torch")
 
 
 def horovod() -> Iterator[Finding]:
     spec = find_spec("horovod")
-    if spec is None or spec.origin is None:  # without an origin: a folder of that name
+    if spec is None or spec.origin is None:  # without an origin: a directory of that name
         yield Finding("Horovod", "none", "not installed", "unidist build-horovod --install")
         return
     built_for = built_for_torch()
     asked = run_python(WHAT_IT_HAS)
     version = metadata.version("horovod")
     if asked.returncode:
-        yield Finding("Horovod", "error", f"{version}, built for torch {built_for}, does not import: {last_line(asked)}", "unidist build-horovod --install --force")  # fmt: skip
+        text = f"{version}, built for torch {built_for}, does not import: {last_line(asked)}"
+        yield Finding("Horovod", "error", text, "unidist build-horovod --install --force")
     elif built_for != torch.__version__:
-        yield Finding("Horovod", "warn", f"{version} was built for torch {built_for}, here is {torch.__version__}", "unidist build-horovod --install")  # fmt: skip
+        text = f"{version} was built for torch {built_for}, {torch.__version__} is installed"
+        yield Finding("Horovod", "warning", text, "unidist build-horovod --install")
     else:
         yield Finding("Horovod", "ok", f"{version} for torch {built_for}, with {asked.stdout.strip()}")
 
@@ -96,29 +103,33 @@ def mpi(env: Mapping[str, str]) -> Iterator[Finding]:
     found = []
     for name in ("mpirun.openmpi", "mpiexec.mpich", "mpiexec.hydra", "mpirun"):
         if shutil.which(name):
-            told = re.search(r"Open ?(?:MPI|RTE)\D*([\d.]+)|Version:\s*([\d.]+)", output_of(name, "--version"))
-            kind = "Open MPI" if told and told[1] else "MPICH" if told else "unknown MPI"
-            found.append(f"{kind} {(told and (told[1] or told[2])) or ''} ({name})".replace("  ", " "))
+            said = re.search(r"Open ?(?:MPI|RTE)\D*([\d.]+)|Version:\s*([\d.]+)", output_of(name, "--version"))
+            kind = "Open MPI" if said and said[1] else "MPICH" if said else "unknown MPI"
+            found.append(f"{kind} {(said and (said[1] or said[2])) or ''} ({name})".replace("  ", " "))
     libraries = list(dict.fromkeys(line.rsplit(" (", 1)[0] for line in found))
     if not libraries:
         yield Finding("MPI", "none", "no mpirun or mpiexec on PATH", "apt-get install openmpi-bin")
     else:
         yield Finding("MPI", "ok", "; ".join(found[: len(libraries)]))
     if not find_spec("mpi4py"):
-        state: State = "warn" if libraries else "none"
-        yield Finding("mpi4py", state, "not installed: under mpirun, rank 0's address cannot be spread", "pip install 'unidist-torch[mpi]', or set MASTER_ADDR and MASTER_PORT")  # fmt: skip
+        state: State = "warning" if libraries else "none"
+        text = "not installed: under mpirun, rank 0's address cannot be broadcast"
+        yield Finding("mpi4py", state, text, "pip install 'unidist-torch[mpi]', or set MASTER_ADDR and MASTER_PORT")
         return
     asked = run_python(
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     )
     version = metadata.version("mpi4py")
     if asked.returncode:
-        yield Finding("mpi4py", "error", f"{version} finds no MPI library: {last_line(asked)}", "apt-get install libopenmpi3, or set MPI4PY_LIBMPI to a library's path")  # fmt: skip
+        text = f"{version} finds no MPI library: {last_line(asked)}"
+        yield Finding("mpi4py", "error", text, "apt-get install libopenmpi3, or set MPI4PY_LIBMPI to a library's path")
     else:
         library = re.split("[,\\n]", asked.stdout)[0].strip()
         yield Finding("mpi4py", "ok", f"{version} loads {library}")
     if shutil.which("mpiexec.mpich") and not _loads("libmpi.so.12") and "MPI4PY_LIBMPI" not in env:
-        yield Finding("mpi4py", "warn", "MPICH is here, but mpi4py's wheel looks for libmpi.so.12, which is not found", "link libmpich.so.12 to that name on LD_LIBRARY_PATH: docs/launchers.md")  # fmt: skip
+        text = "MPICH is installed, but mpi4py's wheel looks for libmpi.so.12, which is not found"
+        remedy = "link libmpich.so.12 to that name on LD_LIBRARY_PATH: docs/launchers.md"
+        yield Finding("mpi4py", "warning", text, remedy)
 
 
 def gpus(env: Mapping[str, str]) -> Finding:
@@ -127,7 +138,8 @@ def gpus(env: Mapping[str, str]) -> Finding:
     if not torch.version.cuda:
         physical = list(Path("/dev").glob("nvidia[0-9]*"))
         if physical:
-            return Finding("GPU", "warn", f"{len(physical)} GPUs in /dev, but this torch is built for CPUs", "install a CUDA build of torch")  # fmt: skip
+            text = f"{len(physical)} GPUs in /dev, but this torch is built for CPUs"
+            return Finding("GPU", "warning", text, "install a CUDA build of torch")
         return Finding("GPU", "none", "none; this torch is built for CPUs")
     count = torch.cuda.device_count()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if count and dist.is_nccl_available() else "none"  # type: ignore[no-untyped-call]  # fmt: skip
@@ -136,21 +148,24 @@ def gpus(env: Mapping[str, str]) -> Finding:
         launch = detect(env)
         ranks = launch.local_size or 1
         if count > 1 and launch.local_rank is not None and launch.local_rank >= count:
-            return Finding("GPU", "error", f"{text}; local rank {launch.local_rank} of {ranks} has none of its own", "start as many processes a node as it has GPUs")  # fmt: skip
+            text = f"{text}; local rank {launch.local_rank} of {ranks} has none of its own"
+            return Finding("GPU", "error", text, "start as many processes on a node as it has GPUs")
         if count == 1 and ranks > 1 and visible is None:
-            return Finding("GPU", "warn", f"{text}; {ranks} local ranks would share one GPU", "give each task its own: srun --gpus-per-task=1, or torchrun --virtual-local-rank")  # fmt: skip
-    return Finding("GPU", "ok" if count else "warn", text, "" if count else "is the driver there (nvidia-smi), and CUDA_VISIBLE_DEVICES not empty?")  # fmt: skip
+            remedy = "give each task its own: srun --gpus-per-task=1, or torchrun --virtual-local-rank"
+            return Finding("GPU", "warning", f"{text}; {ranks} local ranks would share one GPU", remedy)
+    if count:
+        return Finding("GPU", "ok", text)
+    return Finding("GPU", "warning", text, "is the driver installed (nvidia-smi), and CUDA_VISIBLE_DEVICES not empty?")
 
 
 def launchers() -> Iterator[Finding]:
-    lacking = {name: worlds.missing(name) for name in worlds.LAUNCHERS}
-    yield Finding("launchers", "ok", ", ".join(name for name, lack in lacking.items() if lack is None))
-    absent = [f"{name} ({lack.split(':')[0]})" for name, lack in lacking.items() if lack]
-    if absent:
-        yield Finding("launchers", "none", "not here: " + ", ".join(absent))
+    reasons = {name: missing(name) for name in COMMANDS}
+    yield Finding("launchers", "ok", ", ".join(name for name, why in reasons.items() if why is None))
+    if absent := [f"{name} ({why.split(':')[0]})" for name, why in reasons.items() if why]:
+        yield Finding("launchers", "none", "not installed: " + ", ".join(absent))
 
 
-# ---------------------------------------------------------------------------- this process's place
+# ---------------------------------------------------------------------------- this process's launch
 def here(env: Mapping[str, str]) -> Iterator[Finding]:
     """What ``detect`` makes of the environment, and what init() would start."""
     try:
@@ -161,25 +176,28 @@ def here(env: Mapping[str, str]) -> Iterator[Finding]:
     if launch.launcher is NONE:
         yield Finding("launched by", "ok", "no launcher: init() starts one process")
     else:
-        place = f"rank {launch.rank} of {launch.world_size}"
+        rank = f"rank {launch.rank} of {launch.world_size}"
         forced = f", forced by {knobs.LAUNCHER}" if env.get(knobs.LAUNCHER) else ""
-        yield Finding("launched by", "ok", f"{launch.launcher.name}: {place} ({launch.evidence}{forced})")
+        yield Finding("launched by", "ok", f"{launch.launcher.name}: {rank} ({launch.evidence}{forced})")
         others = [
             row.name for row in LAUNCHERS if row.name != "env" and row.rank != launch.launcher.rank and row.started(env)
         ]
         if others and not forced:
             yield Finding(
-                "launched by", "ok", f"variables of {', '.join(others)} are set too; the inner launcher counts"
+                "launched by", "ok", f"variables of {', '.join(others)} are set too; the inner launcher is used"
             )
         if launch.local_rank == 0 and (launch.local_size or 1) > 1 and launch.rank % (launch.local_size or 1):
-            yield Finding("launched by", "warn", f"LOCAL_RANK=0 on rank {launch.rank} (torchrun --virtual-local-rank): one GPU must be visible to each rank")  # fmt: skip
+            text = f"LOCAL_RANK=0 on rank {launch.rank} (torchrun --virtual-local-rank): "
+            yield Finding("launched by", "warning", text + "one GPU must be visible to each rank")
     if launch.launcher is NONE and env.get("SLURM_JOB_ID"):
-        yield Finding("launched by", "warn", "this is a batch script or a shell of Slurm, one process", "start the ranks with srun")  # fmt: skip
+        text = "this is a batch script or a shell of Slurm, one process"
+        yield Finding("launched by", "warning", text, "start the ranks with srun")
     wanted = knobs.backend(env)
     if wanted not in ("auto", *BACKENDS):
         yield Finding("engine", "error", f"{knobs.BACKEND}={wanted} is unknown", f"use auto, {', '.join(BACKENDS)}")
     elif wanted == "horovod" and launch.launcher is NONE:
-        yield Finding("engine", "error", f"{knobs.BACKEND}=horovod needs a launcher", "horovodrun -np 2 python script.py, or torchrun")  # fmt: skip
+        text = f"{knobs.BACKEND}=horovod needs a launcher"
+        yield Finding("engine", "error", text, "horovodrun -np 2 python script.py, or torchrun")
     elif wanted != "auto":
         yield Finding("engine", "ok", f"{knobs.BACKEND}={wanted}")
     try:
@@ -210,14 +228,17 @@ def network(env: Mapping[str, str]) -> Iterator[Finding]:
         if not value.startswith("^") and not any(
             one == part or (not exact and one.startswith(part)) for one in up for part in parts
         ):
-            yield Finding("network", "error", f"{name}={value}, but no such interface is up", f"unset {name}, or use one of {', '.join(sorted(up))}")  # fmt: skip
+            text = f"{name}={value}, but no such interface is up"
+            yield Finding("network", "error", text, f"unset {name}, or use one of {', '.join(sorted(up))}")
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
         local = " (enough on one host; over several, set GLOO_SOCKET_IFNAME)" if address.startswith("127.") else ""
         yield Finding("host name", "ok", f"{host} is {address}{local}")
     except OSError:
-        yield Finding("host name", "warn", f"{host} has no address: gloo and Horovod may not find their own interface", f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME={next((n for n in sorted(up) if n != 'lo'), 'lo')}")  # fmt: skip
+        text = f"{host} has no address: gloo and Horovod may not find their own interface"
+        interface = next((name for name in sorted(up) if name != "lo"), "lo")
+        yield Finding("host name", "warning", text, f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME={interface}")
     port = env.get("MASTER_PORT") or "29500"
     free = _is_free(port)
     if free is None:
@@ -227,7 +248,8 @@ def network(env: Mapping[str, str]) -> Iterator[Finding]:
     elif env.get("MASTER_PORT"):
         yield Finding("ports", "ok", f"{port} is in use: by this job's own launcher, if it has started")
     else:
-        yield Finding("ports", "warn", f"{port} (torchrun's, for static rendezvous) is taken: another job of this host?", "torchrun --master-port with another, or --standalone")  # fmt: skip
+        text = f"{port} (torchrun's, for static rendezvous) is in use: another job of this host?"
+        yield Finding("ports", "warning", text, "torchrun --master-port with another, or --standalone")
 
 
 def _is_free(port: str) -> bool | None:
@@ -242,40 +264,47 @@ def _is_free(port: str) -> bool | None:
 
 # ---------------------------------------------------------------------------------------- limits
 def limits(env: Mapping[str, str]) -> Iterator[Finding]:
-    cores = worlds.usable_cores()
+    cores = usable_cores()
     memory = psutil.virtual_memory().total / 2**30
     threads = env.get("OMP_NUM_THREADS")
-    text = f"{cores} of {psutil.cpu_count()} usable, {memory:.0f} GiB; OMP_NUM_THREADS {f'= {threads}' if threads else 'is not set'}"
+    setting = f"= {threads}" if threads else "is not set"
+    text = f"{cores} of {psutil.cpu_count()} usable, {memory:.0f} GiB; OMP_NUM_THREADS {setting}"
     if threads and not (threads.isdigit() and 0 < int(threads) <= cores):
-        yield Finding("cores", "warn", f"{text}, which is not a number from 1 to {cores}", "set it to cores / ranks")
+        text = f"{text}, which is not a number from 1 to {cores}"
+        yield Finding("cores", "warning", text, "set it to cores / ranks")
     elif threads or cores == 1:
         yield Finding("cores", "ok", text)
     else:
-        yield Finding("cores", "warn", f"{text}: every rank would use {cores} threads, which crawls when ranks share cores", "set it to cores / ranks (torchrun sets 1)")  # fmt: skip
+        text = f"{text}: every rank would use {cores} threads, which is slow when ranks share cores"
+        yield Finding("cores", "warning", text, "set it to cores / ranks (torchrun sets 1)")
     if cores < (psutil.cpu_count() or 1):
-        yield Finding("cores", "warn", "this process is bound to some of the cores", "if by mpirun: --bind-to none")
+        yield Finding("cores", "warning", "this process is bound to some of the cores", "if by mpirun: --bind-to none")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < 4096:
-        yield Finding("open files", "warn", f"at most {files}: a rank needs one for each peer and loader worker", "ulimit -n 65536")  # fmt: skip
+        text = f"at most {files}: a rank needs one for each peer and loader worker"
+        yield Finding("open files", "warning", text, "ulimit -n 65536")
     with suppress(OSError):
         free = shutil.disk_usage("/dev/shm").free
         if not os.access("/dev/shm", os.W_OK):
-            yield Finding("/dev/shm", "warn", "not writable: data loader workers pass batches through it", "mount it read-write")  # fmt: skip
+            text = "not writable: data loader workers pass batches through it"
+            yield Finding("/dev/shm", "warning", text, "mount it read-write")
         elif free < 2**30:
-            yield Finding("/dev/shm", "warn", f"{free / 2**20:.0f} MiB free: data loader workers pass batches through it", "docker run --shm-size=8g, or --ipc=host")  # fmt: skip
-    if os.geteuid() == 0 and worlds.missing("mpirun") is None and "OMPI_ALLOW_RUN_AS_ROOT" not in env:
-        yield Finding("root", "warn", "Open MPI does not start as root", "set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")  # fmt: skip
+            text = f"{free / 2**20:.0f} MiB free: data loader workers pass batches through it"
+            yield Finding("/dev/shm", "warning", text, "docker run --shm-size=8g, or --ipc=host")
+    if os.geteuid() == 0 and missing("openmpi") is None and "OMPI_ALLOW_RUN_AS_ROOT" not in env:
+        remedy = "set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+        yield Finding("root", "warning", "Open MPI does not start as root", remedy)
 
 
 # --------------------------------------------------------------------------------------- helpers
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a new process, outside any launcher: what it loads or breaks stays there."""
-    env = worlds.environment(os.environ, 1)
+    env = environment(os.environ, 1)
     command = [sys.executable, "-c", code]
     try:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, cwd=sys.prefix)
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", "no answer within 60 s")
+        return subprocess.CompletedProcess(command, 1, "", "did not end within 60 s")
 
 
 def _loads(library: str) -> bool:

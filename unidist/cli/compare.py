@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,13 +14,14 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from unidist.cli import worlds
-from unidist.cli.bench import cannot, describe
-from unidist.cli.doctor import Pair
+from unidist.bench.machine import describe
+from unidist.cli.options import EngineAtLauncher
 from unidist.compare.difference import Tolerance
 from unidist.compare.picture import plot
 from unidist.compare.recording import read
 from unidist.compare.report import Comparison, Side, notes, tables, verdict
+from unidist.launchers.table import unavailable
+from unidist.launchers.world import run_world
 
 DROP_IN = "drop-in"
 #: What becomes of a side's name in the script's arguments.
@@ -51,7 +51,7 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic in newer 
         if isinstance(value, Place):
             return value
         drop_in = value.startswith(f"{DROP_IN}:")
-        launcher, engine = Pair().convert(value.removeprefix(f"{DROP_IN}:"), param, ctx)
+        launcher, engine = EngineAtLauncher().convert(value.removeprefix(f"{DROP_IN}:"), param, ctx)
         if drop_in and engine == "horovod":
             self.fail("the drop-in stands for Horovod: use drop-in:gloo, drop-in:nccl or drop-in:mpi", param, ctx)
         return Place(launcher, engine, drop_in)
@@ -182,7 +182,7 @@ def run(
         click.ClickException: the world cannot be started here, failed or took too long, or no step was seen.
     """
     where = f"the {name} side ({place.name} under {place.launcher})"
-    if lack := cannot(place.launcher, place.engine, ranks):
+    if lack := unavailable(place.launcher, place.engine, ranks):
         raise click.ClickException(f"{where} cannot run here: {lack}")
     with tempfile.TemporaryDirectory(prefix="unidist-compare-") as folder:
         options = [
@@ -192,9 +192,8 @@ def run(
             *(["--drop-in"] if place.drop_in else []),
         ]
         argv = ["-m", "unidist.compare", *options, folder, *program]
-        env = worlds.environment(os.environ, ranks, place.engine)
         try:
-            result = worlds.run([worlds.LAUNCHERS[place.launcher](ranks, argv)], env, timeout=timeout)
+            result = run_world(place.launcher, place.engine, ranks, argv, timeout=timeout)
         except TimeoutError as error:
             raise click.ClickException(
                 f"{where} did not end within {timeout:g} s (--timeout):\n{str(error)[-4000:]}"

@@ -18,6 +18,8 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from unidist.launchers.process import output_of
+
 # What Horovod imports to be built and to run; pip knows `yaml` as pyyaml.
 MODULES = ("setuptools", "wheel", "cffi", "cloudpickle", "packaging", "psutil", "yaml")
 MPI_NAMES = {"Open MPI": "openmpi", "MVAPICH2": "mvapich", "MPICH": "mpich", "Intel(R) MPI Library": "intelmpi"}
@@ -104,13 +106,6 @@ def find_mpi() -> str:
     text = output_of("mpicxx", "--showme:version") + output_of("mpicxx", "-v")
     found = re.search(rf"({'|'.join(map(re.escape, MPI_NAMES))})\D*(\d[\w.]*)", text)
     return MPI_NAMES[found[1]] + found[2].rstrip(".") if found else "mpi"
-
-
-def output_of(*command: str) -> str:
-    """What the command prints, or an empty string where there is no such command."""
-    with suppress(OSError):
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
-    return ""
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unidist.hvd.functions import dumps
-from unidist.launch import spawn
+from unidist.multiprocessing import spawn
 
 
 def run(

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from unidist.cli import worlds
-from unidist.cli.worlds import Result
+from unidist.launchers import table, world
+from unidist.launchers.process import Result, run
+from unidist.launchers.table import HOROVODRUN, TORCHRUN, command_line
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
 #: Scripts of Horovod's users. The one whose last join leaves ranks apart comes last in a world of several.
 LEGACY = sorted((ROOT / "tests/legacy").glob("*.py"), key=lambda path: (path.stem == "join_uneven", path.name))
@@ -32,49 +33,58 @@ def _two_agents(n: int, argv: Sequence[str]) -> list[list[str]]:
     assert n % 2 == 0
     meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     return [
-        [*worlds.TORCHRUN, *meeting, "--nproc-per-node", str(n // 2), "--node-rank", str(node), *argv]
-        for node in range(2)
+        [*TORCHRUN, *meeting, "--nproc-per-node", str(n // 2), "--node-rank", str(node), *argv] for node in range(2)
     ]
 
 
-def _one(command: Callable[[int, Sequence[str]], list[str]]) -> Callable[[int, Sequence[str]], list[list[str]]]:
-    return lambda n, argv: [command(n, argv)]
+def _horovodrun(n: int, argv: Sequence[str]) -> list[list[str]]:
+    return [[*HOROVODRUN, "-np", str(n), PYTHON, *argv]]
 
 
-#: Each launcher's commands for n processes of ``python *argv``: the product's, and more ways to call them.
-LAUNCHERS: dict[str, Callable[[int, Sequence[str]], list[list[str]]]] = {
-    "python": lambda n, argv: [[PYTHON, *argv]],
-    **{name: _one(command) for name, command in worlds.LAUNCHERS.items()},
-    "torchrun c10d": _one(
-        lambda n, argv: worlds.LAUNCHERS["torchrun"](
-            n, ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *argv]
-        )
-    ),
-    "torchrun 2 nodes": _two_agents,
-    "horovodrun": _one(lambda n, argv: [*worlds.HOROVODRUN, "-np", str(n), PYTHON, *argv]),
-    "launch": lambda n, argv: [
-        [PYTHON, "-W", "ignore", "-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", str(n), *argv]
+def _launch(n: int, argv: Sequence[str]) -> list[list[str]]:
+    torch_launch = ["-W", "ignore", "-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", str(n)]
+    return [[PYTHON, *torch_launch, *argv]]
+
+
+#: More ways to call a launcher; the first word is the name by which ``topology()`` knows it.
+VARIANTS: dict[str, Callable[[int, Sequence[str]], list[list[str]]]] = {
+    "torchrun c10d": lambda n, argv: [
+        command_line("torchrun", n, ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *argv])
     ],
+    "torchrun 2 nodes": _two_agents,
+    "torchrun as torch.distributed.launch": _launch,
+    # Without a flag, horovodrun takes MPI where Horovod has it, and becomes an mpirun.
+    "horovodrun-mpi by default": _horovodrun,
+    # As the launcher of an MPI library: Open MPI's, MPICH's.
+    "slurm pmix": lambda n, argv: [["slurm", "--mpi=pmix", *command_line("slurm", n, argv)[1:]]],
+    "slurm pmi2": lambda n, argv: [["slurm", "--mpi=pmi2", *command_line("slurm", n, argv)[1:]]],
 }
-#: srun as the launcher of an MPI library: Open MPI's, MPICH's.
-for _mpi in ("pmix", "pmi2"):
-    LAUNCHERS[f"srun --mpi={_mpi}"] = lambda n, argv, _mpi=_mpi: [  # type: ignore[misc]
-        ["srun", f"--mpi={_mpi}", "-n", str(n), "--overcommit", PYTHON, *argv]
-    ]
+
+
+def commands(launcher: str, n: int, argv: Sequence[str]) -> list[list[str]]:
+    """The commands of one world: n processes of ``python *argv``."""
+    if launcher == "python":
+        return [[PYTHON, *argv]]
+    return VARIANTS[launcher](n, argv) if launcher in VARIANTS else [command_line(launcher, n, argv)]
+
+
+def missing(launcher: str) -> str | None:
+    """What is not installed here and a launcher needs, or None."""
+    return None if launcher == "python" else table.missing(launcher.split()[0])
 
 
 def environment(launcher: str, extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without other tests' traces, with what this machine needs."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("UNIDIST_", "PYTEST_"))}
     env["OMP_NUM_THREADS"] = "1"
-    env = worlds.environment(env, 1)
-    if launcher in ("mpiexec (MPICH)", "srun --mpi=pmi2"):
+    env = world.environment(env, 1)
+    if launcher in ("mpich", "slurm pmi2"):
         env["LD_LIBRARY_PATH"] = str(mpich_for_mpi4py())
     return {**env, **extra}
 
 
 def mpich_for_mpi4py() -> Path:
-    """A folder with Debian's libmpich.so.12 under the name that mpi4py's wheel asks for (docs/launchers.md)."""
+    """A directory with Debian's libmpich.so.12 under the name that mpi4py's wheel asks for (docs/launchers.md)."""
     folder = Path(sys.prefix) / "lib" / "mpich"
     link = folder / "libmpi.so.12"
     if not link.exists():
@@ -92,9 +102,19 @@ def run_suite(
     Raises:
         AssertionError: a test failed, or the ranks did not come to the same verdict.
     """
-    suite = ["-m", "pytest", f"tests/{folder}", "-q", "--color=no", "-p", "no:cacheprovider", "-p", "tests.in_world"]
+    suite = [
+        "-m",
+        "pytest",
+        f"tests/{folder}",
+        "-q",
+        "--color=no",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.support.in_world",
+    ]
     # An MPI rank that fails must take the others with it.
-    argv = ["-m", "mpi4py", *suite] if launcher in ("mpirun", "mpiexec (MPICH)") else suite
+    argv = ["-m", "mpi4py", *suite] if launcher in ("openmpi", "mpich") else suite
     result = run_world(launcher, size, argv, backend=backend, env={IN_WORLD: str(place), **(env or {})}, timeout=300)
     assert result.returncode == 0, result.output
     verdicts = [json.loads((place / f"{rank}.json").read_text()) for rank in range(size)]
@@ -118,4 +138,4 @@ def run_world(
         TimeoutError: the world did not end; it was killed.
     """
     whole = environment(launcher, {"UNIDIST_BACKEND": backend, **(env or {})})
-    return worlds.run(LAUNCHERS[launcher](nprocs, argv), whole, timeout=timeout, cwd=ROOT)
+    return run(commands(launcher, nprocs, argv), whole, timeout=timeout, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""PyTorch's own test class for process groups, in one world: ``python -m tests.c10d LIBRARY LABEL FOLDER``.
+"""PyTorch's own test class for process groups, in one world: ``python -m tests.support.c10d LIBRARY LABEL FOLDER``.
 
 The class starts a world for each test; this one gives every test a process group of its own in the same processes. LIBRARY is what the groups
 are made of, LABEL the name by which the class chooses the tests that apply. Rank 0 appends all ranks' outcomes to a file in FOLDER,

@@ -1,6 +1,6 @@
 """Runs inside a world: trains each case 20 steps on this rank's part of a batch of 12; rank 0 saves the final weights.
 
-    python -m tests.parity FILE [PARTS]
+    python -m tests.support.parity FILE [PARTS]
 
 With PARTS, one process trains on the first of as many parts alone, as a rank would that never averages.
 Every number that a case trains on depends on the step alone, so that worlds of 1, 2 and 3 ranks train on the same.

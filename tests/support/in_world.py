@@ -1,4 +1,4 @@
-"""The pytest plugin of a suite that runs in a world, on every rank; see ``tests.worlds.run_suite``."""
+"""The pytest plugin of a suite that runs in a world, on every rank; see ``tests.support.worlds.run_suite``."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unidist
-from tests.worlds import IN_WORLD
+from tests.support.worlds import IN_WORLD
 
 # pytest clears old temporary folders away at its end; ranks that share a parent folder would do it under each other.
 os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="rank-", dir=os.environ[IN_WORLD])

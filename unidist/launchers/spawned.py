@@ -1,4 +1,4 @@
-"""``python -m unidist.cli.spawn N [-m MODULE | SCRIPT] ARGS...``: run a program in N spawned processes."""
+"""``python -m unidist.launchers.spawned N [-m MODULE | SCRIPT] ARGS...``: run a program in N spawned processes."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.worlds import free_port
+from tests.support.worlds import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
 

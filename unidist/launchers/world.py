@@ -1,0 +1,63 @@
+"""One world on this host, from its environment to its end."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from unidist import knobs
+from unidist.launchers.process import Result, run
+from unidist.launchers.table import command_line
+
+#: The variables by which a launcher, or a user in its stead, describes another world.
+OUTER = re.compile(
+    r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|TORCHELASTIC|MASTER|OMPI_COMM|PMI|PMIX|JSM_NAMESPACE)_.*|MPI_LOCAL.*|"
+    r"HOROVOD_(RANK|SIZE|LOCAL_.*|CROSS_.*|GLOO_RENDEZVOUS_.*|CONTROLLER|CPU_OPERATIONS|HOSTNAME)|"
+    r"UNIDIST_(BACKEND|LAUNCHER)|SLURM_(PROCID|LOCALID|NODEID|STEP_.*|NTASKS)"
+)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def environment(env: Mapping[str, str], ranks: int, engine: str | None = None) -> dict[str, str]:
+    """``env`` with what worlds on one host need: root may start MPI, the ranks share the cores, and know their engine.
+
+    What an outer launcher, or a user in its stead, has set is left out: the ranks must see their own launcher.
+    """
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
+        "PYTHONUNBUFFERED": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    wanted = {knobs.BACKEND: engine} if engine else {}
+    return {**defaults, **{name: value for name, value in env.items() if not OUTER.fullmatch(name)}, **wanted}
+
+
+def run_world(
+    launcher: str,
+    engine: str | None,
+    ranks: int,
+    argv: Sequence[str],
+    *,
+    timeout: float,
+    extra: Mapping[str, str] | None = None,
+    on_line: Callable[[str], None] = lambda line: None,
+) -> Result:
+    """Run ``python *argv`` in ``ranks`` processes, and wait for their end.
+
+    Args:
+        launcher: a name of ``table.COMMANDS``.
+        engine: what ``init()`` starts in the ranks. None: their own business.
+        extra: environment variables beside this process's.
+        timeout, on_line: as for ``process.run``.
+
+    Raises:
+        TimeoutError: the world did not end in time.
+    """
+    env = {**environment(os.environ, ranks, engine), **(extra or {})}
+    return run([command_line(launcher, ranks, argv)], env, timeout=timeout, on_line=on_line)
