@@ -29,6 +29,7 @@ BELOW = {
     "bench": {"bench", "cli", "wrap_model", "hvd"},
     "cli": {"__version__", "errors", "knobs", "topology", "context", "bench", "cli", "compare", "migrate"},
     "migrate": {"hvd", "migrate"},
+    "rules": {"migrate"},
     "compare": {"topology", "seed", "hvd", "compare"},
     "hvd": {
         "errors",
@@ -61,6 +62,7 @@ FOLDERS = (
     "unidist/bench",
     "unidist/compare",
     "unidist/migrate",
+    "unidist/migrate/rules",
     "unidist/data",
     "unidist/hvd",
     "unidist/hvd/common",

@@ -21,7 +21,7 @@ from unidist.cli.doctor import Pair
 from unidist.compare.difference import Tolerance
 from unidist.compare.picture import plot
 from unidist.compare.recording import read
-from unidist.compare.report import Comparison, Side, notes, tables, verdict
+from unidist.compare.comparison import Comparison, Side, notes, tables, verdict
 
 DROP_IN = "drop-in"
 #: What becomes of a side's name in the script's arguments.
