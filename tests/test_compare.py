@@ -18,7 +18,7 @@ from unidist.compare.difference import Difference, Tolerance, differences, drift
 from unidist.compare.naming import names
 from unidist.compare.recorder import Recorder
 from unidist.compare.recording import Rank, Recording, Trained, read
-from unidist.compare.report import Comparison, Side, notes, verdict
+from unidist.compare.comparison import Comparison, Side, notes, verdict
 from unidist.compare.series import final, largest, points
 from unidist.compare.sketch import distance, gap, sketches
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.migrate_mutations import mutated
+from tests.support.migrate_mutations import mutated
 from tests.support.worlds import LEGACY, ROOT, run_world, shown
-from unidist.migrate.native import migrate
-from unidist.migrate.tree import imports_horovod
+from unidist.migrate.module import migrate_module
+from unidist.migrate.project import imports_horovod
 
 #: One file for each rule: the code before, after, and what the report says.
 RULES = sorted((ROOT / "tests/migrations").glob("*.txt"))
@@ -41,12 +41,12 @@ def uses_drop_in(code: str) -> bool:
 def test_rule(path: Path) -> None:
     before, rest = path.read_text().split("=== after\n")
     after, report = rest.split("=== report\n")
-    code, findings = migrate(before, "native")
+    code, remarks = migrate_module(before, "native")
     assert code == after
-    said = "".join(f"{each.line}: {each.what}\n    {each.why}\n    -> {each.remedy}\n" for each in findings)
+    said = "".join(f"{each.line}: {each.what}\n    {each.why}\n    -> {each.remedy}\n" for each in remarks)
     assert said == report
     compile(code, path.name, "exec")
-    assert migrate(code, "native")[0] == code
+    assert migrate_module(code, "native")[0] == code
 
 
 def test_no_rule_leaves_a_name_undefined(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_no_rule_leaves_a_name_undefined(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", [*RULES, *LEGACY], ids=lambda path: path.stem)
 def test_level_hvd_moves_imports_and_nothing_else(path: Path) -> None:
     before = path.read_text().split("=== after\n")[0]
-    code, _ = migrate(before, "hvd")
+    code, _ = migrate_module(before, "hvd")
     compile(code, path.name, "exec")
-    assert migrate(code, "hvd")[0] == code
+    assert migrate_module(code, "hvd")[0] == code
     if path.parent.name == "legacy" and "horovod.torch." not in before.split("import", 1)[1]:
         changed = [line for line in before.splitlines() if line not in code.splitlines()]
         assert len(changed) <= 2 and all("horovod" in line for line in changed), changed
@@ -83,8 +83,8 @@ def test_both_levels_lead_to_the_same() -> None:
     """A code base may go to the drop-in first."""
     for path in LEGACY:
         text = path.read_text()
-        by_way = migrate(migrate(text, "hvd")[0], "native")[0]
-        at_once = migrate(text, "native")[0]
+        by_way = migrate_module(migrate_module(text, "hvd")[0], "native")[0]
+        at_once = migrate_module(text, "native")[0]
         assert [line for line in by_way.splitlines() if "import" not in line] == [
             line for line in at_once.splitlines() if "import" not in line
         ]
@@ -121,12 +121,12 @@ def test_migrated_scripts_train_the_same(legacy_under_horovod: Path, tmp_path: P
     """Each legacy script under Horovod, and migrated with no edit by hand on gloo and on Horovod."""
     scripts = []
     for path in LEGACY:
-        code, findings = migrate(path.read_text(), "native")
+        code, remarks = migrate_module(path.read_text(), "native")
         scripts.append(tmp_path / path.name)
         scripts[-1].write_text(code)
         reason = ON_THE_DROP_IN.get(path.stem)
         assert uses_drop_in(code) == (reason is not None), path.name
-        assert reason is None or any(re.search(reason, f"{each.what} {each.why}") for each in findings)
+        assert reason is None or any(re.search(reason, f"{each.what} {each.why}") for each in remarks)
         assert imports_horovod(code) == (path.stem == "subclass")  # which asks for horovod.__version__
     table = shown.setdefault(
         "migrated scripts: distance of the weights to those of the legacy script under Horovod", []
@@ -148,11 +148,11 @@ def test_scripts_written_otherwise(legacy_under_horovod: Path, tmp_path: Path) -
     for seed in range(300):
         path = LEGACY[seed % len(LEGACY)]
         text = mutated(path.read_text(), seed)
-        code, findings = migrate(text, "native")
+        code, remarks = migrate_module(text, "native")
         scripts.append(tmp_path / f"{seed:03}_{path.name}")
         scripts[-1].write_text(code, newline="")
-        assert seed % 6 or migrate(code, "native")[0] == code
-        assert not uses_drop_in(code) or findings
+        assert seed % 6 or migrate_module(code, "native")[0] == code
+        assert not uses_drop_in(code) or remarks
         if "\r\n" in text:
             assert "\n" not in code.replace("\r\n", "")
     folder = trained(tmp_path / "gloo", scripts, "torchrun", "gloo")
@@ -170,7 +170,7 @@ def test_random_scripts(tmp_path: Path) -> None:
     """120 scripts put together at random compute the same, migrated, as before on the drop-in, and do not change once more."""
     report = tmp_path / "report.jsonl"
     result = run_world(
-        "torchrun", 2, ["-m", "tests.migrate_scripts", "0", "120", str(report)], backend="gloo", timeout=400
+        "torchrun", 2, ["-m", "tests.support.migrate_scripts", "0", "120", str(report)], backend="gloo", timeout=400
     )
     assert result.returncode == 0, result.output[-6000:]
     rows = [json.loads(line) for line in report.read_text().splitlines()]

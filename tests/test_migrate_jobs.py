@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unidist.migrate.jobs import Launch, find_launches
+from unidist.migrate.jobs import LaunchLine, find_launches
 
 ONE = "torchrun --standalone --nproc-per-node"
 
@@ -19,7 +19,7 @@ def several(nodes: int | str, processes: int | str, first: str) -> str:
     return f"torchrun --nnodes {nodes} --nproc-per-node {processes} --rdzv-backend c10d --rdzv-endpoint {first}:29500"
 
 
-def only(text: str) -> Launch:
+def only(text: str) -> LaunchLine:
     launches = find_launches(text)
     assert len(launches) == 1, launches
     return launches[0]
@@ -71,7 +71,7 @@ def only(text: str) -> Launch:
     ],
 )  # fmt: skip
 def test_one_host(command: str, torchrun: str) -> None:
-    assert only(command) == Launch(1, command, torchrun, ())
+    assert only(command) == LaunchLine(1, command, torchrun, ())
     assert only(f"set -e\n  {command}\n").line == 2
 
 

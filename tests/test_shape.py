@@ -41,6 +41,7 @@ BELOW = {
         "migrate",
     },
     "migrate": {"hvd", "migrate"},
+    "rules": {"migrate"},
     "compare": {"topology", "seed", "hvd", "compare"},
     "hvd": {
         "errors",
@@ -74,6 +75,7 @@ FOLDERS = (
     "unidist/bench",
     "unidist/compare",
     "unidist/migrate",
+    "unidist/migrate/rules",
     "unidist/data",
     "unidist/hvd",
     "unidist/hvd/common",

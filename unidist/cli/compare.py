@@ -16,10 +16,10 @@ from rich.markup import escape
 
 from unidist.bench.machine import describe
 from unidist.cli.options import EngineAtLauncher
+from unidist.compare.comparison import Comparison, Side, notes, tables, verdict
 from unidist.compare.difference import Tolerance
 from unidist.compare.picture import plot
 from unidist.compare.recording import read
-from unidist.compare.report import Comparison, Side, notes, tables, verdict
 from unidist.launchers.table import unavailable
 from unidist.launchers.world import run_world
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 import unidist
-from unidist.migrate.report import FileReport, Finding, summary
+from unidist.migrate.file_report import FileReport, Remark, summary
 
 
 @click.command()
@@ -39,16 +39,16 @@ def command(paths: tuple[Path, ...], level: str, write: bool, force: bool, check
     if not find_spec("libcst"):
         raise click.ClickException("unidist migrate needs libcst: pip install 'unidist-torch[cli]'")
     from unidist.migrate import files
-    from unidist.migrate.tree import find_exports, migrate_files
+    from unidist.migrate.project import find_exports, migrate_files
 
     if write and check:
         raise click.UsageError("--check changes nothing: leave out --write")
-    found = list(files.find(paths))
+    found = list(files.find_files(paths))
     console = Console(stderr=True)
     watched = track(
         found, "reading", console=console, transient=True, disable=not console.is_terminal or len(found) < 20
     )
-    exports = find_exports(files.surroundings(paths))
+    exports = find_exports(files.possible_importers(paths))
     reports = list(migrate_files(watched, level, exports))  # type: ignore[arg-type]
     changed = [report for report in reports if report.status == "changed"]
     if write:
@@ -78,16 +78,16 @@ def _show(reports: Sequence[FileReport], written: bool) -> None:
         elif report.status == "changed":
             click.echo(f"changed {report.path}")
     for report in reports:
-        if report.findings:
+        if report.remarks:
             click.secho(f"\n{report.path}", bold=True)
-        for finding in report.findings:
-            click.echo(f"  {finding.place:>4}  {finding.what}\n        {finding.why}")
-            click.secho(f"        -> {finding.remedy}", fg="cyan")
+        for remark in report.remarks:
+            click.echo(f"  {remark.place:>4}  {remark.what}\n        {remark.why}")
+            click.secho(f"        -> {remark.remedy}", fg="cyan")
     counts = summary(list(reports))
     verb, failed = ("changed", "read or written") if written else ("would change", "read")
     click.echo(
         f"\n{counts['files']} files with Horovod: {counts['changed']} {verb}, {counts['unchanged']} stay, {counts['failed']} could not be "
-        f"{failed}; {counts['use_drop_in']} use the drop-in, {counts['need_horovod']} import Horovod; {counts['findings']} places to look at"
+        f"{failed}; {counts['use_drop_in']} use the drop-in, {counts['need_horovod']} import Horovod; {counts['remarks']} places to look at"
     )
 
 
@@ -128,11 +128,11 @@ def _git_status(folder: Path, *arguments: str) -> str:
 def _write(report: FileReport) -> None:
     """Change a file; of one that cannot be written, the report says so."""
     from unidist.migrate import files
-    from unidist.migrate.tree import imports_horovod
+    from unidist.migrate.project import imports_horovod
 
     try:
         files.write(report.path, report.after.encode(report.encoding))
     except OSError as error:
         report.status, report.needs_horovod = "failed", imports_horovod(report.before)
         why = f"it cannot be written, and is as it was: {error.strerror or error}"
-        report.findings = [Finding(1, report.path.name, why, "make it writable, then migrate again"), *report.findings]
+        report.remarks = [Remark(1, report.path.name, why, "make it writable, then migrate again"), *report.remarks]

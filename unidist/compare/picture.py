@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unidist.compare.report import SERIES, Comparison, verdict
+from unidist.compare.comparison import SERIES, Comparison, verdict
 
 
 def plot(found: Comparison, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whether a tensor holds floating-point numbers, as far as the code that makes it tells."""
+"""Whether a tensor is floating-point, as far as the code that makes it shows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 import libcst as cst
 
-from unidist.migrate.code import Code, argument, full_name
 from unidist.migrate.flow import assignments, callees, is_parameter, parameter_of
+from unidist.migrate.syntax import SyntaxTree, argument, full_name
 
 _FLOAT_METHODS = {"float", "double", "half", "bfloat16", "mean", "std", "var", "norm", "softmax", "log_softmax", "sigmoid", "exp", "log", "sqrt"}  # fmt: skip
 _INT_METHODS = {"int", "long", "short", "argmax", "argmin", "size", "numel", "dim"}
-#: Methods whose result has the dtype of what they are called on.
+#: Methods and attributes that keep the dtype.
 _SAME = {"detach", "clone", "cpu", "cuda", "sum", "view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "max", "min", "abs", "item", "data", "grad", "T", "requires_grad_"}  # fmt: skip
 _MAKERS = {"zeros", "ones", "rand", "randn", "empty", "linspace", "eye"}
 _VALUES = {"tensor", "as_tensor", "FloatTensor", "full", "Tensor"}
@@ -19,18 +19,20 @@ _LOSSES = re.compile(r"(^|\.)(\w*loss\w*|criterion|cross_entropy|\w*Loss)$", re.
 _PARAMETERS = re.compile(r"\.(named_)?parameters\(")
 
 
-def is_floating(code: Code, node: cst.BaseExpression, *, made: bool = False, depth: int = 6) -> bool | None:
-    """True or False where the code shows it, else None.
+def is_floating(
+    tree: SyntaxTree, node: cst.BaseExpression, *, made_of_numbers: bool = False, depth: int = 6
+) -> bool | None:
+    """True or False if the code shows it, else None.
 
     Args:
-        made: ask whether the code shows that the tensor was made here, of numbers, and takes part in no gradient; then a
-            tensor of either kind gives True or False.
+        made_of_numbers: None also for tensors that are not visibly made of numbers in this module, and so may require a
+            gradient.
     """
     if depth == 0:
         return None
 
     def inner(each: cst.BaseExpression) -> bool | None:
-        return is_floating(code, each, made=made, depth=depth - 1)
+        return is_floating(tree, each, made_of_numbers=made_of_numbers, depth=depth - 1)
 
     if isinstance(node, cst.Float):
         return True
@@ -43,21 +45,21 @@ def is_floating(code: Code, node: cst.BaseExpression, *, made: bool = False, dep
         return True if True in kinds else (False if kinds and None not in kinds else None)
     if isinstance(node, cst.BinaryOperation):
         kinds = [inner(node.left), inner(node.right)]
-        if isinstance(node.operator, cst.Divide) and not made:
+        if isinstance(node.operator, cst.Divide) and not made_of_numbers:
             return True
         return True if True in kinds else (False if None not in kinds else None)
     if isinstance(node, cst.Attribute):
         if node.attr.value == "grad":
-            return None if made else True
-        return inner(node.value) if node.attr.value in _SAME else _variable(code, node, made, depth)
+            return None if made_of_numbers else True
+        return inner(node.value) if node.attr.value in _SAME else _variable(tree, node, made_of_numbers, depth)
     if isinstance(node, cst.Name):
-        return _variable(code, node, made, depth)
+        return _variable(tree, node, made_of_numbers, depth)
     if isinstance(node, cst.Call):
-        return _call(code, node, made, depth)
+        return _call(tree, node, made_of_numbers, depth)
     return None
 
 
-def _call(code: Code, call: cst.Call, made: bool, depth: int) -> bool | None:
+def _call(tree: SyntaxTree, call: cst.Call, made_of_numbers: bool, depth: int) -> bool | None:
     name = full_name(call.func)
     last = name.split(".")[-1] if name else call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
     dtype = argument(call, "dtype")
@@ -72,12 +74,12 @@ def _call(code: Code, call: cst.Call, made: bool, depth: int) -> bool | None:
         if last in ("FloatTensor", "Tensor"):
             return True
         value = call.args[1 if last == "full" and len(call.args) > 1 else 0].value
-        found = is_floating(code, value, depth=depth - 1)
-        return False if found is None and made else found
+        found = is_floating(tree, value, depth=depth - 1)
+        return False if found is None and made_of_numbers else found
     if last in ("int", "len", "LongTensor", "IntTensor"):
         return False
     if isinstance(call.func, cst.Attribute):
-        if made and last not in _SAME and last != "to":
+        if made_of_numbers and last not in _SAME and last != "to":
             return None
         if last in _FLOAT_METHODS:
             return True
@@ -86,39 +88,41 @@ def _call(code: Code, call: cst.Call, made: bool, depth: int) -> bool | None:
         if last == "to" and (to := full_name(call.args[0].value) if call.args else "").startswith("torch."):
             return "float" in to or "half" in to or "double" in to
         if last in _SAME or last == "to":
-            return is_floating(code, call.func.value, made=made, depth=depth - 1)
-    return True if not made and _LOSSES.search(name) else None
+            return is_floating(tree, call.func.value, made_of_numbers=made_of_numbers, depth=depth - 1)
+    return True if not made_of_numbers and _LOSSES.search(name) else None
 
 
-def _variable(code: Code, node: cst.BaseExpression, made: bool, depth: int) -> bool | None:
-    variable = code.variable(node)
+def _variable(tree: SyntaxTree, node: cst.BaseExpression, made_of_numbers: bool, depth: int) -> bool | None:
+    variable = tree.variable(node)
     if variable is None:
         return None
     kinds = []
-    for value, target in assignments(code):
-        if code.variable(target) == variable:
-            unpacked = isinstance(code.parent(target), cst.Element) and not isinstance(code.parent(value), cst.Element)
-            kinds.append(None if unpacked else is_floating(code, value, made=made, depth=depth - 1))
-    for loop in code.all(cst.For):
-        targets = [each for each in code.all(cst.Name, inside=loop.target) if code.variable(each) == variable]
+    for value, target in assignments(tree):
+        if tree.variable(target) == variable:
+            unpacked = isinstance(tree.parent(target), cst.Element) and not isinstance(tree.parent(value), cst.Element)
+            kinds.append(
+                None if unpacked else is_floating(tree, value, made_of_numbers=made_of_numbers, depth=depth - 1)
+            )
+    for loop in tree.all(cst.For):
+        targets = [each for each in tree.all(cst.Name, inside=loop.target) if tree.variable(each) == variable]
         if targets:
-            kinds.append(True if not made and _PARAMETERS.search(code.text(loop.iter)) else None)
-    for each in code.all(cst.AugAssign):
-        if code.variable(each.target) == variable and not made:
+            kinds.append(True if not made_of_numbers and _PARAMETERS.search(tree.text(loop.iter)) else None)
+    for each in tree.all(cst.AugAssign):
+        if tree.variable(each.target) == variable and not made_of_numbers:
             kinds = [True if isinstance(each.operator, cst.DivideAssign) else kind for kind in kinds]
-    if is_parameter(code, variable):
-        kinds += [None] if made else _from_callers(code, variable, depth)
+    if is_parameter(tree, variable):
+        kinds += [None] if made_of_numbers else _from_callers(tree, variable, depth)
     if not kinds or None in kinds:
         return None
     return all(kinds) if len(set(kinds)) == 1 else None
 
 
-def _from_callers(code: Code, variable: str, depth: int) -> list[bool | None]:
-    """What the calls in this file pass for a parameter."""
+def _from_callers(tree: SyntaxTree, variable: str, depth: int) -> list[bool | None]:
+    """The dtypes of the arguments that the calls in this file pass for a parameter."""
     kinds: list[bool | None] = []
-    for call in code.all(cst.Call):
-        for function in callees(code, call):
+    for call in tree.all(cst.Call):
+        for function in callees(tree, call):
             for passed in call.args:
-                if parameter_of(code, function, call, passed) == variable:
-                    kinds.append(is_floating(code, passed.value, depth=depth - 1))
+                if parameter_of(tree, function, call, passed) == variable:
+                    kinds.append(is_floating(tree, passed.value, depth=depth - 1))
     return kinds or [None]

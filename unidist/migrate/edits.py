@@ -7,89 +7,91 @@ from typing import Any
 
 import libcst as cst
 
-from unidist.migrate.code import Code, Statement
-from unidist.migrate.report import Finding
+from unidist.migrate.file_report import Remark
+from unidist.migrate.syntax import Statement, SyntaxTree
 
-#: From a node whose parts have been changed already to what takes its place.
+#: From a node whose children have been changed already to its replacement.
 Change = Callable[[Any], Any]
 
 
 class Edits:
-    """What shall become of the nodes of a module, and what a person must look at."""
+    """The changes to a module's nodes, and the remarks for the report."""
 
-    def __init__(self, code: Code) -> None:
-        self.code = code
-        self.findings: list[Finding] = []
+    def __init__(self, tree: SyntaxTree) -> None:
+        self.tree = tree
+        self.remarks: list[Remark] = []
         self._changes: dict[cst.CSTNode, Change] = {}
         self._before: dict[cst.CSTNode, list[Any]] = {}
         self._after: dict[cst.CSTNode, list[Any]] = {}
-        self._said: dict[cst.CSTNode, list[cst.Comment]] = {}
+        self._kept_comments: dict[cst.CSTNode, list[cst.Comment]] = {}
         self._wraps: dict[cst.CSTNode, tuple[cst.CSTNode, cst.With]] = {}
         self._removed: set[cst.CSTNode] = set()
 
     def replace(self, node: cst.CSTNode, change: Change | cst.CSTNode) -> None:
-        """Put something in a node's place. The last word counts."""
+        """Replace a node; the last call for a node counts."""
         self._changes[node] = change if not isinstance(change, cst.CSTNode) else lambda updated: change
 
     def is_changed(self, node: cst.CSTNode) -> bool:
-        """Whether a rule has spoken of a node."""
+        """Whether a node is replaced or removed."""
         return node in self._changes or node in self._removed
 
     def is_removed(self, statement: cst.CSTNode) -> bool:
-        """Whether a statement goes away."""
+        """Whether a statement is removed."""
         return statement in self._removed
 
     def remove(self, statement: Statement) -> None:
-        """Take a statement away; its comments stay."""
+        """Remove a statement; its comments stay."""
         self._removed.add(statement)
         if isinstance(statement, cst.SimpleStatementLine):
             self.keep_comments(statement, *statement.body)
 
     def keep_comments(self, statement: Statement, *inside: cst.CSTNode, but: Sequence[cst.CSTNode] = ()) -> None:
-        """Put the comments in some nodes above their statement, those of some parts excepted."""
+        """Keep the comments in some nodes, above their statement; those in ``but`` stay where they are."""
         for node in inside:
-            for comment in self.code.all(cst.Comment, inside=node):
-                if not any(self.code.is_inside(comment, part) for part in but):
-                    self._said.setdefault(statement, []).append(comment)
+            for comment in self.tree.all(cst.Comment, inside=node):
+                if not any(self.tree.is_inside(comment, part) for part in but):
+                    self._kept_comments.setdefault(statement, []).append(comment)
 
     def insert(self, statement: cst.CSTNode, new: str | cst.BaseStatement) -> None:
-        """Put a statement before another; the comments there are above it then."""
+        """Insert a statement before another; that one's leading comments come first."""
         self._before.setdefault(statement, []).append(cst.parse_statement(new) if isinstance(new, str) else new)
 
     def append(self, statement: cst.CSTNode, new: str) -> None:
-        """Put a statement behind another."""
+        """Insert a statement after another."""
         self._after.setdefault(statement, []).append(cst.parse_statement(new))
 
     def wrap(self, first: cst.CSTNode, last: cst.CSTNode, header: str) -> None:
-        """Put the statements of a block from one to another into ``with HEADER:``."""
+        """Put consecutive statements of a block, from ``first`` to ``last``, into ``with HEADER:``."""
         around = cst.ensure_type(cst.parse_statement(f"with {header}:\n    pass"), cst.With)
         self._wraps[first] = (last, around)
 
-    def note(self, node: cst.CSTNode, what: str, why: str, remedy: str) -> None:
-        """Tell of a place."""
-        finding = Finding(self.code.line(node), what, why, remedy)
-        if finding not in self.findings:
-            self.findings.append(finding)
+    def remark(self, node: cst.CSTNode, what: str, why: str, remedy: str) -> None:
+        """Add a remark, once."""
+        remark = Remark(self.tree.line(node), what, why, remedy)
+        if remark not in self.remarks:
+            self.remarks.append(remark)
 
     def apply(self) -> str:
         """The module's new text."""
-        return self.code.module.visit(_Pass(self)).code
+        return self.tree.module.visit(_ApplyEdits(self)).code
 
     # -------------------------------------------------------------------------------- one block
-    def body(self, original: Sequence[Any], updated: dict[cst.CSTNode, Any]) -> tuple[list[Any], list[cst.EmptyLine]]:
-        """A block's statements after removals and insertions, and the comments that are left at its end."""
+    def new_body(
+        self, original: Sequence[Any], updated: dict[cst.CSTNode, Any]
+    ) -> tuple[list[Any], list[cst.EmptyLine]]:
+        """A block's statements after removals and insertions, and the comments of those removed at its end."""
         result: list[Any] = []
         above: list[cst.EmptyLine] = []
         wrapped: list[Any] = []
         around: tuple[cst.CSTNode, cst.With] | None = None
         for node in original:
             around = self._wraps.get(node, around)
-            for statement in self._became(node, updated[node]):
+            for statement in self._new_statements(node, updated[node]):
                 if isinstance(statement, cst.EmptyLine):
                     above.append(statement)
                     continue
                 if above:
-                    statement = statement.with_changes(leading_lines=_joined(above, statement.leading_lines))
+                    statement = statement.with_changes(leading_lines=_joined_lines(above, statement.leading_lines))
                     above = []
                 (result if around is None else wrapped).append(statement)
             if around is not None and around[0] is node:
@@ -98,12 +100,12 @@ class Edits:
                 wrapped, around = [], None
         return result, above if any(line.comment for line in above) else []
 
-    def _became(self, node: cst.CSTNode, new: Any) -> list[Any]:
-        """The statements in a statement's place; comments alone where it is gone."""
+    def _new_statements(self, node: cst.CSTNode, new: Any) -> list[Any]:
+        """The statements that replace one; of a removed one, its comments alone."""
         found = list(new.nodes) if isinstance(new, cst.FlattenSentinel) else [new]
-        if node in self._said:
-            said = [cst.EmptyLine(comment=comment) for comment in self._said[node]]
-            found[0] = found[0].with_changes(leading_lines=[*found[0].leading_lines, *said])
+        if node in self._kept_comments:
+            comments = [cst.EmptyLine(comment=comment) for comment in self._kept_comments[node]]
+            found[0] = found[0].with_changes(leading_lines=[*found[0].leading_lines, *comments])
         before = self._before.get(node, [])
         if before:
             before = [before[0].with_changes(leading_lines=found[0].leading_lines), *before[1:]]
@@ -111,12 +113,12 @@ class Edits:
         return [*before, *(_comments(found[0]) if node in self._removed else found), *self._after.get(node, [])]
 
     def change(self, original: cst.CSTNode, updated: Any) -> Any:
-        """What takes a node's place."""
+        """The replacement of a node."""
         return self._changes[original](updated) if original in self._changes else updated
 
 
 def _comments(statement: Any) -> list[cst.EmptyLine]:
-    """What was said of a statement that is gone."""
+    """The comments of a removed statement."""
     found = list(statement.leading_lines)
     trailing = getattr(statement, "trailing_whitespace", None)
     if trailing is not None and trailing.comment is not None:
@@ -124,8 +126,8 @@ def _comments(statement: Any) -> list[cst.EmptyLine]:
     return found
 
 
-def _joined(above: Sequence[cst.EmptyLine], lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
-    """What stood above a statement that is gone, and what stands above the next; blank lines once."""
+def _joined_lines(above: Sequence[cst.EmptyLine], lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    """The lines above a removed statement and those above the next one; blank lines are not doubled."""
     if any(line.comment for line in above):
         return [*above, *lines]
     blank = [line for line in lines if line.comment is None]
@@ -137,7 +139,7 @@ def _without_blanks(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
     return list(lines[start:])
 
 
-class _Pass(cst.CSTTransformer):
+class _ApplyEdits(cst.CSTTransformer):
     def __init__(self, edits: Edits) -> None:
         super().__init__()
         self._edits = edits
@@ -145,7 +147,7 @@ class _Pass(cst.CSTTransformer):
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         if isinstance(original_node, (cst.Module, cst.IndentedBlock)):
-            body, rest = self._edits.body(original_node.body, self._updated)
+            body, rest = self._edits.new_body(original_node.body, self._updated)
             if body and isinstance(original_node, cst.IndentedBlock) and self._edits.is_removed(original_node.body[0]):
                 body[0] = body[0].with_changes(leading_lines=_without_blanks(body[0].leading_lines))
             if isinstance(original_node, cst.IndentedBlock) and not body:
@@ -154,7 +156,7 @@ class _Pass(cst.CSTTransformer):
             updated_node = updated_node.with_changes(body=body, footer=footer)
         updated_node = self._edits.change(original_node, updated_node)
         if isinstance(original_node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
-            # Its block puts it into its place.
+            # ``new_body`` of its block puts it in.
             self._updated[original_node] = updated_node
             return updated_node.nodes[0] if isinstance(updated_node, cst.FlattenSentinel) else updated_node
         return updated_node

@@ -1,4 +1,4 @@
-"""Files of a legacy code base, read and written back without a loss."""
+"""The files of a legacy code base: find them, decode them, and write them back with all else unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 Kind = Literal["python", "notebook", "shell"]
-#: Folders that hold no code of the user's.
+#: Directories without code of the user's.
 SKIPPED = {".git", ".hg", ".svn", ".tox", ".nox", ".venv", "venv", "__pycache__", "node_modules", "site-packages"}
 SUFFIXES: dict[str, Kind] = {
     ".py": "python", ".pyi": "python", ".pyw": "python", ".ipynb": "notebook",
@@ -20,10 +20,11 @@ SUFFIXES: dict[str, Kind] = {
 }  # fmt: skip
 
 
-def find(paths: Iterable[Path]) -> Iterator[Path]:
+def find_files(paths: Iterable[Path]) -> Iterator[Path]:
     """The files under some paths, in order, each once.
 
-    Links to folders are not followed. Files given by name are always there; of a folder, those whose suffix or first line tells a kind.
+    A path to a file is always included; in a directory, the files with a known suffix or first line are. Links to directories are
+    not followed.
     """
     seen: set[Path] = set()
     for path in paths:
@@ -34,8 +35,8 @@ def find(paths: Iterable[Path]) -> Iterator[Path]:
                 yield file
 
 
-def surroundings(paths: Iterable[Path]) -> Iterator[Path]:
-    """The files that may use those under some paths: all of their git repositories, else of the folders, or beside the files."""
+def possible_importers(paths: Iterable[Path]) -> Iterator[Path]:
+    """The files that may import those under some paths: all of their git repository; without one, of the directory."""
     found: dict[Path, None] = {}
     for path in (each.resolve() for each in paths):
         root = next((above for above in (path, *path.parents) if (above / ".git").exists()), None)
@@ -43,27 +44,27 @@ def surroundings(paths: Iterable[Path]) -> Iterator[Path]:
             found[root or path] = None
         else:
             found.update(dict.fromkeys(sorted(path.parent.glob("*.py"))))
-    yield from find(found)
+    yield from find_files(found)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in SKIPPED)
+def _walk(directory: Path) -> Iterator[Path]:
+    for path, directories, names in os.walk(directory):
+        directories[:] = sorted(name for name in directories if name not in SKIPPED)
         for name in sorted(names):
-            file = Path(place, name)
+            file = Path(path, name)
             if file.is_file() and kind(file) is not None:
                 yield file
 
 
-def horovods_own(path: Path) -> Path | None:
-    """The package ``horovod`` in which a file lies, if that is a copy of Horovod's own sources."""
+def vendored_horovod(path: Path) -> Path | None:
+    """The package ``horovod`` that contains a file, if it is a copy of Horovod's own sources."""
     return next(
         (above for above in path.parents if above.name == "horovod" and (above / "torch/mpi_ops.py").exists()), None
     )
 
 
 def kind(path: Path) -> Kind | None:
-    """What a file is, by its suffix, or without one by its first line."""
+    """The kind of a file, by its suffix, or without a suffix by its first line."""
     if path.suffix:
         return SUFFIXES.get(path.suffix.lower())
     try:
@@ -77,7 +78,7 @@ def kind(path: Path) -> Kind | None:
 
 
 def decode(data: bytes, what: Kind) -> tuple[str, str]:
-    """A file's text, with its own line ends, and its encoding: the one it declares (PEP 263), else UTF-8.
+    """A file's text, with its own line ends, and its encoding: the declared one (PEP 263), else UTF-8.
 
     Raises:
         UnicodeDecodeError, SyntaxError: the bytes are not of that encoding, or it is unknown.
@@ -89,7 +90,7 @@ def decode(data: bytes, what: Kind) -> tuple[str, str]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a file's content; all of it or nothing. Links stay links; owner, group and permissions stay.
+    """Replace a file's content, atomically if possible. Links stay links; owner, group and permissions stay.
 
     Raises:
         OSError: it cannot be written.

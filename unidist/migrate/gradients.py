@@ -1,7 +1,7 @@
-"""Where gradients come from, and through which calls they go.
+"""Where gradients come from, and through which calls they flow.
 
-A wrapped model averages them in backward passes of what it returns, and nowhere else. Horovod averages them in the backward passes of
-``allgather`` and ``broadcast``, where unidist adds them up.
+A wrapped model averages gradients in backward passes of its outputs, and nowhere else. In the backward passes of ``allgather`` and
+``broadcast``, Horovod averages gradients and unidist sums them.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
-from unidist.migrate.code import Code, Statement, argument, full_name
-from unidist.migrate.flow import assignments, callees, code_references, is_parameter, is_target, parameter_of
-from unidist.migrate.site import is_constant
+from unidist.migrate.context import is_constant
+from unidist.migrate.flow import assignments, callees, is_parameter, is_target, parameter_of, references
+from unidist.migrate.syntax import Problem, Statement, SyntaxTree, argument, full_name
 
-Problem = tuple[cst.CSTNode, str]
-
-_BY_HAND = "a gradient is set by hand, which wrap_model does not average"
-_MADE = "it computes gradients without backward(), which wrap_model does not average"
-_NOT_OUTPUT = "that this backward pass begins at the model's output cannot be determined: wrap_model averages no other"
+_BY_HAND = "a gradient is assigned by hand, and wrap_model does not average it"
+_COMPUTED = "gradients are computed without backward(), and wrap_model does not average them"
+_NOT_OUTPUT = "whether this backward pass starts from the model's output cannot be determined, and wrap_model averages in no other"
 _SECOND = "backward(create_graph=True) fails in DistributedDataParallel"
-_INPUTS = "backward(inputs=...) leaves gradients out, for which DistributedDataParallel waits"
-_LBFGS = "LBFGS decides by each rank's own loss how often it calls the closure, so ranks would wait for each other"
+_INPUTS = "backward(inputs=...) skips gradients for which DistributedDataParallel waits"
+_LBFGS = "LBFGS calls the closure as often as each rank's own loss requires, so ranks would wait for each other"
 _FUNCTIONAL = (
     "torch.func",
     "torch.autograd.functional",
@@ -30,23 +28,25 @@ _FUNCTIONAL = (
     "torch.nn.utils.stateless",
     "functorch",
 )
-#: Changes in place that scale a gradient or cut it off, each rank alike.
+#: In-place methods that scale or clip a gradient, in the same way on all ranks.
 _SCALING = {
     "mul_", "div_", "true_divide_", "zero_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_", "neg_", "sign_", "renorm_",
     "masked_fill_", "detach_", "requires_grad_", "squeeze_", "unsqueeze_",
 }  # fmt: skip
-#: Calls in whose result another tensor may stand in the gradient's place, or on top of it.
+#: Calls whose result may contain another tensor, beside the gradient or instead of it.
 _ADDING = re.compile(
     r"^(add\w*|sub\w*|rsub|lerp|where|copysign|maximum|minimum|index_\w+|scatter\w*|cat|stack|einsum)_?$"
 )
-#: What a parameter may pass through on its way into its gradient: weight decay.
+#: Methods that weight decay may apply to a parameter before it is added to the gradient.
 _DECAY = {"data", "detach", "clone", "sign", "mul", "abs", "float", "to"}
 _RANDOM = re.compile(r"rand|normal|uniform|bernoulli|noise|dropout|multinomial")
-#: Methods whose results take part in no gradient, those of them that give numbers, and functions that make such tensors.
-_READING = {"item", "tolist", "numpy", "detach"}
-_DETACHING = _READING | {
+#: Methods that return numbers or detached tensors, all methods whose results require no gradient, functions that convert to
+#: numbers, and functions that make tensors of numbers.
+_TO_NUMBERS = {"item", "tolist", "numpy", "detach"}
+_DETACHING = _TO_NUMBERS | {
     "argmax", "argmin", "argsort", "long", "int", "bool", "byte", "size", "numel", "dim", "nonzero", "eq", "ne", "gt", "lt", "ge", "le", "isnan",
 }  # fmt: skip
+_CONVERSIONS = {"float", "int", "bool", "len"}
 _MAKING = {
     "tensor", "from_numpy", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "linspace", "eye", "Tensor",
     "FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "IntTensor", "zeros_like", "ones_like", "rand_like", "randn_like", "empty_like",
@@ -55,81 +55,86 @@ _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
 
 def gradient_problems(
-    code: Code, called: Iterable[cst.BaseExpression], passed: Iterable[cst.BaseExpression], wraps: Iterable[Statement]
+    tree: SyntaxTree,
+    called: Iterable[cst.BaseExpression],
+    passed: Iterable[cst.BaseExpression],
+    wraps: Iterable[Statement],
 ) -> Iterator[Problem]:
-    """Gradients of wrapped models that no backward pass of theirs would average.
+    """Gradients of wrapped models that their backward passes would not average.
 
     Args:
         called: the forward passes of the models.
-        passed: uses by which the models are arguments of calls.
-        wraps: where they are wrapped; backward passes before all of these concern no wrapped model.
+        passed: uses of the models as arguments of calls.
+        wraps: the statements that wrap them; a backward pass before all of these involves no wrapped model.
     """
     wraps = list(wraps)
-    yield from _set_by_hand(code)
-    yield from _made_otherwise(code)
-    origin = _Origin(code, set(called), set(passed))
-    for call in code.method_calls("backward"):
-        if all(code.function(call) is code.function(wrap) and code.place(call) < code.place(wrap) for wrap in wraps):
+    yield from _set_by_hand(tree)
+    yield from _computed_otherwise(tree)
+    origin = _Origins(tree, set(called), set(passed))
+    for call in tree.method_calls("backward"):
+        if all(
+            tree.function(call) is tree.function(wrap) and tree.position(call) < tree.position(wrap) for wrap in wraps
+        ):
             continue
-        if _given(call, "create_graph", 2 if _is_of_tensor(code, call) else 3):
+        if _is_given(call, "create_graph", 2 if _is_of_tensor(tree, call) else 3):
             yield call, _SECOND
-        if _given(call, "inputs", 3 if _is_of_tensor(code, call) else 5):
+        if _is_given(call, "inputs", 3 if _is_of_tensor(tree, call) else 5):
             yield call, _INPUTS
         if not origin.is_output(call):
             yield call, _NOT_OUTPUT
 
 
-# ------------------------------------------------------------------------------------ gradients that are set
-def _set_by_hand(code: Code) -> Iterator[Problem]:
-    values = {target: value for value, target in assignments(code)}
-    for node, base in _gradients(code):
-        whole = _whole(code, node)
-        parent = code.parent(whole)
+# ------------------------------------------------------------------------------------ gradients that are assigned
+def _set_by_hand(tree: SyntaxTree) -> Iterator[Problem]:
+    values = {target: value for value, target in assignments(tree)}
+    for node, base in _gradients(tree):
+        whole = _whole(tree, node)
+        parent = tree.parent(whole)
         if isinstance(parent, cst.AugAssign) and parent.target is whole:
             scales = isinstance(parent.operator, (cst.MultiplyAssign, cst.DivideAssign))
-            if not (scales or _is_common(code, parent.value, base)):
+            if not (scales or _is_same_on_all_ranks(tree, parent.value, base)):
                 yield node, _BY_HAND
-        elif isinstance(node, cst.Attribute) and is_target(code, whole) and not isinstance(parent, cst.Del):
-            if whole not in values or not _is_of_itself(code, values[whole], base):
+        elif isinstance(node, cst.Attribute) and is_target(tree, whole) and not isinstance(parent, cst.Del):
+            if whole not in values or not _is_of_itself(tree, values[whole], base):
                 yield node, _BY_HAND
-        elif isinstance(node, cst.Name) and isinstance(whole, cst.Subscript) and is_target(code, whole):
-            if whole not in values or not _is_common(code, values[whole], base):
+        elif isinstance(node, cst.Name) and isinstance(whole, cst.Subscript) and is_target(tree, whole):
+            if whole not in values or not _is_same_on_all_ranks(tree, values[whole], base):
                 yield node, _BY_HAND
-        elif isinstance(parent, cst.Attribute) and isinstance(call := code.parent(parent), cst.Call):
+        elif isinstance(parent, cst.Attribute) and isinstance(call := tree.parent(parent), cst.Call):
             method = parent.attr.value
             changes = call.func is parent and method.endswith("_") and not method.endswith("__")
-            if changes and method not in _SCALING and not _adds_common(code, call, base):
+            if changes and method not in _SCALING and not _adds_same_on_all_ranks(tree, call, base):
                 yield node, _BY_HAND
-    for call in code.all(cst.Call):
+    for call in tree.all(cst.Call):
         name = full_name(call.func).split(".")[-1]
         if name in ("setattr", "__setattr__") and len(call.args) > 2 and _is_string(call.args[-2].value, "grad"):
             if not is_constant(call.args[-1].value, None):
                 yield call, _BY_HAND
-        elif re.match(r"_foreach_(add|sub|copy|lerp|addc)\w*_$", name) and "grad" in code.text(call):
+        elif re.match(r"_foreach_(add|sub|copy|lerp|addc)\w*_$", name) and "grad" in tree.text(call):
             yield call, _BY_HAND
 
 
-def _gradients(code: Code) -> Iterator[tuple[cst.BaseExpression, str]]:
+def _gradients(tree: SyntaxTree) -> Iterator[tuple[cst.BaseExpression, str]]:
     """Gradients, and variables that hold one, each with the text of its parameter."""
-    for node in code.all(cst.Attribute):
+    for node in tree.all(cst.Attribute):
         if node.attr.value in ("grad", "_grad"):
-            yield node, code.text(node.value)
-    for value, target in assignments(code):
+            yield node, tree.text(node.value)
+    for value, target in assignments(tree):
         inner = value
         while isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):  # p.grad.view(-1)
             inner = inner.func.value
         while isinstance(inner, cst.Attribute) and inner.attr.value == "data":
             inner = inner.value
         if isinstance(inner, cst.Attribute) and inner.attr.value in ("grad", "_grad"):
-            for use in code_references(code).get(code.variable(target) or "", ()):
+            for use in references(tree).get(tree.variable(target) or "", ()):
                 if isinstance(use, cst.Name) and use is not target:
-                    yield use, code.text(inner.value)
+                    yield use, tree.text(inner.value)
 
 
-def _whole(code: Code, node: cst.BaseExpression) -> cst.BaseExpression:
-    """``p.grad.data[0]`` of its ``p.grad``."""
+def _whole(tree: SyntaxTree, node: cst.BaseExpression) -> cst.BaseExpression:
+    """``p.grad.data[0]`` for its ``p.grad``."""
     while True:
-        above = code.parent(node)
+        above = tree.parent(node)
         data = isinstance(above, cst.Attribute) and above.attr.value == "data"
         if not (data or isinstance(above, cst.Subscript)) or getattr(above, "value", None) is not node:
             return node
@@ -137,66 +142,65 @@ def _whole(code: Code, node: cst.BaseExpression) -> cst.BaseExpression:
         node = above
 
 
-def _is_of_itself(code: Code, value: cst.BaseExpression, base: str) -> bool:
-    """Whether a gradient's new value is nothing, zeros, or what it was, scaled."""
-    text = code.text(value)
+def _is_of_itself(tree: SyntaxTree, value: cst.BaseExpression, base: str) -> bool:
+    """Whether a gradient's new value is None, zeros, or the old value, scaled."""
+    text = tree.text(value)
     if is_constant(value, None) or (_ZEROS.search(text) and "+" not in text):
         return True
     if not _has_gradient(text, base) or _RANDOM.search(text):
         return False
-    for sum_ in code.all(cst.BinaryOperation, inside=value):
+    for sum_ in tree.all(cst.BinaryOperation, inside=value):
         adds = not isinstance(sum_.operator, (cst.Multiply, cst.Divide, cst.Power, cst.FloorDivide))
-        if adds and not (_is_common(code, sum_.left, base) and _is_common(code, sum_.right, base)):
+        if adds and not (
+            _is_same_on_all_ranks(tree, sum_.left, base) and _is_same_on_all_ranks(tree, sum_.right, base)
+        ):
             return False
-    for choice in code.all(cst.IfExp, inside=value):
-        if not all(_is_of_itself(code, each, base) for each in (choice.body, choice.orelse)):
+    for choice in tree.all(cst.IfExp, inside=value):
+        if not all(_is_of_itself(tree, each, base) for each in (choice.body, choice.orelse)):
             return False
-    return all(_adds_common(code, call, base) for call in code.all(cst.Call, inside=value) if _may_add(code, call))
+    return all(
+        _adds_same_on_all_ranks(tree, call, base) for call in tree.all(cst.Call, inside=value) if _may_add(tree, call)
+    )
 
 
-def _may_add(code: Code, call: cst.Call) -> bool:
-    """Whether a call may put something else on top of a gradient: one of torch's that adds, or one that is not torch's."""
-    last = call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
+def _may_add(tree: SyntaxTree, call: cst.Call) -> bool:
+    """Whether a call may add something to a gradient: one of torch's that adds, or one that is not torch's."""
+    last = _called_name(call)
     of_torch = isinstance(call.func, cst.Attribute) and (
-        not code.imported(call.func) or any(name.startswith("torch.") for name in code.imported(call.func))
+        not tree.imported(call.func) or any(name.startswith("torch.") for name in tree.imported(call.func))
     )
     return bool(_ADDING.match(last)) or not of_torch
 
 
-def _adds_common(code: Code, call: cst.Call, base: str) -> bool:
-    """Whether all that a call takes beside the gradient is the same on all ranks."""
-    random = call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
+def _adds_same_on_all_ranks(tree: SyntaxTree, call: cst.Call, base: str) -> bool:
+    """Whether all other arguments of a call on the gradient are the same on all ranks."""
     values = [each.value for each in call.args if each.keyword is None or each.keyword.value not in ("alpha", "value")]
     if len(values) == 2 and all(isinstance(each, (cst.Name, cst.Attribute)) for each in values[:1]):
-        values = values[-1:] if _is_common(code, values[-1], base) else values  # add_(weight_decay, p.data)
-    return not _RANDOM.search(random) and all(_is_common(code, value, base) for value in values)
+        values = values[-1:] if _is_same_on_all_ranks(tree, values[-1], base) else values  # add_(weight_decay, p.data)
+    return not _RANDOM.search(_called_name(call)) and all(_is_same_on_all_ranks(tree, value, base) for value in values)
 
 
-def _is_common(code: Code, value: cst.BaseExpression, base: str) -> bool:
-    """Whether an addend is seen to be the same on all ranks: a number, the averaged gradient, or its parameter."""
-    text = code.text(value)
+def _is_same_on_all_ranks(tree: SyntaxTree, value: cst.BaseExpression, base: str) -> bool:
+    """Whether a term is visibly the same on all ranks: a number, the averaged gradient, or its parameter."""
+    text = tree.text(value)
     if _RANDOM.search(text):
         return False
     if _has_gradient(text, base):
-        return _is_of_itself(code, value, base)
-    names = [node for node in code.all(cst.Name, inside=value) if not _is_attribute(code, node)]
+        return _is_of_itself(tree, value, base)
+    names = [node for node in tree.all(cst.Name, inside=value) if not _is_attribute(tree, node)]
     if not names:
         return True
     if not re.search(rf"(?<![\w.]){re.escape(base)}(?!\w)", text):
         return False
-    called = (
-        call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
-        for call in code.all(cst.Call, inside=value)
-    )  # fmt: skip
-    return all(name in _DECAY for name in called)
+    return all(_called_name(call) in _DECAY for call in tree.all(cst.Call, inside=value))
 
 
 def _has_gradient(text: str, base: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(base)}\._?grad\b", text) is not None
 
 
-def _is_attribute(code: Code, name: cst.Name) -> bool:
-    parent = code.parent(name)
+def _is_attribute(tree: SyntaxTree, name: cst.Name) -> bool:
+    parent = tree.parent(name)
     return isinstance(parent, cst.Attribute) and parent.attr is name
 
 
@@ -204,63 +208,63 @@ def _is_string(node: cst.BaseExpression, text: str) -> bool:
     return isinstance(node, cst.SimpleString) and node.evaluated_value == text
 
 
-# ------------------------------------------------------------------------------------ gradients that are made
-def _made_otherwise(code: Code) -> Iterator[Problem]:
-    """Gradients from elsewhere than ``backward()``."""
-    for node in code.nodes:
-        if not isinstance(node, (cst.Name, cst.Attribute)) or isinstance(code.parent(node), cst.Attribute):
+# ------------------------------------------------------------------------------------ gradients without backward()
+def _computed_otherwise(tree: SyntaxTree) -> Iterator[Problem]:
+    """Gradients that are not computed by ``backward()``."""
+    for node in tree.nodes:
+        if not isinstance(node, (cst.Name, cst.Attribute)) or isinstance(tree.parent(node), cst.Attribute):
             continue
-        names = code.imported(node)
-        above = code.parent(node)
+        names = tree.imported(node)
+        above = tree.parent(node)
         if not names or isinstance(above, (cst.ImportAlias, cst.ImportFrom, cst.AsName)):
             continue
         if any(name == start or name.startswith(f"{start}.") for name in names for start in _FUNCTIONAL):
-            yield node, _MADE
+            yield node, _COMPUTED
         if "torch.autograd.grad" in names:
             inputs = _argument(above, "inputs", 1) if isinstance(above, cst.Call) and above.func is node else None
-            if inputs is None or not _is_data(code, inputs):
-                yield node, _MADE
+            if inputs is None or not _is_data(tree, inputs):
+                yield node, _COMPUTED
         if names & {"torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS"}:
             yield node, _LBFGS
 
 
-def _argument(call: cst.Call, name: str, place: int) -> cst.BaseExpression | None:
+def _argument(call: cst.Call, name: str, index: int) -> cst.BaseExpression | None:
     positional = [arg.value for arg in call.args if arg.keyword is None and not arg.star]
-    return argument(call, name) or (positional[place] if place < len(positional) else None)
+    return argument(call, name) or (positional[index] if index < len(positional) else None)
 
 
-def _given(call: cst.Call, name: str, place: int) -> bool:
-    """Whether an argument may be something else than its default."""
-    return not is_constant(_argument(call, name, place), None, False)
+def _is_given(call: cst.Call, name: str, index: int) -> bool:
+    """Whether an argument may have another value than its default."""
+    return not is_constant(_argument(call, name, index), None, False)
 
 
-def _is_of_tensor(code: Code, call: cst.Call) -> bool:
+def _is_of_tensor(tree: SyntaxTree, call: cst.Call) -> bool:
     """Whether it is ``loss.backward()``, and not ``torch.autograd.backward(loss)``."""
-    return not code.imported(call.func)
+    return not tree.imported(call.func)
 
 
-def _is_data(code: Code, inputs: cst.BaseExpression) -> bool:
-    """Whether derivatives are taken by what the code makes a leaf of by itself, as a batch, and not by parameters."""
+def _is_data(tree: SyntaxTree, inputs: cst.BaseExpression) -> bool:
+    """Whether derivatives are taken with respect to leaves that the script makes, as a batch, and not to parameters."""
     if isinstance(inputs, (cst.List, cst.Tuple)):
-        return all(_is_data(code, element.value) for element in inputs.elements)
-    variable = code.variable(inputs)
+        return all(_is_data(tree, element.value) for element in inputs.elements)
+    variable = tree.variable(inputs)
     if variable is None or not isinstance(inputs, cst.Name):
         return False
-    uses = code_references(code).get(variable, [])
-    asked = any(
-        isinstance(above := code.parent(use), cst.Attribute)
+    uses = references(tree).get(variable, [])
+    requires_grad = any(
+        isinstance(above := tree.parent(use), cst.Attribute)
         and above.value is use
-        and (above.attr.value == "requires_grad_" or (above.attr.value == "requires_grad" and is_target(code, above)))
+        and (above.attr.value == "requires_grad_" or (above.attr.value == "requires_grad" and is_target(tree, above)))
         for use in uses
     )
-    values = [value for value, target in assignments(code) if code.variable(target) == variable]
+    values = [value for value, target in assignments(tree) if tree.variable(target) == variable]
     made = bool(values) and all(_is_leaf(value) for value in values)
     looped = any(
-        code.variable(name) == variable and "param" in code.text(loop.iter)
-        for loop in code.all(cst.For) for name in code.all(cst.Name, inside=loop.target)
+        tree.variable(name) == variable and "param" in tree.text(loop.iter)
+        for loop in tree.all(cst.For) for name in tree.all(cst.Name, inside=loop.target)
     )  # fmt: skip
-    of_parameters = any(re.search(r"param|weight|\bbias\b", code.text(value)) for value in values)
-    return (asked or made) and not looped and not of_parameters
+    of_parameters = any(re.search(r"param|weight|\bbias\b", tree.text(value)) for value in values)
+    return (requires_grad or made) and not looped and not of_parameters
 
 
 def _is_leaf(value: cst.BaseExpression) -> bool:
@@ -271,26 +275,30 @@ def _is_leaf(value: cst.BaseExpression) -> bool:
     return method == "requires_grad_" or is_constant(argument(value, "requires_grad"), True)
 
 
-# ------------------------------------------------------------------------------------ what a backward pass begins at
+# ------------------------------------------------------------------------------------ what a backward pass starts from
 def _is_detached(node: cst.CSTNode) -> bool:
     """Whether a gradient ends here: ``loss.item()``, ``float(loss)``, ``loss.data``."""
     if isinstance(node, cst.Call):
-        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
-        return method in _DETACHING or full_name(node.func) in ("float", "int", "bool", "len")
+        return _called_name(node) in _DETACHING or full_name(node.func) in _CONVERSIONS
     return isinstance(node, cst.Attribute) and node.attr.value == "data"
 
 
-class _Origin:
-    """What a value is made of, as far as the module shows it."""
+def _called_name(call: cst.Call) -> str:
+    """The name of a function or method, without what precedes the last dot."""
+    return call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
 
-    def __init__(self, code: Code, called: set[cst.BaseExpression], passed: set[cst.BaseExpression]) -> None:
-        self._code = code
+
+class _Origins:
+    """What values are computed from, as far as the module shows it."""
+
+    def __init__(self, tree: SyntaxTree, called: set[cst.BaseExpression], passed: set[cst.BaseExpression]) -> None:
+        self._tree = tree
         self._called, self._passed = called, passed
-        #: What variables are made of: where each is set or changed, and by what.
+        #: For each variable, where it is set or changed, and by what.
         self._sources: dict[str, list[tuple[cst.CSTNode, cst.CSTNode]]] = {}
-        for value, target in assignments(code):
+        for value, target in assignments(tree):
             self._add(target, value)
-        for node in code.nodes:
+        for node in tree.nodes:
             if isinstance(node, cst.AugAssign):
                 self._add(node.target, node.value)
             elif isinstance(node, (cst.For, cst.CompFor)):
@@ -301,23 +309,23 @@ class _Origin:
                 self._call(node)
 
     def _add(self, target: cst.BaseExpression, source: cst.CSTNode) -> None:
-        for each in (target, *self._code.all(cst.Name, inside=target), *self._code.all(cst.Attribute, inside=target)):
-            if isinstance(each, (cst.Name, cst.Attribute)) and (variable := self._code.variable(each)) is not None:
+        for each in (target, *self._tree.all(cst.Name, inside=target), *self._tree.all(cst.Attribute, inside=target)):
+            if isinstance(each, (cst.Name, cst.Attribute)) and (variable := self._tree.variable(each)) is not None:
                 self._sources.setdefault(variable, []).append((each, source))
 
     def _call(self, call: cst.Call) -> None:
-        """Arguments become a part of what a method belongs to (``losses.append(loss)``), and of parameters."""
-        if isinstance(call.func, cst.Attribute) and not self._code.imported(call.func):
+        """Arguments become a part of a method's object (``losses.append(loss)``), and of parameters."""
+        if isinstance(call.func, cst.Attribute) and not self._tree.imported(call.func):
             for argument_ in call.args:
                 self._add(call.func.value, argument_)
-        for function in callees(self._code, call):
+        for function in callees(self._tree, call):
             for argument_ in call.args:
-                parameter = parameter_of(self._code, function, call, argument_)
+                parameter = parameter_of(self._tree, function, call, argument_)
                 if parameter is not None:
                     self._sources.setdefault(parameter, []).append((function, argument_))
 
     def is_output(self, call: cst.Call) -> bool:
-        """Whether what a backward pass begins at is made of a forward pass of a model."""
+        """Whether a backward pass starts from something that a forward pass of a model has computed."""
         waiting: list[cst.CSTNode] = [call.func, *call.args]
         seen: set[cst.CSTNode] = set()
         while waiting:
@@ -325,78 +333,80 @@ class _Origin:
             if node in seen:
                 continue
             seen.add(node)
-            place, end = self._code.span(node)
-            while place < end:
-                part = self._code.nodes[place]
+            index, end = self._tree.span(node)
+            while index < end:
+                part = self._tree.nodes[index]
                 if _is_detached(part):
-                    place = self._code.span(part)[1]
+                    index = self._tree.span(part)[1]
                     continue
                 if part in self._called or self._is_passed(part):
                     return True
-                waiting += self._made_of(part)
-                place += 1
+                waiting += self._origins_of(part)
+                index += 1
         return False
 
     def _is_passed(self, node: cst.CSTNode) -> bool:
-        """Whether the model is handed to an object that may call it."""
+        """Whether the model is passed to an object that may call it."""
         if node not in self._passed:
             return False
-        call = self._code.parent(self._code.parent(node))
-        return isinstance(call, cst.Call) and any(each.name.value == "__init__" for each in callees(self._code, call))
+        call = self._tree.parent(self._tree.parent(node))
+        return isinstance(call, cst.Call) and any(each.name.value == "__init__" for each in callees(self._tree, call))
 
-    def _reaching(self, use: cst.CSTNode, variable: str) -> Iterator[cst.CSTNode]:
-        """What a variable may be made of here: nothing that an assignment before it in the same block replaces."""
-        code = self._code
+    def _sources_at(self, use: cst.CSTNode, variable: str) -> Iterator[cst.CSTNode]:
+        """What a variable may come from at a use: not from what a later assignment in the same block has overwritten."""
+        tree = self._tree
         sources = self._sources.get(variable, [])
-        statement = code.statement(use)
-        block = code.block(statement) if statement is not None else None
+        statement = tree.statement(use)
+        block = tree.block(statement) if statement is not None else None
         before = [
             target for target, _ in sources
-            if statement is not None and isinstance(code.parent(target), cst.AssignTarget)
-            and (own := code.statement(target)) is not None and code.block(own) is block and code.place(own) < code.place(statement)
+            if statement is not None and isinstance(tree.parent(target), cst.AssignTarget)
+            and (own := tree.statement(target)) is not None and tree.block(own) is block and tree.position(own) < tree.position(statement)
         ]  # fmt: skip
-        last = max(before, key=code.place, default=None)
+        last = max(before, key=tree.position, default=None)
         for target, source in sources:
-            if last is None or code.place(last) <= code.place(target) < code.place(use):
+            if last is None or tree.position(last) <= tree.position(target) < tree.position(use):
                 yield source
 
-    def _made_of(self, part: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        code = self._code
-        functions: list[cst.FunctionDef] = callees(code, part) if isinstance(part, cst.Call) else []
-        if isinstance(part, (cst.Name, cst.Attribute)) and (variable := code.variable(part)) is not None:
-            yield from self._reaching(part, variable)
-            if variable in code.functions and not is_parameter(code, variable):
-                functions = [code.functions[variable]]
+    def _origins_of(self, part: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        tree = self._tree
+        functions: list[cst.FunctionDef] = callees(tree, part) if isinstance(part, cst.Call) else []
+        if isinstance(part, (cst.Name, cst.Attribute)) and (variable := tree.variable(part)) is not None:
+            yield from self._sources_at(part, variable)
+            if variable in tree.functions and not is_parameter(tree, variable):
+                functions = [tree.functions[variable]]
         for function in functions:
             results: list[cst.Return | cst.Yield]
-            results = [*code.all(cst.Return, inside=function.body), *code.all(cst.Yield, inside=function.body)]
+            results = [*tree.all(cst.Return, inside=function.body), *tree.all(cst.Yield, inside=function.body)]
             yield from (result.value for result in results if result.value is not None)
 
 
-# ------------------------------------------------------------------------------------ calls that gradients go through
-def may_require_gradient(code: Code, call: cst.Call, tensor: cst.BaseExpression) -> bool:
+# ------------------------------------------------------------------------------------ calls that gradients flow through
+def may_require_gradient(tree: SyntaxTree, call: cst.Call, tensor: cst.BaseExpression) -> bool:
     """Whether a collective call may record a gradient, unless the code shows that it does not."""
-    return not (_is_in_no_grad(code, call) or _is_constant(code, tensor))
+    return not (_is_in_no_grad(tree, call) or _is_constant(tree, tensor))
 
 
-def may_carry_gradient(code: Code, call: cst.Call, tensor: cst.BaseExpression) -> bool:
-    """Whether a gradient may go through a collective call, unless the code shows that none does."""
-    return may_require_gradient(code, call, tensor) and not _is_read(code, call)
+def may_carry_gradient(tree: SyntaxTree, call: cst.Call, tensor: cst.BaseExpression) -> bool:
+    """Whether a gradient may flow through a collective call, unless the code shows that none does."""
+    return may_require_gradient(tree, call, tensor) and not _is_read(tree, call)
 
 
-def _is_in_no_grad(code: Code, node: cst.CSTNode) -> bool:
-    function = code.function(node)
-    if isinstance(function, cst.FunctionDef) and any(_stops(code, each.decorator) for each in function.decorators):
+def _is_in_no_grad(tree: SyntaxTree, node: cst.CSTNode) -> bool:
+    function = tree.function(node)
+    if isinstance(function, cst.FunctionDef) and any(
+        _disables_grad(tree, each.decorator) for each in function.decorators
+    ):
         return True
-    for above in code.parents(node):
+    for above in tree.parents(node):
         if above is function:
             return False
-        if isinstance(above, cst.With) and any(_stops(code, item.item) for item in above.items):
+        if isinstance(above, cst.With) and any(_disables_grad(tree, item.item) for item in above.items):
             return True
     return False
 
 
-def _stops(code: Code, node: cst.BaseExpression) -> bool:
+def _disables_grad(tree: SyntaxTree, node: cst.BaseExpression) -> bool:
     """``torch.no_grad()`` and the like."""
     call = node if isinstance(node, cst.Call) else None
     last = full_name(call.func if call is not None else node).split(".")[-1]
@@ -407,34 +417,34 @@ def _stops(code: Code, node: cst.BaseExpression) -> bool:
     )
 
 
-def _is_read(code: Code, call: cst.Call) -> bool:
-    """Whether a call's result becomes numbers at once: ``.item()``, ``float(...)``."""
+def _is_read(tree: SyntaxTree, call: cst.Call) -> bool:
+    """Whether a call's result is converted to numbers at once: ``.item()``, ``float(...)``."""
     node: cst.CSTNode = call
     while True:
-        above = code.parent(node)
+        above = tree.parent(node)
         if (
             isinstance(above, cst.Attribute)
-            and isinstance(outer := code.parent(above), cst.Call)
+            and isinstance(outer := tree.parent(above), cst.Call)
             and outer.func is above
         ):
-            if above.attr.value in _READING:
+            if above.attr.value in _TO_NUMBERS:
                 return True
             node = outer
         elif isinstance(above, cst.Subscript) and above.value is node:
             node = above
-        elif isinstance(above, cst.Arg) and isinstance(outer := code.parent(above), cst.Call):
-            return full_name(outer.func) in ("float", "int", "bool", "len", "print", "str")
+        elif isinstance(above, cst.Arg) and isinstance(outer := tree.parent(above), cst.Call):
+            return full_name(outer.func) in _CONVERSIONS | {"print", "str"}
         else:
             return isinstance(above, cst.Expr)
 
 
-def _is_constant(code: Code, node: cst.BaseExpression, depth: int = 8) -> bool:
-    """Whether a value takes part in no gradient: numbers, what is made of them, what is detached."""
+def _is_constant(tree: SyntaxTree, node: cst.BaseExpression, depth: int = 8) -> bool:
+    """Whether a value requires no gradient: numbers, tensors made of numbers, detached tensors."""
     if depth == 0:
         return False
 
     def inner(*parts: cst.BaseExpression) -> bool:
-        return all(_is_constant(code, part, depth - 1) for part in parts)
+        return all(_is_constant(tree, part, depth - 1) for part in parts)
 
     if isinstance(node, (cst.BaseNumber, cst.BaseString, cst.Comparison)):
         return True
@@ -449,35 +459,34 @@ def _is_constant(code: Code, node: cst.BaseExpression, depth: int = 8) -> bool:
     if isinstance(node, cst.Subscript):
         return inner(node.value)
     if isinstance(node, cst.Call):
-        return _is_constant_call(code, node, depth)
+        return _is_constant_call(tree, node, depth)
     if isinstance(node, cst.Attribute) and node.attr.value in ("data", "grad", "shape"):
         return True
     if isinstance(node, cst.Name) and node.value in ("True", "False", "None"):
         return True
-    variable = code.variable(node)
-    if variable is None or is_parameter(code, variable):
+    variable = tree.variable(node)
+    if variable is None or is_parameter(tree, variable):
         return False
-    values = [(value, target) for value, target in assignments(code) if code.variable(target) == variable]
+    values = [(value, target) for value, target in assignments(tree) if tree.variable(target) == variable]
     unpacked = any(
-        isinstance(code.parent(target), cst.Element) and not isinstance(code.parent(value), cst.Element)
+        isinstance(tree.parent(target), cst.Element) and not isinstance(tree.parent(value), cst.Element)
         for value, target in values
     )
-    changed = [each.value for each in code.all(cst.AugAssign) if code.variable(each.target) == variable]
-    bound = {use for use in code_references(code).get(variable, ()) if is_target(code, use)}
-    known = {target for _, target in values} | {each.target for each in code.all(cst.AugAssign)}
+    changed = [each.value for each in tree.all(cst.AugAssign) if tree.variable(each.target) == variable]
+    bound = {use for use in references(tree).get(variable, ()) if is_target(tree, use)}
+    known = {target for _, target in values} | {each.target for each in tree.all(cst.AugAssign)}
     return bool(values) and not unpacked and bound <= known and inner(*(value for value, _ in values), *changed)
 
 
-def _is_constant_call(code: Code, call: cst.Call, depth: int) -> bool:
-    last = call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
-    values = [each.value for each in call.args]
-    if not is_constant(argument(call, "requires_grad"), None, False) or last == "requires_grad_":
+def _is_constant_call(tree: SyntaxTree, call: cst.Call, depth: int) -> bool:
+    name, values = _called_name(call), [each.value for each in call.args]
+    if not is_constant(argument(call, "requires_grad"), None, False) or name == "requires_grad_":
         return False
-    of_torch = any(name.startswith("torch.") for name in code.imported(call.func))
-    if last in _DETACHING or (of_torch and last in _MAKING) or last in ("int", "float", "len", "bool"):
+    of_torch = any(each.startswith("torch.") for each in tree.imported(call.func))
+    if _is_detached(call) or (of_torch and name in _MAKING):
         return True
-    if isinstance(call.func, cst.Attribute) and not code.imported(call.func):
+    if isinstance(call.func, cst.Attribute) and not tree.imported(call.func):
         values.insert(0, call.func.value)
     elif not of_torch:
         return False
-    return not any(each.star for each in call.args) and all(_is_constant(code, each, depth - 1) for each in values)
+    return not any(each.star for each in call.args) and all(_is_constant(tree, each, depth - 1) for each in values)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchLine:
     """One launch in a job script."""
 
     #: The line on which the command begins, from 1.
@@ -28,7 +28,7 @@ class Launch:
     notes: tuple[str, ...]
 
 
-def find_launches(text: str) -> list[Launch]:
+def find_launches(text: str) -> list[LaunchLine]:
     """The launches in a shell script: all by horovodrun, and those of Python by mpirun or mpiexec.
 
     Comments and here-documents are passed over, unless a shell or sbatch reads the latter; strings are read where they are code
@@ -343,7 +343,7 @@ class _Options:
     notes: list[str] = field(default_factory=list)
 
 
-def _launch(text: str, words: Sequence[_Word]) -> Launch | None:
+def _launch(text: str, words: Sequence[_Word]) -> LaunchLine | None:
     words = list(dropwhile(lambda word: word.text in KEYWORDS, words))
     place = _launcher_place(words)
     if place is None:
@@ -355,8 +355,8 @@ def _launch(text: str, words: Sequence[_Word]) -> Launch | None:
     try:
         torchrun, notes = _replacement(text, words, place)
     except _NoReplacement as why:
-        return Launch(line, command, None, tuple(map(str, why.args)))
-    return Launch(line, command, torchrun, tuple(notes))
+        return LaunchLine(line, command, None, tuple(map(str, why.args)))
+    return LaunchLine(line, command, torchrun, tuple(notes))
 
 
 def _launcher_place(words: Sequence[_Word]) -> int | None:
@@ -369,14 +369,14 @@ def _launcher_place(words: Sequence[_Word]) -> int | None:
     return started[0] if started and words[first].name not in TALKS_OF_IT else None
 
 
-def _broken_launch(text: str, words: Sequence[_Word]) -> Launch | None:
+def _broken_launch(text: str, words: Sequence[_Word]) -> LaunchLine | None:
     if not words or words[-1].kind != "broken":
         return None
     command = _verbatim(text, words)
     named = re.search(r"(?<![\w.-])(horovodrun|mpirun|mpiexec)\s", command)
     if not named or (named[1] != "horovodrun" and "python" not in command):
         return None
-    return Launch(text.count("\n", 0, words[0].start) + 1, command, None, (UNCLOSED,))
+    return LaunchLine(text.count("\n", 0, words[0].start) + 1, command, None, (UNCLOSED,))
 
 
 def _replacement(text: str, words: Sequence[_Word], place: int) -> tuple[str | None, list[str]]:
@@ -431,7 +431,7 @@ def _read_options(words: Sequence[_Word], i: int) -> tuple[_Options, int]:
             i += len(values)
             if not values:
                 raise _NoReplacement(f"the option {flag} lacks its value")
-        _take(options, name, values, " ".join([word.text, *values] if not equals else [word.text]))
+        _apply_option(options, name, values, " ".join([word.text, *values] if not equals else [word.text]))
     raise _NoReplacement("it starts no program")
 
 
@@ -449,7 +449,7 @@ def _holds_options(words: Sequence[_Word], i: int) -> bool:
     )
 
 
-def _take(options: _Options, name: str, values: Sequence[str], written: str) -> None:
+def _apply_option(options: _Options, name: str, values: Sequence[str], written: str) -> None:
     value = values[0] if values else ""
     if name in STARTS_NOTHING:
         raise _NoReplacement(f"{written} starts no training")

@@ -1,4 +1,4 @@
-"""Notebooks: all code cells are one module, since they share their names; magics keep their places."""
+"""Notebooks: all code cells form one module, as they share their names; magics stay where they are."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from typing import Any
 
 import libcst as cst
 
-from unidist.migrate.report import Finding
+from unidist.migrate.file_report import Remark
 
-#: Statements that stand for a cell's beginning, and for a line that is not Python.
+#: Placeholders in the module: for the start of a cell, and for a line that is not Python.
 _CELL, _LINE = "__unidist_cell__", "__unidist_line__"
 _MAGIC = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
-_NAMED = re.compile(r"^(?!\s*!pip).*(\bhvd\.|horovod)")
-#: Magics whose cell is Python all the same.
+_USES_HOROVOD = re.compile(r"^(?!\s*!pip).*(\bhvd\.|horovod)")
+#: Magics of cells that contain Python.
 _PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")
-Migrate = Callable[..., tuple[str, list[Finding]]]
+Migrate = Callable[..., tuple[str, list[Remark]]]
 
 
-def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Finding]]:
+def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Remark]]:
     """A notebook with its cells migrated.
 
     Raises:
-        ValueError: it is no notebook.
-        libcst.ParserSyntaxError: its cells do not make a module.
+        ValueError: it is not a notebook.
+        libcst.ParserSyntaxError: its cells together do not parse.
     """
     book = _read(text)
-    module, lines, left = _as_module(book["cells"])
+    module, lines, unread_remarks = _as_module(book["cells"])
     unread = [*lines, *("".join(cell.get("source", [])) for cell in book["cells"] if cell.get("cell_type") == "code")]
     named = {name for text in unread if text in lines or not _is_in(text, module) for name in re.findall(r"\w+", text)}
-    changed, findings = migrate(module, exported=named)
+    changed, remarks = migrate(module, exported=named)
     sources = _as_cells(changed, lines)
     starts = {number: module[: module.index(f"{_CELL}({number})\n")].count("\n") + 1 for number in sources}
     for number, source in sources.items():
         cell = book["cells"][number]
         if source != "".join(cell["source"]):
             cell["source"] = source.splitlines(keepends=True) if isinstance(cell["source"], list) else source
-    placed = [_in_cell(finding, starts) for finding in findings] + left
-    return (_written(text, book) if changed != module else text), placed
+    in_cells = [_relative_to_cell(remark, starts) for remark in remarks]
+    return (_dump(text, book) if changed != module else text), in_cells + unread_remarks
 
 
-def code_of_notebook(text: str) -> str:
+def source_of_notebook(text: str) -> str:
     """The text of all code cells that parse.
 
     Raises:
-        ValueError: it is no notebook.
+        ValueError: it is not a notebook.
     """
     return _as_module(_read(text)["cells"])[0]
 
@@ -55,20 +55,20 @@ def code_of_notebook(text: str) -> str:
 def _read(text: str) -> Any:
     book = json.loads(text)
     if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
-        raise ValueError("there are no cells in it: a notebook of version 4 has a list of them")
+        raise ValueError("it has no list of cells, as a notebook of format 4 has: convert it with jupyter nbconvert")
     return book
 
 
 def _is_in(source: str, module: str) -> bool:
-    """Whether a cell is a part of the module, so that its names are seen there."""
+    """Whether a cell is a part of the module."""
     return any(line in module for line in source.split("\n")[:1])
 
 
-def _as_module(cells: list[Any]) -> tuple[str, list[str], list[Finding]]:
+def _as_module(cells: list[Any]) -> tuple[str, list[str], list[Remark]]:
     """The text of all code cells, the lines in it that are not Python, and cells that do not parse."""
     parts: list[str] = []
     lines: list[str] = []
-    left: list[Finding] = []
+    remarks: list[Remark] = []
 
     def hide(match: re.Match[str], line: str) -> str:
         lines.append(line[len(match[1]) :])
@@ -82,12 +82,12 @@ def _as_module(cells: list[Any]) -> tuple[str, list[str], list[Finding]]:
         for index, line in enumerate(source.split("\n")):
             match = _MAGIC.match(line)
             parts_of.append(hide(match, line) if match else line)
-            if match and _NAMED.search(line):
-                left.append(
-                    Finding(
+            if match and _USES_HOROVOD.search(line):
+                remarks.append(
+                    Remark(
                         index + 1,
                         line.strip(),
-                        "a line that is not Python is not read",
+                        "magics and shell lines are not migrated",
                         "change it by hand",
                         number + 1,
                     )
@@ -98,12 +98,12 @@ def _as_module(cells: list[Any]) -> tuple[str, list[str], list[Finding]]:
         except cst.ParserSyntaxError as error:
             if "horovod" in source:
                 why = f"the cell does not parse: {error.message.splitlines()[0]}"
-                left.append(
-                    Finding(error.raw_line, source.split("\n")[0], why, "mend it, then migrate again", number + 1)
+                remarks.append(
+                    Remark(error.raw_line, source.split("\n")[0], why, "fix it, then migrate again", number + 1)
                 )
             continue
         parts.append(f"{_CELL}({number})\n{hidden}\n")
-    return "".join(parts), lines, left
+    return "".join(parts), lines, remarks
 
 
 def _as_cells(module: str, lines: list[str]) -> dict[int, str]:
@@ -119,15 +119,15 @@ def _as_cells(module: str, lines: list[str]) -> dict[int, str]:
     }
 
 
-def _in_cell(finding: Finding, starts: dict[int, int]) -> Finding:
+def _relative_to_cell(remark: Remark, starts: dict[int, int]) -> Remark:
     number = max(
-        (each for each in starts if starts[each] < finding.line), key=lambda each: starts[each], default=min(starts)
+        (each for each in starts if starts[each] < remark.line), key=lambda each: starts[each], default=min(starts)
     )
-    return replace(finding, line=max(1, finding.line - starts[number]), cell=number + 1)
+    return replace(remark, line=max(1, remark.line - starts[number]), cell=number + 1)
 
 
-def _written(text: str, book: Any) -> str:
-    """The notebook's text in the form that it had."""
+def _dump(text: str, book: Any) -> str:
+    """The notebook as JSON, formatted as it was."""
     end = "\n" if text.endswith("\n") else ""
     before = json.loads(text)
     for indent in (1, 2, 4, None):

@@ -1,97 +1,117 @@
-"""Why a use stays the drop-in's, and what a person may do."""
+"""Why a use stays on the drop-in, and what a person may do about it."""
 
 from __future__ import annotations
 
 import libcst as cst
 
-from unidist.migrate.calls import has_other_gradient, operation
-from unidist.migrate.report import Finding
-from unidist.migrate.site import Site
+from unidist.migrate.context import Context
+from unidist.migrate.file_report import Remark
+from unidist.migrate.rules.collectives import has_other_gradient, reduction
 
-Words = tuple[str, str]
+#: Why, and what to do.
+Reason = tuple[str, str]
 _ASYNC = (
     "unidist has no asynchronous calls",
-    "wrap_model averages gradients while backward runs; else all_reduce, which waits",
+    "for gradients, wrap_model, which averages them during backward(); else all_reduce, which is synchronous",
 )
-_HANDLE = ("unidist has no asynchronous calls", "see the call that began the operation")
-_BELONGS = ("it belongs to an optimizer that stays Horovod's", "see what is said of that optimizer")
-_SETS = ("process sets are objects of their own", "unidist.new_group(ranks), and group=")
+_HANDLE = (
+    "unidist has no asynchronous calls, and so no handles",
+    "nothing here: replace the asynchronous call that returns the handle",
+)
+_PROCESS_SETS = ("unidist has groups in place of process sets", "unidist.new_group(ranks), and group=")
 #: By the beginning of the name; the first that fits.
-_WORDS: dict[str, Words] = {
+_REASONS: dict[str, Reason] = {
     "allreduce_async": _ASYNC,
     "grouped_": ("unidist has no grouped calls", "one unidist call for each tensor"),
     "synchronize": _HANDLE,
     "poll": _HANDLE,
-    "DistributedOptimizer": _BELONGS,
-    "Compression": ("it goes to a call that stays", "see that call"),
-    "SyncBatchNorm": ("its layers are made one by one", "plain BatchNorm, and wrap_model(sync_bn=True)"),
-    "elastic": ("elastic training is not in the drop-in", "keep Horovod for this file"),
-    "ProcessSet": _SETS,
-    "add_process_set": _SETS,
-    "broadcast_object_fn": ("unidist has no call of this meaning", "unidist.broadcast_object"),
-    "broadcast_": ("what it changes in place cannot be seen", "tensor.copy_(unidist.broadcast(tensor))"),
-    "": ("unidist has no call of this meaning", "keep it, or find another way"),
+    "DistributedOptimizer": (
+        "it cannot become unidist.wrap_model where it is not called directly",
+        "write unidist.wrap_model and a plain optimizer by hand, see docs/migrating.md",
+    ),
+    "Compression": (
+        "it is an argument of a call that stays on the drop-in",
+        'nothing here: wrap_model takes compression="fp16" once that call is migrated',
+    ),
+    "SyncBatchNorm": (
+        "unidist converts all BatchNorm layers of a model at once",
+        "use torch's BatchNorm layers, and wrap_model(sync_bn=True)",
+    ),
+    "elastic": ("the drop-in has no elastic training", "keep Horovod for this file"),
+    "ProcessSet": _PROCESS_SETS,
+    "add_process_set": _PROCESS_SETS,
+    "broadcast_object_fn": ("unidist has no equivalent of this call", "unidist.broadcast_object"),
+    "broadcast_": (
+        "which tensor it changes in place cannot be determined",
+        "tensor.copy_(unidist.broadcast(tensor))",
+    ),
+    "": ("unidist has no equivalent of this call", "keep it on the drop-in, or rewrite what needs it"),
 }
-_NUMBERS = (
-    "that it holds floating-point numbers cannot be seen, and unidist refuses the mean of whole numbers, which Horovod cuts off",
-    "unidist.all_reduce(tensor, 'mean') if they are, allreduce_metric for a figure",
+_MAY_BE_INTEGERS = (
+    "whether the tensor is floating-point cannot be determined; Horovod truncates the average of integers, unidist refuses it",
+    "unidist.all_reduce(tensor, 'mean') if it is, unidist.allreduce_metric for a metric",
 )
 _GRADIENT = (
-    "a gradient may go through it, which Horovod averages and unidist adds up",
-    "pass tensor.detach() if none is wanted, then migrate again; else keep it",
+    "a gradient may flow through it: Horovod averages it, unidist sums it",
+    "pass tensor.detach() if no gradient is wanted, then migrate again; else keep it",
 )
 _NO_GRADIENT = (
-    "a gradient may go through it, and unidist's minimum, maximum and product have none",
+    "a gradient may flow through it, and unidist's min, max and product have none",
     "pass tensor.detach(), then migrate again",
 )
-_ADASUM = ("unidist has no Adasum", "keep it: the drop-in has it on every engine")
-_OPERATION = (
-    "whether it asks for the average or for the sum cannot be determined",
-    "write op=hvd.Average or op=hvd.Sum, and the name by name=, then migrate again",
+_ADASUM = ("unidist has no Adasum", "keep it: the drop-in has Adasum on every engine")
+_REDUCTION = (
+    "whether it averages or sums cannot be determined",
+    "write op=hvd.Average or op=hvd.Sum, and the name as name=, then migrate again",
 )
-#: Arguments of allreduce that have no counterpart.
-_ARGUMENTS: dict[str, Words] = {
-    "prescale_factor": ("factors have no counterpart", "multiply before and after"),
-    "postscale_factor": ("factors have no counterpart", "multiply before and after"),
-    "process_set": _SETS,
-    "compression": ("compression of single calls has no counterpart", "take it out, then migrate again"),
+_OTHER_STATE = (
+    "its argument is not visibly the state of a model",
+    "unidist.broadcast for each tensor, or broadcast_object",
+)
+_UNKNOWN_ARGUMENTS = (
+    "its arguments cannot be determined",
+    "write them out, without * and **, then migrate again",
+)
+#: Arguments of allreduce that unidist's calls do not have.
+_ARGUMENTS: dict[str, Reason] = {
+    "prescale_factor": ("unidist has no scale factors", "multiply the tensor before the call"),
+    "postscale_factor": ("unidist has no scale factors", "multiply the result"),
+    "process_set": _PROCESS_SETS,
+    "compression": ("unidist has no compression of single calls", "remove the argument, then migrate again"),
 }
 
 
-def left(site: Site, use: cst.BaseExpression) -> Finding:
-    """The finding for a use that no rule has settled."""
-    why, remedy = _words(site, use)
-    statement = site.code.statement(use)
-    shown = site.text(statement or use).splitlines()[0]
-    return Finding(site.code.line(use), shown, why, remedy)
+def remark_on(context: Context, use: cst.BaseExpression) -> Remark:
+    """The remark on a use that no rule has handled."""
+    why, remedy = _reason(context, use)
+    statement = context.tree.statement(use)
+    line = context.text(statement or use).splitlines()[0]
+    return Remark(context.tree.line(use), line, why, remedy)
 
 
-def _words(site: Site, use: cst.BaseExpression) -> Words:
-    if use in site.kept:
-        return site.kept[use]
-    symbol, call = site.names.symbols[use], site.code.parent(use)
-    arguments = site.arguments(call) if isinstance(call, cst.Call) and call.func is use else None
-    if symbol in ("allreduce", "allreduce_"):
-        for name, words in _ARGUMENTS.items():
-            if arguments is not None and name in arguments:
-                return words
-        if arguments is not None and operation(site, arguments) is None:
-            return _ADASUM if site.symbol(arguments.get("op")) == "Adasum" else _OPERATION
-        if arguments is not None and isinstance(call, cst.Call) and has_other_gradient(site, call, arguments):
-            return _NO_GRADIENT
-        return _NUMBERS if arguments is not None else ("its arguments cannot be told", "write the call out")
+def _reason(context: Context, use: cst.BaseExpression) -> Reason:
+    if use in context.kept:
+        return context.kept[use]
+    symbol, call = context.names.symbols[use], context.tree.parent(use)
+    arguments = context.arguments(call) if isinstance(call, cst.Call) and call.func is use else None
+    if symbol == "DistributedOptimizer" and context.refusal is not None:
+        return context.refusal
     if symbol in ("broadcast_parameters", "broadcast_optimizer_state"):
-        stays = any(site.symbol(other) == "DistributedOptimizer" for other in site.left())
-        return (
-            _BELONGS
-            if stays
-            else (
-                "it sends something else than a model's state",
-                "unidist.broadcast for each tensor, or broadcast_object",
-            )
-        )
+        staying = (each for each in context.remaining_uses() if context.symbol(each) == "DistributedOptimizer")
+        optimizer = next(staying, None)
+        return _OTHER_STATE if optimizer is None else _reason(context, optimizer)
+    if symbol in ("allreduce", "allreduce_"):
+        if arguments is None:
+            return _UNKNOWN_ARGUMENTS
+        for name, reason in _ARGUMENTS.items():
+            if name in arguments:
+                return reason
+        if reduction(context, arguments) is None:
+            return _ADASUM if context.symbol(arguments.get("op")) == "Adasum" else _REDUCTION
+        assert isinstance(call, cst.Call)
+        return _NO_GRADIENT if has_other_gradient(context, call, arguments) else _MAY_BE_INTEGERS
     if arguments is not None and "process_set" in arguments:
-        return _SETS
-    if arguments is not None and isinstance(call, cst.Call) and has_other_gradient(site, call, arguments):
+        return _PROCESS_SETS
+    if arguments is not None and isinstance(call, cst.Call) and has_other_gradient(context, call, arguments):
         return _GRADIENT
-    return next(words for start, words in _WORDS.items() if symbol.startswith(start))
+    return next(reason for start, reason in _REASONS.items() if symbol.startswith(start))

@@ -1,4 +1,4 @@
-"""What a migration has found and done."""
+"""The report of a migration: for each file what changes, and what a person must look at."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ Status = Literal["changed", "unchanged", "failed"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A place that a person must look at."""
+class Remark:
+    """A line that a person must look at."""
 
     #: From 1; in a notebook, within the cell.
     line: int
     #: The code.
     what: str
     why: str
-    #: What to do.
+    #: What to do about it.
     remedy: str
     #: The notebook's cell, from 1.
     cell: int | None = None
 
     @property
-    def place(self) -> str:
-        """Where it is within its file."""
+    def location(self) -> str:
+        """The line, and the cell of a notebook."""
         return f"{self.line}" if self.cell is None else f"cell {self.cell}, {self.line}"
 
 
 @dataclass
 class FileReport:
-    """One file that names Horovod, or starts it."""
+    """One file that names Horovod, or a job script that starts it."""
 
     path: Path
     status: Status
-    findings: list[Finding] = field(default_factory=list)
-    #: Whether it imports Horovod itself when the migration is written.
+    remarks: list[Remark] = field(default_factory=list)
+    #: Whether the migrated file still imports Horovod itself.
     needs_horovod: bool = False
-    #: Whether some calls go through the drop-in then.
+    #: Whether the migrated file uses the drop-in.
     uses_drop_in: bool = False
     encoding: str = "utf-8"
     before: str = ""
@@ -52,13 +52,13 @@ class FileReport:
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
     def as_json(self) -> dict[str, Any]:
-        """All but the texts."""
+        """The report without the file's text."""
         return {
             "path": str(self.path),
             "status": self.status,
             "needs_horovod": self.needs_horovod,
             "uses_drop_in": self.uses_drop_in,
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [asdict(remark) for remark in self.remarks],
         }
 
 
@@ -69,11 +69,11 @@ def _lines(text: str) -> list[str]:
 
 
 def summary(reports: list[FileReport]) -> dict[str, int]:
-    """The counts at a report's end."""
+    """The counts in the last line of the report."""
     return {
         "files": len(reports),
         **{status: sum(report.status == status for report in reports) for status in ("changed", "unchanged", "failed")},
         "use_drop_in": sum(report.uses_drop_in for report in reports),
         "need_horovod": sum(report.needs_horovod for report in reports),
-        "findings": sum(len(report.findings) for report in reports),
+        "findings": sum(len(report.remarks) for report in reports),
     }

@@ -1,6 +1,6 @@
 """Random scripts of Horovod's users, each run as it is, on the drop-in, and migrated.
 
-As a program (``python -m tests.migrate_scripts FIRST END FILE``) it is one rank: it runs the scripts of some seeds both ways, and
+As a program (``python -m tests.support.migrate_scripts FIRST END FILE``) it is one rank: it runs the scripts of some seeds both ways, and
 rank 0 writes a line of JSON for each. A script appends what it has computed to the list ``out``.
 """
 
@@ -350,18 +350,18 @@ def main(first: int, end: int, file: str) -> None:
 
     alias.install()
     import unidist
-    from unidist.migrate.native import migrate
+    from unidist.migrate.module import migrate_module
 
     unidist.init()
     rank, lines = unidist.rank(), []
     for seed in range(first, end):
         before = script(seed)
-        after, findings = migrate(before, "native")
-        again = migrate(after, "native")[0]
+        after, remarks = migrate_module(before, "native")
+        again = migrate_module(after, "native")[0]
         legacy, migrated = (run(code, f"{file}.{rank}.pt") for code in (before, after))
         told = {
             "seed": seed, "errors": [legacy[1], migrated[1]], "distance": distance(legacy[0], migrated[0]),
-            "findings": len(findings), "drop_in": "unidist.hvd" in after or "unidist import hvd" in after, "settled": again == after,
+            "findings": len(remarks), "drop_in": "unidist.hvd" in after or "unidist import hvd" in after, "settled": again == after,
         }  # fmt: skip
         lines.append([told, *unidist.all_gather_object(told)][1:])
     if rank == 0:

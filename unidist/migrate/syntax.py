@@ -1,4 +1,4 @@
-"""A module's syntax tree, and what its names stand for."""
+"""A module's syntax tree with what libcst's metadata knows of it: parents, positions, scopes of names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from libcst.metadata import (
 
 Node = TypeVar("Node", bound=cst.CSTNode)
 Function = cst.FunctionDef | cst.Lambda | cst.Module
-#: Statements that stand in a block.
+#: The statements of a block.
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 Block = cst.Module | cst.IndentedBlock
+#: Where and why a rule does not apply.
+Problem = tuple[cst.CSTNode, str]
 
 
-class Code:
-    """One module of a legacy code base. Nodes are those of ``module``; the tree is not changed.
+class SyntaxTree:
+    """One module of a legacy code base. Nodes are those of ``module``; the tree is not changed (see ``Edits``).
 
     Raises:
         libcst.ParserSyntaxError: the text does not parse.
@@ -40,7 +42,7 @@ class Code:
 
         #: All nodes, parents first, in the order of the text.
         self.nodes: list[cst.CSTNode] = []
-        #: From a node's place among them to behind its last part.
+        #: A node's index among them, and that of the first node behind its descendants.
         self._spans: dict[cst.CSTNode, tuple[int, int]] = {}
         self._list(self.module)
         self._kinds: dict[type[cst.CSTNode], list[int]] = {}
@@ -60,16 +62,16 @@ class Code:
     def all(self, kind: type[Node], inside: cst.CSTNode | None = None) -> Iterator[Node]:
         """The nodes of a class, in the order of the text."""
         if kind not in self._kinds:
-            self._kinds[kind] = [place for place, node in enumerate(self.nodes) if isinstance(node, kind)]
-        places = self._kinds[kind]
+            self._kinds[kind] = [index for index, node in enumerate(self.nodes) if isinstance(node, kind)]
+        indices = self._kinds[kind]
         first, end = self._spans[inside or self.module]
-        for place in places[bisect_left(places, first) : bisect_left(places, end)]:
-            node = self.nodes[place]
+        for index in indices[bisect_left(indices, first) : bisect_left(indices, end)]:
+            node = self.nodes[index]
             assert isinstance(node, kind)
             yield node
 
     def jumps(self, inside: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The statements that may end a pass through a loop, or all of it, before its time."""
+        """The statements that may end an iteration, or the whole loop, early."""
         for kind in (cst.Break, cst.Continue, cst.Return, cst.Raise):
             yield from self.all(kind, inside)
 
@@ -80,22 +82,22 @@ class Code:
                 yield call
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
-        """A node's place among all, and that behind its last part."""
+        """A node's index in ``nodes``, and that of the first node behind its descendants."""
         return self._spans[node]
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The node above; the module is its own."""
+        """The parent of a node; the module is its own."""
         above: cst.CSTNode = self._parents.get(node, node)
         return above
 
     def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The nodes above, nearest first."""
+        """The ancestors of a node, nearest first."""
         while (above := self.parent(node)) is not node:
             yield above
             node = above
 
     def is_inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-        """Whether a node is another, or in it."""
+        """Whether a node is ``outer`` or a descendant of it."""
         first, end = self._spans[outer]
         return first <= self._spans[node][0] < end
 
@@ -103,8 +105,8 @@ class Code:
         """The line on which a node begins, from 1."""
         return int(self._positions[node].start.line)
 
-    def place(self, node: cst.CSTNode) -> tuple[int, int]:
-        """Line and column: nodes of one function are executed about in this order."""
+    def position(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Line and column; nodes of one function are executed roughly in this order."""
         start = self._positions[node].start
         return start.line, start.column
 
@@ -120,7 +122,7 @@ class Code:
         return self._names(node, QualifiedNameSource.IMPORT) if full_name(node) else set()
 
     def variable(self, node: cst.CSTNode) -> str | None:
-        """What tells a variable from others: a name with its scope, or ``.attr`` for that attribute of any object."""
+        """The identity of a variable: a name with its scope, or ``.attr`` for that attribute of any object."""
         if isinstance(node, cst.Attribute):
             return None if self.imported(node) else f".{node.attr.value}"
         if not isinstance(node, cst.Name):
@@ -130,7 +132,7 @@ class Code:
         return next(iter(sorted(self._names(node, QualifiedNameSource.LOCAL))), None)
 
     def _is_class_level(self, node: cst.Name) -> bool:
-        """Whether a name is set in a class's body: an attribute of it."""
+        """Whether a name is assigned in a class's body, and so an attribute of the class."""
         for above in self.parents(node):
             if isinstance(above, (cst.AssignTarget, cst.AnnAssign)):
                 return isinstance(self.parent(self.parent(self.parent(self.parent(above)))), cst.ClassDef)
@@ -144,7 +146,7 @@ class Code:
 
     # -------------------------------------------------------------------------------- statements
     def statement(self, node: cst.CSTNode) -> Statement | None:
-        """The statement that a node is in; None where it shares a line with others or with its ``if``."""
+        """The statement that contains a node; None if it shares its line with others or with its ``if``."""
         for above in (node, *self.parents(node)):
             if isinstance(above, cst.SimpleStatementSuite):
                 return None
@@ -162,7 +164,7 @@ class Code:
         return None
 
     def block(self, statement: cst.CSTNode) -> Block | None:
-        """The list of statements that one is in."""
+        """The block that contains a statement."""
         above = self.parent(statement)
         return above if isinstance(above, (cst.Module, cst.IndentedBlock)) else None
 
@@ -179,7 +181,7 @@ class Code:
         return self.module
 
     def loop(self, node: cst.CSTNode) -> cst.For | cst.While | None:
-        """The innermost loop of the same function that repeats a node."""
+        """The innermost loop around a node, within the same function."""
         child = node
         for above in self.parents(node):
             if isinstance(above, (cst.FunctionDef, cst.Lambda)):
@@ -204,15 +206,13 @@ class Code:
 
 
 def full_name(node: cst.CSTNode) -> str:
-    """A dotted name as a string; empty for what is none."""
+    """A dotted name as a string; empty for other expressions."""
     if isinstance(node, cst.Attribute):
         value = full_name(node.value)
         return f"{value}.{node.attr.value}" if value else ""
-    return (
-        node.value
-        if isinstance(node, cst.Name)
-        else (get_full_name_for_node(node) or "" if isinstance(node, cst.ImportAlias) else "")
-    )
+    if isinstance(node, cst.ImportAlias):
+        return get_full_name_for_node(node) or ""
+    return node.value if isinstance(node, cst.Name) else ""
 
 
 def dotted(name: str) -> cst.Attribute | cst.Name:

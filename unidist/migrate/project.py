@@ -1,4 +1,4 @@
-"""A whole code base: each file that names Horovod, migrated in memory."""
+"""Migrate a whole code base in memory: a report for each file that names Horovod."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pathlib import Path
 import libcst as cst
 
 from unidist.migrate import files
+from unidist.migrate.file_report import FileReport, Remark
 from unidist.migrate.files import Kind
 from unidist.migrate.jobs import find_launches
-from unidist.migrate.native import Level, migrate
-from unidist.migrate.notebooks import Migrate, code_of_notebook, migrate_notebook
-from unidist.migrate.report import FileReport, Finding
+from unidist.migrate.module import Level, migrate_module
+from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
 
-_NAMED = re.compile(
+_HOROVOD = re.compile(
     rb"horovod|unidist\.hvd|from unidist import .*hvd|Horovod(?:Strategy|Plugin|Accelerator)|HOROVOD_\w*(?:RANK|SIZE)"
     rb"|OMPI_COMM_WORLD_\w*(?:RANK|SIZE)|PMIX?_RANK"
 )
-_LAUNCHED = re.compile(rb"horovodrun|mpirun|mpiexec")
+_LAUNCHER = re.compile(rb"horovodrun|mpirun|mpiexec")
 _FROM = re.compile(r"^[ \t]*from\s+(?!horovod\b)([.\w]+)\s+import\s+(?:\(([^)]*)\)|([^\n#]+))", re.MULTILINE)
 _OF_MODULE = re.compile(r"\b(\w+)\.hvd\b")
-#: Calls whose names Horovod has and unidist has not.
+#: Calls through an attribute, by names that Horovod has and unidist does not.
 _OF_ATTRIBUTE = re.compile(
     r"\.(\w+)\.(?:size|cross_rank|cross_size|all(?:reduce|gather|toall)\w*|broadcast_\w+|DistributedOptimizer|Compression)\b"
 )
@@ -38,12 +38,12 @@ _LIGHTNING = re.compile(
     r"""(?:accelerator|strategy|distributed_backend)["']?\s*[=:]\s*["']horovod["']|\bHorovod(?:Strategy|Plugin|Accelerator)\b"""
 )
 
-_VENDORED = ("these are Horovod's own sources: they are left as they are", "remove them once no file imports Horovod")
+_VENDORED = ("these are Horovod's own sources, which are not migrated", "remove them once no file imports Horovod")
 
 
 @dataclass
 class Exports:
-    """What files use of each other's names for Horovod."""
+    """Names for Horovod that files use of each other."""
 
     #: Names that are imported, by the last part of the module's name.
     names: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -62,10 +62,10 @@ def migrate_files(paths: Iterable[Path], level: Level, exports: Exports) -> Iter
     """A report of each file that names Horovod or starts it; nothing is written."""
     vendored: set[Path] = set()
     for path in paths:
-        package = files.horovods_own(path)
+        package = files.vendored_horovod(path)
         if package is not None:
             if package not in vendored:
-                yield FileReport(package, "unchanged", [Finding(1, f"{package.name}/", *_VENDORED)])
+                yield FileReport(package, "unchanged", [Remark(1, f"{package.name}/", *_VENDORED)])
             vendored.add(package)
             continue
         report = migrate_file(path, level, exports)
@@ -74,10 +74,10 @@ def migrate_files(paths: Iterable[Path], level: Level, exports: Exports) -> Iter
 
 
 def find_exports(paths: Iterable[Path]) -> Exports:
-    """What the Python files among some paths use of each other."""
+    """The names for Horovod that the Python files among some paths use of each other."""
     found = Exports()
     for path in paths:
-        if files.kind(path) != "python" or files.horovods_own(path) is not None:
+        if files.kind(path) != "python" or files.vendored_horovod(path) is not None:
             continue
         with suppress(OSError):
             text = path.read_bytes().decode("latin-1")
@@ -92,71 +92,76 @@ def find_exports(paths: Iterable[Path]) -> Exports:
 
 
 def migrate_file(path: Path, level: Level, exports: Exports) -> FileReport | None:
-    """One file's report; None if Horovod is not in it."""
+    """One file's report; None if it does not name Horovod."""
     what = files.kind(path) or "python"
     try:
         data = path.read_bytes()
     except OSError as error:
-        return _failed(path, 1, f"it cannot be read: {error.strerror}", "see to it that it can")
+        return _failed(path, 1, f"it cannot be read: {error.strerror}", "make it readable, then migrate again")
     if what == "shell":
-        return _jobs(path, data) if _LAUNCHED.search(data) else None
-    if not _NAMED.search(data):
+        return _job_script_report(path, data) if _LAUNCHER.search(data) else None
+    if not _HOROVOD.search(data):
         return None
     try:
         text, encoding = files.decode(data, what)
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:
-        report = _failed(path, 1, f"its bytes are no text: {error}", "declare its encoding (PEP 263)")
+        report = _failed(path, 1, f"it cannot be decoded: {error}", "declare its encoding (PEP 263)")
         report.needs_horovod = bool(_IMPORTS.search(data.decode("latin-1")))
         return report
-    report = _migrated(path, text, what, partial(migrate, level=level, exported=exports.of(path)))
+    report = _migrate_text(path, text, what, partial(migrate_module, level=level, exported=exports.of(path)))
     report.encoding = encoding
     return report
 
 
-def _migrated(path: Path, text: str, what: Kind, rules: Migrate) -> FileReport:
+def _migrate_text(path: Path, text: str, what: Kind, rules: Migrate) -> FileReport:
     try:
-        after, findings = migrate_notebook(text, rules) if what == "notebook" else rules(text)
+        after, remarks = migrate_notebook(text, rules) if what == "notebook" else rules(text)
     except cst.ParserSyntaxError as error:
         report = _failed(
-            path, error.raw_line, f"it does not parse: {error.message.splitlines()[0]}", "mend it, then migrate again"
+            path, error.raw_line, f"it does not parse: {error.message.splitlines()[0]}", "fix it, then migrate again"
         )
     except Exception as error:  # one file must not end a run over thousands
         report = _failed(path, 1, f"it cannot be migrated: {type(error).__name__}: {error}", "migrate it by hand")
     else:
-        report = FileReport(path, "changed" if after != text else "unchanged", findings, before=text, after=after)
+        report = FileReport(path, "changed" if after != text else "unchanged", remarks, before=text, after=after)
     code = _code_of(report.after or text, what)
     report.needs_horovod = imports_horovod(code)
     report.uses_drop_in = "unidist.hvd" in code or bool(re.search(r"from unidist import .*\bhvd\b", code))
-    if report.needs_horovod and not report.findings:
-        report.findings.append(
-            Finding(1, "import horovod", "the file still imports Horovod", "replace what it uses by hand")
+    if report.needs_horovod and not report.remarks:
+        report.remarks.append(
+            Remark(1, "import horovod", "the file still imports Horovod", "replace what it uses by hand")
         )
     return report
 
 
-def _jobs(path: Path, data: bytes) -> FileReport:
-    findings = []
+def _job_script_report(path: Path, data: bytes) -> FileReport:
+    remarks = []
     for launch in find_launches(data.decode("utf-8", errors="replace")):
-        why = "; ".join(["unidist runs under it as it is, and under torchrun", *launch.notes])
-        findings.append(
-            Finding(launch.line, launch.command.splitlines()[0], why, launch.torchrun or "none in one line")
+        why = "; ".join(["unidist runs under this launcher as well as under torchrun", *launch.notes])
+        remarks.append(
+            Remark(
+                launch.line,
+                launch.command.splitlines()[0],
+                why,
+                launch.torchrun or "no single torchrun line can replace it",
+            )
         )
-    return FileReport(path, "unchanged", findings)
+    return FileReport(path, "unchanged", remarks)
 
 
 def _failed(path: Path, line: int, why: str, remedy: str) -> FileReport:
-    return FileReport(path, "failed", [Finding(line, path.name, why, remedy)])
+    return FileReport(path, "failed", [Remark(line, path.name, why, remedy)])
 
 
 def _code_of(text: str, what: Kind) -> str:
     try:
-        return code_of_notebook(text) if what == "notebook" else text
+        return source_of_notebook(text) if what == "notebook" else text
     except ValueError:
         return text
 
 
 def imports_horovod(code: str) -> bool:
-    """Whether a module imports Horovod itself; of one that does not parse, whether a line looks so."""
+    """Whether a module imports Horovod itself; if it does not parse, whether a line looks like such an import."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError):

@@ -1,0 +1,259 @@
+"""One module under migration: what the rules know of it and what they have decided."""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_left
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import libcst as cst
+
+import unidist.hvd
+from unidist.migrate.edits import Edits
+from unidist.migrate.flow import callees
+from unidist.migrate.names import Names
+from unidist.migrate.syntax import Statement, SyntaxTree, dotted
+
+#: The arguments of a call by the names of its parameters.
+Arguments = dict[str, cst.BaseExpression]
+
+
+class Context:
+    """What all rules share: the module, Horovod's names in it, and the edits so far.
+
+    Args:
+        tree: the module.
+        names: Horovod's names in it.
+        exported: names that other files import from this one.
+        native: whether calls become unidist's own; else the imports alone change, to the drop-in.
+        aliases_are_native: whether variables that hold the module (``self.hvd``) will hold unidist. Else they hold the drop-in,
+            and migrated calls through them name unidist itself.
+    """
+
+    def __init__(
+        self,
+        tree: SyntaxTree,
+        names: Names,
+        exported: Collection[str] = (),
+        native: bool = False,
+        aliases_are_native: bool = False,
+    ) -> None:
+        self.tree = tree
+        self.names = names
+        self.exported = exported
+        self.native = native
+        self.aliases_are_native = aliases_are_native
+        self.edits = Edits(tree)
+        self._handled: set[cst.CSTNode] = set()
+        self._use_indices = sorted(tree.span(use)[0] for use in names.symbols)
+        #: Uses that stay on the drop-in whatever other rules decide: why, and what to do.
+        self.kept: dict[cst.BaseExpression, tuple[str, str]] = {}
+        #: Uses that the remark on another use covers.
+        self.covered: set[cst.BaseExpression] = set()
+        #: Why the optimizers of the module stay Horovod's, and what to do.
+        self.refusal: tuple[str, str] | None = None
+        #: Nodes whose new code names unidist and which Horovod's import did not serve before.
+        self.needs_unidist: list[cst.CSTNode] = []
+        self.needs_contextlib = False
+
+    # -------------------------------------------------------------------------------- uses
+    def uses(self, *symbols: str) -> Iterator[cst.BaseExpression]:
+        """The uses of some of Horovod's names, or of all, that no rule has handled and that need not stay."""
+        for node, symbol in self.names.symbols.items():
+            if (not symbols or symbol in symbols) and node not in self._handled and node not in self.kept:
+                yield node
+
+    def calls(self, *symbols: str) -> Iterator[cst.Call]:
+        """The calls among them."""
+        for node in self.uses(*symbols):
+            parent = self.tree.parent(node)
+            if isinstance(parent, cst.Call) and parent.func is node:
+                yield parent
+
+    def is_through_alias(self, use: cst.BaseExpression) -> bool:
+        """Whether a use goes through a variable that holds the module."""
+        root = self.root(use)
+        by_import = isinstance(root, cst.Name) and root.value in self.names.import_only
+        return not by_import and "horovod" not in self.tree.imported(root)
+
+    def root(self, use: cst.BaseExpression) -> cst.BaseExpression:
+        """What a use begins with: the imported name, or the expression that holds the module."""
+        while isinstance(use, cst.Attribute) and self.tree.variable(use) not in self.names.aliases:
+            use = use.value
+        return use
+
+    def symbol(self, node: cst.CSTNode | None) -> str | None:
+        """Horovod's name for an expression, or None."""
+        return self.names.symbols.get(node) if isinstance(node, cst.BaseExpression) else None
+
+    def mark_handled(self, node: cst.CSTNode) -> None:
+        """Record that a rule has decided about all uses in a node."""
+        first, end = self.tree.span(node)
+        indices = self._use_indices
+        for index in indices[bisect_left(indices, first) : bisect_left(indices, end)]:
+            self._handled.add(self.tree.nodes[index])
+
+    def remaining_uses(self) -> list[cst.BaseExpression]:
+        """The uses that no rule has handled."""
+        return [node for node in self.names.symbols if node not in self._handled]
+
+    def is_handled(self, use: cst.CSTNode) -> bool:
+        """Whether a rule has handled a use."""
+        return use in self._handled
+
+    # -------------------------------------------------------------------------------- code
+    def unidist_name_for(self, use: cst.BaseExpression, name: str) -> cst.BaseExpression:
+        """``unidist.NAME``, to replace a use: through the same alias, if that holds unidist."""
+        if not self.is_through_alias(use):
+            return dotted(f"unidist.{name}")
+        if self.aliases_are_native:
+            return cst.Attribute(self.root(use).deep_clone(), cst.Name(name))
+        return self.unidist_name(use, name)
+
+    def unidist_name(self, node: cst.CSTNode, name: str) -> cst.BaseExpression:
+        """``unidist.NAME`` in the new code of a node that did not use a name that Horovod's import binds."""
+        self.needs_unidist.append(node)
+        return dotted(f"unidist.{name}")
+
+    def imports_for(self, node: cst.CSTNode) -> list[cst.Import | cst.ImportFrom]:
+        """The imports of Horovod in whose scope a node is: the innermost function's, else the module's.
+
+        Of several in the module, an unconditional one alone.
+        """
+        found = [each for each in self.names.imports if not self._is_in_class(each)]
+        for above in self.tree.parents(node):
+            inner = [each for each in found if self.tree.function(each) is above]
+            if isinstance(above, cst.FunctionDef) and inner:
+                return inner
+        outer = [each for each in found if self.tree.function(each) is self.tree.module]
+        return [each for each in outer if self._is_unconditional(each)][:1] or outer
+
+    def can_import(self, node: cst.CSTNode) -> bool:
+        """Whether ``import unidist`` can serve a node: beside an import of Horovod, or where one is always executed."""
+        return bool(self.imports_for(node)) or any(
+            self.tree.function(call) is self.tree.module and self._is_unconditional(call)
+            for call in self.names.dynamic_imports
+        )
+
+    def is_surely_imported(self, node: cst.CSTNode, depth: int = 4) -> bool:
+        """Whether the code shows that Horovod has been imported whenever a node is executed."""
+        if any(self._is_unconditional(each) for each in (*self.names.imports, *self.names.dynamic_imports)):
+            return True
+        child = node
+        for above in self.tree.parents(node):
+            if isinstance(above, (cst.Module, cst.IndentedBlock)):
+                before = above.body[: next(index for index, each in enumerate(above.body) if each is child) + 1]
+                if any(self._uses(each) for each in before if isinstance(each, cst.SimpleStatementLine)):
+                    return True
+            if (
+                isinstance(above, cst.If)
+                and child is not above.test
+                and self._uses(above.test, modules=child is above.body)
+            ):
+                return True
+            if isinstance(above, cst.Lambda):
+                return False
+            if isinstance(above, cst.FunctionDef):
+                calls = [call for call in self.tree.all(cst.Call) if above in callees(self.tree, call)]
+                return depth > 0 and bool(calls) and all(self.is_surely_imported(call, depth - 1) for call in calls)
+            child = above
+        return False
+
+    def _uses(self, node: cst.CSTNode, modules: bool = False) -> bool:
+        """Whether executing a node always uses or imports something of Horovod's.
+
+        Args:
+            node: a statement, or the test of an ``if``.
+            modules: whether it counts that the module is tested, as in ``if hvd is not None:``.
+        """
+        wanted = [*self.names.symbols, *self.names.imports, *(self.names.modules if modules else ())]
+        return any(
+            self.tree.is_inside(each, node) and not self._is_conditional(each, node, is_test=each in self.names.modules)
+            for each in wanted
+        )
+
+    def _is_conditional(self, node: cst.CSTNode, outer: cst.CSTNode, is_test: bool) -> bool:
+        """Whether an inner node may be skipped when the outer one is executed.
+
+        With ``is_test``, whether the outer one may be true although the inner one is false, as ``hvd`` in ``not hvd``.
+        """
+        child: cst.CSTNode = node
+        for above in (node, *self.tree.parents(node)):
+            if isinstance(above, (cst.Lambda, cst.IfExp, cst.BaseComp)):
+                return True
+            if isinstance(above, cst.BooleanOperation):
+                is_right = child is above.right
+                if (is_right and not is_test) or (is_test and isinstance(above.operator, cst.Or)):
+                    return True
+            if is_test and isinstance(above, cst.UnaryOperation):
+                return True
+            if is_test and isinstance(above, cst.Comparison):
+                operator = above.comparisons[0].operator
+                if not isinstance(operator, (cst.IsNot, cst.NotEqual)) or len(above.comparisons) > 1:
+                    return True
+            if above is outer:
+                return False
+            child = above
+        return False
+
+    def _is_unconditional(self, node: cst.CSTNode) -> bool:
+        """Whether a statement of the module's own level is executed in any case."""
+        return self.tree.parent(self.tree.parent(node)) is self.tree.module or (
+            isinstance(statement := self.tree.statement(node), cst.SimpleStatementLine)
+            and self.tree.parent(statement) is self.tree.module
+        )
+
+    def _is_in_class(self, node: cst.CSTNode) -> bool:
+        return isinstance(self.tree.parent(self.tree.parent(self.tree.parent(node))), cst.ClassDef)
+
+    def arguments(self, call: cst.Call) -> Arguments | None:
+        """The arguments of a call of one of Horovod's functions; None if they cannot be determined, as with ``*args``."""
+        function = getattr(unidist.hvd, self.symbol(call.func) or "", None)
+        if function is None or any(arg.star for arg in call.args):
+            return None
+        positional = [arg.value for arg in call.args if arg.keyword is None]
+        keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+        try:
+            bound: dict[str, Any] = inspect.signature(function).bind(*positional, **keywords).arguments
+        except TypeError:
+            return None
+        return bound
+
+    def text(self, node: cst.CSTNode) -> str:
+        """A node's code."""
+        return self.tree.text(node)
+
+    def remark(self, node: cst.CSTNode, why: str, remedy: str, what: str | None = None) -> None:
+        """Add a remark on a node; it shows the first line of the node's statement, or ``what``."""
+        if what is None:
+            node = self.tree.statement(node) or node
+            what = self.text(node).splitlines()[0]
+        self.edits.remark(node, what, why, remedy)
+
+    def keep_comments(self, call: cst.Call, *but: cst.CSTNode) -> None:
+        """Keep the comments among a call's arguments, above its statement; those in ``but`` stay where they are."""
+        statement = self.tree.statement(call)
+        if statement is not None:
+            self.edits.keep_comments(statement, call, but=but)
+
+    def remove(self, statement: Statement) -> None:
+        """Remove a statement; the uses in it are handled."""
+        self.edits.remove(statement)
+        self.mark_handled(statement)
+
+
+def is_constant(node: cst.CSTNode | None, *values: object) -> bool:
+    """Whether an expression is one of some constants; an absent argument counts as None."""
+    if node is None:
+        return None in values
+    if not isinstance(node, (cst.Name, cst.Integer, cst.Float)):
+        return False
+    known = {"None": None, "True": True, "False": False}
+    written = node.value
+    if written in known:
+        return any(value is known[written] for value in values)
+    try:
+        return any(not isinstance(value, bool) and value is not None and float(written) == value for value in values)
+    except ValueError:
+        return False

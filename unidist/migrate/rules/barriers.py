@@ -1,0 +1,107 @@
+"""Rules for ``join()``: where all ranks arrive together it is a barrier, elsewhere the file stays on the drop-in."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unidist.migrate.context import Context
+from unidist.migrate.flow import callees
+from unidist.migrate.rules.calls import PLAIN_CALLS
+from unidist.migrate.rules.loaders import has_even_loops, is_even
+
+
+def keep_calls_beside_join(context: Context) -> None:
+    """All collective calls stay on the drop-in together with an uneven ``join()``: a rank in it serves no others."""
+    joins = [use for use in context.uses("join") if not _is_called_together(context, use)]
+    if not joins:
+        return
+    for use in list(context.uses()):
+        if _is_collective(context.names.symbols[use]):
+            context.kept[use] = _UNEVEN
+            if use not in joins:
+                context.covered.add(use)
+
+
+def _is_collective(symbol: str) -> bool:
+    return symbol not in PLAIN_CALLS or symbol == "barrier"
+
+
+def _is_called_together(context: Context, use: cst.BaseExpression) -> bool:
+    call = context.tree.parent(use)
+    return isinstance(call, cst.Call) and call.func is use and is_barrier(context, call)
+
+
+def change_barriers(context: Context) -> None:
+    """``hvd.join()`` where all ranks arrive together."""
+    for call in list(context.calls("join")):
+        context.edits.replace(call.func, context.unidist_name_for(call.func, "barrier"))
+        context.mark_handled(call.func)
+
+
+#: Calls that return on all ranks at about the same time.
+_SYNCHRONIZING = {
+    "init",
+    "barrier",
+    "join",
+    "broadcast_parameters",
+    "broadcast_optimizer_state",
+    "broadcast_object",
+    "broadcast",
+    "allreduce",
+    "allgather",
+    "allgather_object",
+}
+_UNEVEN = (
+    "ranks may reach join() after different numbers of steps, and a rank in hvd.join() takes part in the drop-in's calls "
+    "alone: all optimizers and collective calls of this file stay on the drop-in, and those of other files must",
+    "unidist.barrier() if all ranks get here together; else train in `with unidist.join(model):`, see docs/semantics.md",
+)
+#: What a call between two synchronizing ones may begin with: none of these communicates.
+_HARMLESS = ("os", "sys", "time", "logging", "print", "torch", "json", "shutil", "pathlib", "Path", "len", "str", "int")
+
+
+def is_barrier(context: Context, call: cst.Call) -> bool:
+    """Whether all ranks arrive at a ``join()`` together, with no operation in progress."""
+    statement = context.tree.is_statement(call)
+    if statement is None or call.args:
+        return False
+    return (has_even_loops(context) and not _has_uneven_calls(context)) or _follows_collective(context, statement)
+
+
+def _has_uneven_calls(context: Context) -> bool:
+    """Whether a loop that may have different numbers of iterations on the ranks makes collective calls."""
+    tree = context.tree
+    uses = [
+        use
+        for use in context.names.symbols
+        if _is_collective(context.names.symbols[use]) and context.symbol(use) != "join"
+    ]
+    called = {function for use in uses if isinstance(function := tree.function(use), cst.FunctionDef)}
+    calls = [call for call in tree.all(cst.Call) if not called.isdisjoint(callees(tree, call))]
+    for loop in (*tree.all(cst.For), *tree.all(cst.While)):
+        inside = any(tree.is_inside(each, loop.body) for each in (*uses, *calls))
+        if inside and not (isinstance(loop, cst.For) and is_even(context, loop)):
+            return True
+    return False
+
+
+def _follows_collective(context: Context, statement: cst.CSTNode) -> bool:
+    """Whether only statements without communication are between a collective call and this one."""
+    block = context.tree.block(statement)
+    if block is None:
+        return False
+    index = next(index for index, each in enumerate(block.body) if each is statement)
+    for each in reversed(block.body[:index]):
+        if any(
+            isinstance(node, (cst.For, cst.While)) for node in context.tree.nodes if context.tree.is_inside(node, each)
+        ):
+            return False
+        calls = list(context.tree.all(cst.Call, inside=each))
+        top = isinstance(each, cst.SimpleStatementLine)
+        if top and any(context.symbol(node.func) in _SYNCHRONIZING for node in calls):
+            return True
+        for node in calls:
+            first = context.text(node.func).split(".")[0].split("(")[0]
+            if first not in _HARMLESS and context.symbol(node.func) not in PLAIN_CALLS:
+                return False
+    return False

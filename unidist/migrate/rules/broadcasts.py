@@ -1,0 +1,109 @@
+"""Rules for ``broadcast_parameters`` and ``broadcast_optimizer_state`` beside those that ``wrap_model`` replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import libcst as cst
+
+from unidist.migrate.context import Arguments, Context, is_constant
+from unidist.migrate.flow import assignments, references
+from unidist.migrate.syntax import full_name, keyword
+
+_FIRST_STEP = (
+    "if there is no state yet, Horovod's call takes a step with zero gradients (Adam's step count starts at 1, "
+    "weight decay changes weights); unidist's takes none"
+)
+
+
+def change_broadcasts(context: Context) -> None:
+    """Broadcasts of a model's or an optimizer's state, unless an optimizer of Horovod's stays in this module."""
+    if has_optimizer(context):
+        return
+    for call in list(context.calls("broadcast_parameters", "broadcast_optimizer_state")):
+        arguments = context.arguments(call)
+        if arguments is None or set(arguments) - {"params", "optimizer", "root_rank"}:
+            continue
+        if context.symbol(call.func) == "broadcast_parameters":
+            state: cst.BaseExpression | None = broadcast_model(context, call)
+            name = "broadcast_model_state"
+        else:
+            state, name = arguments["optimizer"], "broadcast_optimizer_state"
+        if state is None or (name == "broadcast_model_state" and not _is_module(context, state)):
+            continue
+        context.keep_comments(call)
+        context.edits.replace(call, _rewritten(context, call, name, arguments))
+        context.mark_handled(call.func)
+        if name == "broadcast_optimizer_state" and not _is_plain_sgd(context, state):
+            context.remark(call, _FIRST_STEP, "nothing; the losses differ slightly from the legacy ones")
+
+
+def _rewritten(context: Context, call: cst.Call, name: str, arguments: Arguments) -> Callable[[cst.Call], cst.Call]:
+    """A function that makes unidist's broadcast of the updated call, for ``Edits.replace``."""
+
+    def change(updated: cst.Call) -> cst.Call:
+        updated_arguments = {before.value: after.value for before, after in zip(call.args, updated.args)}
+        state = updated_arguments[arguments["params" if name == "broadcast_model_state" else "optimizer"]]
+        if isinstance(state, cst.Call) and isinstance(state.func, cst.Attribute) and name == "broadcast_model_state":
+            state = state.func.value
+        values = [cst.Arg(state)]
+        if not is_constant(arguments.get("root_rank"), 0):
+            values.append(keyword("src", updated_arguments[arguments["root_rank"]]))
+        return cst.Call(context.unidist_name_for(call.func, name), values)
+
+    return change
+
+
+def _is_module(context: Context, node: cst.BaseExpression) -> bool:
+    """Whether an expression is visibly an ``nn.Module``, and not another object with a ``state_dict()``."""
+    variable = context.tree.variable(node)
+    for use in references(context.tree).get(variable or "", ()):
+        parent = context.tree.parent(use)
+        if isinstance(parent, cst.Attribute) and parent.attr.value in (
+            "parameters",
+            "named_parameters",
+            "train",
+            "eval",
+        ):
+            return True
+        if isinstance(parent, cst.Call) and parent.func is use:
+            return True
+    return False
+
+
+def _is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:
+    """Whether an optimizer is visibly one on which a step with zero gradients has no effect."""
+    variable = context.tree.variable(optimizer)
+    made = [
+        value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
+    ]
+    made = [value for value in made if not (isinstance(value, cst.Call) and context.symbol(value.func))]
+    return bool(made) and all(
+        isinstance(value, cst.Call)
+        and full_name(value.func).split(".")[-1] == "SGD"
+        and not any(arg.star or (arg.keyword is not None and arg.keyword.value == "weight_decay") for arg in value.args)
+        for value in made
+    )
+
+
+def has_optimizer(context: Context) -> bool:
+    """Whether an optimizer of Horovod's stays in this module."""
+    return any(context.symbol(use) == "DistributedOptimizer" for use in context.remaining_uses())
+
+
+def broadcast_model(context: Context, call: cst.Call) -> cst.BaseExpression | None:
+    """The model whose state a ``broadcast_parameters`` sends from rank 0, or None."""
+    arguments = context.arguments(call) or {}
+    state = arguments.get("params")
+    return (owner(state, "state_dict") or owner(state, "named_parameters")) if state is not None else None
+
+
+def owner(node: cst.BaseExpression | None, method: str) -> cst.BaseExpression | None:
+    """``model`` of ``model.named_parameters()``."""
+    if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+        return None
+    return (
+        node.func.value
+        if node.func.attr.value == method and isinstance(node.func.value, (cst.Name, cst.Attribute))
+        else None
+    )

@@ -1,0 +1,193 @@
+"""Rules for ``allreduce``, ``allgather``, ``broadcast`` and ``alltoall``."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unidist.migrate.context import Arguments, Context, is_constant
+from unidist.migrate.dtypes import is_floating
+from unidist.migrate.flow import assignments, is_parameter
+from unidist.migrate.gradients import may_carry_gradient, may_require_gradient
+from unidist.migrate.syntax import is_pure, keyword
+
+#: Collectives with the same arguments in unidist: the name there, and the first argument.
+COLLECTIVES = {
+    "allgather": ("all_gather", "tensor"),
+    "allgather_object": ("all_gather_object", "obj"),
+    "alltoall": ("all_to_all", "tensor"),
+    "broadcast": ("broadcast", "tensor"),
+    "broadcast_object": ("broadcast_object", "obj"),
+}
+#: Arguments without effect on the result.
+_WITHOUT_EFFECT = {"name", "ignore_name_scope"}
+OPS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
+Options = list[tuple[str, cst.BaseExpression]]
+_TRUNCATED = "Horovod truncates the average of integers towards 0; allreduce_metric gives the exact mean as float32"
+
+
+def change_collectives(context: Context) -> None:
+    """``allgather``, ``alltoall`` and ``broadcast``, also of objects, and ``broadcast_``."""
+    for call in list(context.calls(*COLLECTIVES)):
+        arguments = context.arguments(call)
+        name, first = COLLECTIVES[context.names.symbols[call.func]]
+        if arguments is None or first not in arguments or set(arguments) - {first, "root_rank", *_WITHOUT_EFFECT}:
+            continue
+        if has_other_gradient(context, call, arguments):
+            continue
+        values: list[cst.Arg] = [cst.Arg(arguments[first])]
+        if "root_rank" in arguments and not is_constant(arguments["root_rank"], 0):
+            values.append(keyword("src", arguments["root_rank"]))
+        _replace_call(context, call, name, [arguments[first], arguments.get("root_rank")], values)
+    for call in list(context.calls("broadcast_")):
+        arguments = context.arguments(call)
+        if (
+            arguments is None
+            or set(arguments) - {"tensor", "root_rank", *_WITHOUT_EFFECT}
+            or not _can_copy_into(context, arguments)
+        ):
+            continue
+        source: Options = [] if is_constant(arguments["root_rank"], 0) else [("src", arguments["root_rank"])]
+        _replace_in_place_call(context, call, arguments["tensor"], "broadcast", source)
+
+
+def has_other_gradient(context: Context, call: cst.Call, arguments: Arguments) -> bool:
+    """Whether a gradient may flow through a call, and would be another one, or none, with unidist's."""
+    symbol, tensor = context.symbol(call.func), arguments.get("tensor")
+    if tensor is None:
+        return False
+    if symbol in ("allgather", "broadcast"):
+        return may_carry_gradient(context.tree, call, tensor)
+    extremes = symbol == "allreduce" and reduction(context, arguments) in ("min", "max", "product")
+    return extremes and may_require_gradient(context.tree, call, tensor)
+
+
+def change_allreduce(context: Context) -> None:
+    """``allreduce`` of metrics becomes ``allreduce_metric``, others ``all_reduce``; the default stays the average."""
+    for call in list(context.calls("allreduce", "allreduce_")):
+        arguments = context.arguments(call)
+        if arguments is None or set(arguments) - {"tensor", "average", "op", "compression", *_WITHOUT_EFFECT}:
+            continue
+        op = reduction(context, arguments)
+        if op is None or context.symbol(arguments.get("compression")) not in (None, "Compression.none"):
+            continue
+        if "compression" in arguments and context.symbol(arguments["compression"]) is None:
+            continue
+        tensor = arguments["tensor"]
+        if has_other_gradient(context, call, arguments):
+            continue
+        metric = op == "mean" and _is_metric(context, call, tensor)
+        floating = is_floating(context.tree, tensor)
+        if (op == "mean" and (floating is False or (not floating and not metric))) or (
+            not metric and _may_be_bool(context, tensor)
+        ):
+            continue
+        in_place = context.symbol(call.func) == "allreduce_"
+        if in_place and not _can_copy_into(context, arguments):
+            continue
+        name = "allreduce_metric" if metric else "all_reduce"
+        default = "mean" if metric else "sum"
+        options: Options = [] if op == default else [("op", cst.SimpleString(f'"{op}"'))]
+        if in_place:
+            _replace_in_place_call(context, call, tensor, name, options)
+        else:
+            _replace_call(context, call, name, [tensor], [cst.Arg(tensor), *(keyword(*option) for option in options)])
+            if metric and op == "mean" and not floating:
+                context.remark(call, _TRUNCATED, "nothing, unless this is an integer whose average was to be truncated")
+
+
+def reduction(context: Context, arguments: Arguments) -> str | None:
+    """The reduction of a call, by unidist's name; None if it has none or it cannot be determined."""
+    average, op = arguments.get("average"), arguments.get("op")
+    if op is not None and not is_constant(op, None):
+        return OPS.get(context.symbol(op) or "")
+    if average is None or is_constant(average, None, True) or _is_name(context, average):
+        return "mean"  # hvd.allreduce(x, "name"): any true value asks for the average
+    return "sum" if is_constant(average, False) else None
+
+
+def _is_name(context: Context, node: cst.BaseExpression, depth: int = 3) -> bool:
+    """Whether an expression is a string: by its form, by what its variable is assigned, or by being called ``name``."""
+    if isinstance(node, (cst.SimpleString, cst.FormattedString, cst.ConcatenatedString)):
+        return True
+    if isinstance(node, cst.BinaryOperation):
+        return _is_name(context, node.left, depth) or _is_name(context, node.right, depth)
+    if isinstance(node, cst.Call):
+        return context.text(node.func) == "str" or context.text(node.func).endswith(".format")
+    if re.search(r"(^|[._])name$", context.text(node)):
+        return True
+    variable = context.tree.variable(node)
+    values = [
+        value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
+    ]
+    known = bool(values) and not is_parameter(context.tree, variable) and depth > 0
+    return known and all(_is_name(context, value, depth - 1) for value in values)
+
+
+def _is_metric(context: Context, call: cst.Call, tensor: cst.BaseExpression) -> bool:
+    """Whether a call averages a metric: no gradient flows through it, and training does not use the result."""
+    text = context.text(tensor)
+    above = [
+        node.name.value for node in context.tree.parents(call) if isinstance(node, (cst.FunctionDef, cst.ClassDef))
+    ]
+    if "grad" in text or any("grad" in name.lower() for name in above):
+        return False
+    parent = context.tree.parent(call)
+    item = isinstance(parent, cst.Attribute) and parent.attr.value in ("item", "tolist")
+    return (
+        item
+        or ".detach()" in text
+        or ".item()" in text
+        or is_floating(context.tree, tensor, made_of_numbers=True) is not None
+    )
+
+
+def _may_be_bool(context: Context, tensor: cst.BaseExpression) -> bool:
+    return isinstance(tensor, cst.Comparison) or ".bool()" in context.text(tensor)
+
+
+def _can_copy_into(context: Context, arguments: Arguments) -> bool:
+    """Whether ``x.copy_(...)`` can replace an in-place operation on a tensor."""
+    tensor = arguments["tensor"]
+    if not is_pure(tensor):
+        return False
+    if isinstance(tensor, cst.Attribute) and tensor.attr.value in ("grad", "data"):
+        return True
+    made_of_numbers = is_floating(context.tree, tensor, made_of_numbers=True)
+    return made_of_numbers is not None
+
+
+def _replace_call(
+    context: Context, call: cst.Call, name: str, kept: list[cst.BaseExpression | None], values: list[cst.Arg]
+) -> None:
+    """Replace a call by one of unidist's; edits inside its arguments apply too."""
+    context.keep_comments(call, *(each for each in kept if each is not None))
+    context.edits.replace(
+        call,
+        lambda updated: _rebuilt(context, call, updated, cst.Call(context.unidist_name_for(call.func, name), values)),
+    )
+    context.mark_handled(call.func)
+    for argument in call.args:
+        if all(argument.value is not each for each in kept):
+            context.mark_handled(argument)
+
+
+def _replace_in_place_call(
+    context: Context, call: cst.Call, tensor: cst.BaseExpression, name: str, options: Options
+) -> None:
+    context.keep_comments(call)
+    values = [cst.Arg(tensor.deep_clone()), *(keyword(*option) for option in options)]
+    copy = cst.Attribute(tensor.deep_clone(), cst.Name("copy_"))
+    context.edits.replace(call, cst.Call(copy, [cst.Arg(cst.Call(context.unidist_name_for(call.func, name), values))]))
+    context.mark_handled(call)
+
+
+def _rebuilt(context: Context, original: cst.Call, updated: cst.Call, new: cst.Call) -> cst.Call:
+    """The new call, with each argument of the original one replaced by its updated form."""
+    updated_values = {before.value: after.value for before, after in zip(original.args, updated.args)}
+    args = [
+        arg.with_changes(value=updated_values.get(arg.value, arg.value), comma=cst.MaybeSentinel.DEFAULT)
+        for arg in new.args
+    ]
+    return new.with_changes(args=args, lpar=updated.lpar, rpar=updated.rpar)

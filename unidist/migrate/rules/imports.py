@@ -1,0 +1,436 @@
+"""The rule for imports: of unidist for migrated names, of the drop-in for names that are still used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import libcst as cst
+
+from unidist.migrate.context import Context
+from unidist.migrate.names import IMPORTERS, drop_in_name_of, in_import, is_horovod, root_name, symbol_of
+from unidist.migrate.syntax import dotted, full_name
+
+_LOOKUPS = {*IMPORTERS, "find_spec", "importorskip"}
+_NOT_IN_DROP_IN = "the drop-in replaces horovod.torch, and does not have this"
+_REEXPORTED = "other files may import this name from here, so it stays, as the drop-in's"
+_REBOUND = "this name is also bound to something else, so calls through it stay on the drop-in"
+_BY_HAND = "replace it by hand, or keep Horovod for it"
+_DROP_IN = ("unidist has no equivalent, so it is imported from the drop-in", "keep it, or rewrite what needs it")
+_RUN = ("unidist starts no processes, so it is imported from the drop-in", "start the script with torchrun")
+
+
+def change_imports(context: Context) -> None:
+    """Change every import of Horovod; what the drop-in does not have stays, with a remark."""
+    if not context.names.symbols and _is_migrated(context):
+        return
+    imports = _Imports(context)
+    for node in context.tree.nodes:
+        if isinstance(node, cst.Import):
+            imports.import_statement(node)
+        elif isinstance(node, cst.ImportFrom):
+            imports.from_import(node)
+        elif isinstance(node, cst.Attribute):
+            imports.attribute(node)
+        elif isinstance(node, cst.SimpleString):
+            imports.string(node)
+        elif isinstance(node, cst.Name):
+            imports.module(node)
+    imports.finish()
+
+
+def _is_migrated(context: Context) -> bool:
+    """Whether nothing of Horovod's is imported any more, so that the imports are as an earlier run left them."""
+    plain = [full_name(alias.name) for node in context.tree.all(cst.Import) for alias in node.names]
+    named = [full_name(node.module) for node in context.tree.all(cst.ImportFrom) if node.module is not None]
+    return not any(is_horovod(name) for name in (*plain, *named))
+
+
+class _Imports:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        #: Names that other files import from this one.
+        self._exported = {*context.exported, *_named_in_strings(context)}
+        self._tree = context.tree
+        #: Names through which the drop-in is still used.
+        self._still_used = {root_name(use) for use in context.remaining_uses()} | context.names.rebound
+        if not context.aliases_are_native:
+            self._still_used |= {root_name(node) for node in context.names.modules}
+        #: The names of the package ``horovod`` itself, and those that are used alone, as in ``if horovod:``.
+        self._packages = {
+            full_name(alias.asname.name) if alias.asname else "horovod"
+            for node in self._tree.all(cst.Import) for alias in node.names if full_name(alias.name) == "horovod"
+        }  # fmt: skip
+        self._used_whole = {
+            node.value
+            for node in self._tree.all(cst.Name)
+            if node.value in self._packages and self._is_used_whole(node)
+        }
+        parts = [
+            (node, name)
+            for node in self._longest_attributes()
+            for name in self._tree.imported(node)
+            if name.startswith("horovod.")
+        ]
+        #: Attributes of the package that the drop-in does not have, and names of the package whose other attributes it has.
+        self._unmovable = {name for _, name in parts if drop_in_name_of(name) is None}
+        self._other_parts_used = {
+            root_name(node) for node, name in parts if symbol_of(name) is None and self._can_move(name)
+        }
+        self._blocks_with_unidist = {
+            id(self._tree.block(statement)) for node in self._tree.all(cst.Import)
+            if (statement := self._tree.statement(node)) and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
+        }  # fmt: skip
+        #: Imports that need ``import unidist`` beside them for code elsewhere.
+        self._imports_to_extend = {each for node in context.needs_unidist for each in context.imports_for(node)}
+        self._native = bool(set(context.names.symbols) - set(context.remaining_uses())) or (
+            context.names.modules != [] and context.aliases_are_native
+        )
+
+    # -------------------------------------------------------------------------------- statements
+    def import_statement(self, node: cst.Import) -> None:
+        """``import horovod.torch as hvd``."""
+        aliases: list[cst.ImportAlias] = []
+        own = node in self._imports_to_extend
+        for alias in node.names:
+            name, bound = full_name(alias.name), full_name(alias.asname.name) if alias.asname else None
+            if symbol_of(name) is None and not is_horovod(name):
+                aliases.append(alias)
+            elif symbol_of(name) is not None:
+                new, needs_own = self._module(alias, name, bound)
+                aliases += new
+                own = own or needs_own
+            elif name == "horovod":
+                new, needs_own = self._package(node, alias, bound or name)
+                aliases += new
+                own = own or needs_own
+            elif drop_in_name_of(name) is not None:
+                self._remark_drop_in(alias, name)
+                aliases.append(alias.with_changes(name=dotted(drop_in_name_of(name) or "")))
+            else:
+                aliases.append(alias)
+                self._remark_unmovable(node, name)
+        if list(node.names) != aliases or own:
+            self._replace_import(
+                node, [node.with_changes(names=_without_trailing_comma(aliases))] if aliases else [], own
+            )
+
+    def _module(self, alias: cst.ImportAlias, name: str, bound: str | None) -> tuple[list[cst.ImportAlias], bool]:
+        """What replaces ``horovod.torch``, and whether ``import unidist`` is needed beside it."""
+        target = drop_in_name_of(name) or name
+        if target == name and is_horovod(name):
+            self._remark_unmovable(alias, name)
+            return [alias], False
+        kept = alias if target == name else alias.with_changes(name=dotted(target))
+        if bound in self._context.names.rebound:
+            self._remark_rebound(alias, bound or "")
+            return [kept], False
+        mixed = bound is not None and bound not in self._context.names.import_only
+        if mixed and self._context.aliases_are_native:
+            return [alias.with_changes(name=cst.Name("unidist"))], False
+        first = bound or name.split(".")[0]
+        if first in self._still_used | self._other_parts_used or (mixed and not self._context.aliases_are_native):
+            return [kept], self._native and self._is_used(first) and not mixed
+        exported = first in self._exported or not self._is_used(first)
+        if exported:
+            self._remark_reexported(alias, first)
+        return [kept] if exported else [], self._is_used(first)
+
+    def _package(self, node: cst.Import, alias: cst.ImportAlias, first: str) -> tuple[list[cst.ImportAlias], bool]:
+        """What replaces ``horovod`` itself, and whether ``import unidist`` is needed beside it."""
+        kept, word = [], self._drop_in_name(first)
+        if self._unmovable:
+            kept.append(alias)
+            self._remark_unmovable(node, "horovod")
+        if first in self._still_used | self._other_parts_used or (first in self._used_whole and not self._unmovable):
+            asname = None if word == "unidist.hvd" else cst.AsName(cst.Name(word))
+            there = asname is None and any(full_name(each.name) == word and not each.asname for each in node.names)
+            kept += [] if there else [cst.ImportAlias(dotted("unidist.hvd"), asname)]
+            return kept, asname is not None and self._is_used(first)
+        return kept, not kept or self._is_used(first)
+
+    def _drop_in_name(self, first: str) -> str:
+        """The drop-in's name in code that called the package by this one."""
+        renamed = not self._unmovable and first in self._packages and (first != "horovod" or first in self._used_whole)
+        return first if renamed else "unidist.hvd"
+
+    def _can_move(self, name: str) -> bool:
+        """Whether a name becomes the drop-in's; beside one that cannot, only those of the two supported parts do."""
+        return drop_in_name_of(name) is not None and (
+            not self._unmovable or name.startswith(("horovod.torch", "horovod.common"))
+        )
+
+    def _is_used_whole(self, node: cst.Name) -> bool:
+        parent = self._tree.parent(node)
+        named = isinstance(parent, cst.Attribute) or (isinstance(parent, cst.Arg) and parent.keyword is node)
+        return not named and not in_import(self._tree, node)
+
+    def _is_used(self, first: str) -> bool:
+        """Whether a name leads to a migrated use."""
+        called = any(root_name(use) == first and self._context.is_handled(use) for use in self._context.names.symbols)
+        return called or any(root_name(node) == first and self._is_module(node) for node in self._context.names.modules)
+
+    def _is_module(self, node: cst.BaseExpression) -> bool:
+        """Whether a node is the module itself, as in ``self.hvd = hvd``, and becomes unidist."""
+        return (
+            node in self._context.names.modules
+            and self._context.aliases_are_native
+            and (isinstance(node, cst.Attribute) or root_name(node) in self._context.names.import_only)
+            and any(symbol_of(name) == "" for name in self._tree.imported(node))
+        )
+
+    def from_import(self, node: cst.ImportFrom) -> None:
+        """``from horovod.torch import rank``."""
+        module = full_name(node.module) if node.module is not None and not node.relative else ""
+        if not is_horovod(module) and symbol_of(module) is None and module != "unidist":
+            return
+        if isinstance(node.names, cst.ImportStar):
+            if drop_in_name_of(module) is None and is_horovod(module):
+                self._remark_unmovable(node, f"{module}.*")
+            elif is_horovod(module):
+                self._replace_import(
+                    node,
+                    [node.with_changes(module=dotted(drop_in_name_of(module) or module))],
+                    node in self._imports_to_extend,
+                )
+            return
+        renamed: list[cst.Import] = []
+        by_module: dict[str, list[cst.ImportAlias]] = {}
+        own = node in self._imports_to_extend
+        for alias in node.names:
+            new, needs_own = self._from_import_name(node, module, alias)
+            own = own or needs_own
+            if isinstance(new, cst.Import):
+                renamed.append(new)
+            elif new is not None:
+                by_module.setdefault(new[0], []).append(new[1])
+        if not own and not renamed and by_module == {module: list(node.names)}:
+            return
+        statements = [
+            node.with_changes(
+                module=dotted(module_name), names=aliases if len(aliases) == len(node.names) else _without_trailing_comma(aliases),
+                **({} if len(aliases) == len(node.names) else {"lpar": None, "rpar": None}),
+            )
+            for module_name, aliases in by_module.items()
+        ]  # fmt: skip
+        self._replace_import(node, [*renamed, *statements], own)
+
+    def _from_import_name(
+        self, node: cst.ImportFrom, module: str, alias: cst.ImportAlias
+    ) -> tuple[cst.Import | tuple[str, cst.ImportAlias] | None, bool]:
+        """What replaces one of the names, as a module and a name of it, and whether ``import unidist`` is needed too."""
+        name = full_name(alias.name)
+        bound = full_name(alias.asname.name) if alias.asname else name
+        whole = f"{module}.{name}"
+        meaning, target, used = symbol_of(whole), drop_in_name_of(whole), self._is_used(bound)
+        if bound in self._context.names.rebound and target is not None:
+            self._remark_rebound(alias, bound)
+        own = False
+        if meaning is not None and bound not in self._still_used:
+            if meaning != "" or bound in self._context.names.import_only:
+                if used and bound not in self._exported:
+                    return None, True
+                own = used
+                if target is not None:
+                    self._remark_reexported(alias, bound)
+            elif self._context.aliases_are_native and is_horovod(whole):
+                return cst.Import([cst.ImportAlias(cst.Name("unidist"), cst.AsName(cst.Name(bound)))]), False
+        if target is None:
+            if is_horovod(whole):
+                self._remark_unmovable(node, whole)
+            return (module, alias), own
+        if meaning is None:
+            self._remark_drop_in(alias, whole)
+        parent, _, last = target.rpartition(".")
+        if last != name:  # `from horovod import torch`: what it is called here stays
+            asname = alias.asname or cst.AsName(cst.Name(name))
+            alias = alias.with_changes(name=cst.Name(last), asname=None if full_name(asname.name) == last else asname)
+        return (parent, alias), own or (meaning == "" and used)
+
+    def _replace_import(
+        self, node: cst.Import | cst.ImportFrom, statements: Sequence[cst.BaseSmallStatement], own: bool
+    ) -> None:
+        """Replace an import by others, and by ``import unidist`` if that is needed and not there yet."""
+        statement = self._tree.statement(node)
+        block = next(above for above in self._tree.parents(node) if isinstance(above, (cst.Module, cst.IndentedBlock)))
+        added = own and id(block) not in self._blocks_with_unidist
+        if added:
+            self._blocks_with_unidist.add(id(block))
+        new = [*([cst.Import([cst.ImportAlias(cst.Name("unidist"))])] if added else []), *statements]
+        if statement is None:  # it shares its line
+            self._context.edits.replace(node, lambda updated: cst.FlattenSentinel(new or [cst.Pass()]))
+        elif not new:
+            self._remove(statement)
+        else:
+            lines = [cst.SimpleStatementLine([each]) for each in new]
+
+            def change(updated: cst.SimpleStatementLine) -> cst.FlattenSentinel[cst.SimpleStatementLine]:
+                first = lines[0].with_changes(leading_lines=updated.leading_lines)
+                *rest, last = [first, *lines[1:]]
+                return cst.FlattenSentinel([*rest, last.with_changes(trailing_whitespace=updated.trailing_whitespace)])
+
+            self._context.edits.replace(statement, change)
+
+    def _remove(self, statement: cst.SimpleStatementLine | cst.BaseCompoundStatement) -> None:
+        """Remove an import, with a ``try`` that contains nothing else."""
+        above = self._tree.parent(self._tree.parent(statement))
+        alone = (
+            isinstance(above, cst.Try)
+            and above.orelse is None
+            and above.finalbody is None
+            and len(above.body.body) == 1
+        )
+        self._context.edits.remove(above if alone and isinstance(above, cst.Try) else statement)
+
+    # -------------------------------------------------------------------------------- uses
+    def attribute(self, node: cst.Attribute) -> None:
+        """``horovod.torch.Compression`` after ``import horovod.torch``, where it stays on the drop-in."""
+        first, written, parent = root_name(node), full_name(node), self._tree.parent(node)
+        name = f"horovod{written[len(first) :]}" if first in self._packages else written
+        if not name.startswith("horovod.") or name not in self._tree.imported(node):
+            return
+        if self._is_module(node):
+            self._context.edits.replace(node, cst.Name("unidist"))
+            return
+        if (
+            isinstance(parent, cst.Attribute)
+            and parent.value is node
+            and drop_in_name_of(f"{name}.{parent.attr.value}")
+        ):
+            return  # the longest name decides
+        if in_import(self._tree, node):
+            return
+        target = drop_in_name_of(name)
+        if self._context.edits.is_changed(node) or target is None or not self._can_move(name):
+            return
+        if symbol_of(name) is None:
+            self._remark_drop_in(node, name)
+        self._context.edits.replace(node, dotted(target.replace("unidist.hvd", self._drop_in_name(first), 1)))
+
+    def module(self, node: cst.Name) -> None:
+        """``self.hvd = hvd``: the module itself."""
+        if self._is_module(node):
+            self._context.edits.replace(node, lambda updated: updated.with_changes(value="unidist"))
+
+    def string(self, node: cst.SimpleString) -> None:
+        """``importlib.import_module("horovod.torch")``."""
+        value = node.evaluated_value
+        if not isinstance(value, str) or (not is_horovod(value) and value != "unidist.hvd"):
+            return
+        argument = self._tree.parent(node)
+        call = self._tree.parent(argument)
+        is_lookup = isinstance(call, cst.Call) and full_name(call.func).split(".")[-1] in _LOOKUPS
+        reported = any(each.line == self._tree.line(node) for each in self._context.edits.remarks)
+        if (
+            not is_lookup
+            and not reported
+            and is_horovod(value)
+            and not isinstance(argument, cst.Expr)
+            and self._context.native
+        ):
+            why = "a string names a module of Horovod's"
+            self._context.edits.remark(node, node.value, why, "check what the string is used for")
+        if (
+            not isinstance(argument, cst.Arg)
+            or not isinstance(call, cst.Call)
+            or full_name(call.func).split(".")[-1] not in _LOOKUPS
+        ):
+            return
+        becomes_unidist = self._context.aliases_are_native and self._native
+        target = (
+            "unidist.hvd"
+            if value == "horovod"
+            else drop_in_name_of(value) or (value if value == "unidist.hvd" else None)
+        )
+        if becomes_unidist and (value == "horovod" or symbol_of(value) == ""):
+            target = "unidist"
+        if target is None:
+            self._remark_unmovable(node, value)
+        elif target != value:
+            self._context.edits.replace(node, node.with_changes(value=node.value.replace(value, target)))
+
+    # --------------------------------------------------------------------------------
+    def finish(self) -> None:
+        """Add ``import unidist`` at the top for code that no import of Horovod serves, and ``import contextlib``."""
+        context, module = self._context, self._tree.module
+        wanted = ["contextlib"] if context.needs_contextlib and not self._imports("contextlib") else []
+        if (
+            any(not context.imports_for(node) for node in context.needs_unidist)
+            and id(module) not in self._blocks_with_unidist
+        ):
+            wanted.append("unidist")
+        if not wanted:
+            return
+        last = None
+        for statement in module.body:
+            if not _is_head(statement):
+                break
+            last = statement
+        for name in wanted:
+            if last is not None:
+                context.edits.append(last, f"import {name}")
+            else:
+                context.edits.insert(module.body[0], f"import {name}")
+
+    def _imports(self, name: str) -> bool:
+        return any(
+            full_name(alias.name) == name and alias.asname is None
+            for node in self._tree.all(cst.Import) for alias in node.names
+            if self._tree.block(self._tree.statement(node) or node) is self._tree.module
+        )  # fmt: skip
+
+    def _longest_attributes(self) -> list[cst.Attribute]:
+        found = []
+        for node in self._tree.all(cst.Attribute):
+            parent = self._tree.parent(node)
+            longer = isinstance(parent, cst.Attribute) and self._tree.imported(parent)
+            if not longer and not in_import(self._tree, node):
+                found.append(node)
+        return found
+
+    def _remark_rebound(self, alias: cst.ImportAlias, name: str) -> None:
+        if self._context.native:
+            self._context.edits.remark(alias, name, _REBOUND, "give one of them another name, then migrate again")
+
+    def _remark_reexported(self, alias: cst.ImportAlias, name: str) -> None:
+        if self._context.native:
+            self._context.edits.remark(
+                alias, name, _REEXPORTED, "import unidist where it is used, then remove this line"
+            )
+
+    def _remark_drop_in(self, node: cst.CSTNode, name: str) -> None:
+        if self._context.native:
+            self._context.edits.remark(node, name, *(_RUN if name.endswith(".run") else _DROP_IN))
+
+    def _remark_unmovable(self, node: cst.CSTNode, name: str) -> None:
+        self._context.edits.remark(node, name, _NOT_IN_DROP_IN, _BY_HAND)
+
+
+def _named_in_strings(context: Context) -> set[str]:
+    """Names in the strings of ``__all__``, ``eval``, ``exec`` and ``globals()``."""
+    found: set[str] = set()
+    for text in context.tree.all(cst.SimpleString):
+        argument = context.tree.parent(text)
+        call = context.tree.parent(argument)
+        evaluated = isinstance(call, cst.Call) and full_name(call.func) in ("eval", "exec", "getattr", "setattr")
+        listed = any(
+            isinstance(above, cst.Assign) and context.text(above.targets[0].target) == "__all__"
+            for above in context.tree.parents(text)
+        )
+        if evaluated or listed or isinstance(argument, cst.Index):
+            found |= set(re.findall(r"\w+", str(text.evaluated_value)))
+    return found
+
+
+def _is_head(statement: cst.CSTNode) -> bool:
+    """Whether a statement is the docstring or one of the imports at the beginning of a module."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    first = statement.body[0]
+    docstring = isinstance(first, cst.Expr) and isinstance(first.value, (cst.SimpleString, cst.ConcatenatedString))
+    return docstring or isinstance(first, (cst.Import, cst.ImportFrom))
+
+
+def _without_trailing_comma(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
+    """The names without a comma after the last."""
+    return [*aliases[:-1], aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]

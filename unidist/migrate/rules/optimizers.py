@@ -1,0 +1,269 @@
+"""The rule for ``DistributedOptimizer``: it becomes a wrapped model and a plain optimizer, or stays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from unidist.migrate.context import Arguments, Context, is_constant
+from unidist.migrate.flow import assignments, follow, result_variables
+from unidist.migrate.gradients import gradient_problems
+from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
+from unidist.migrate.rules.models import examine_model
+from unidist.migrate.rules.wrapping import COMPRESSION, METHODS, OptimizerPlan, horovod_method, wrap_model
+from unidist.migrate.syntax import Statement, full_name
+
+_AVERAGE = "keep it, or use a plain optimizer and unidist.all_reduce(p.grad, 'mean') for each gradient"
+
+
+@dataclass
+class Refusal(Exception):
+    """Why the optimizers of a module stay Horovod's."""
+
+    node: cst.CSTNode
+    why: str
+    remedy: str = field(default="write unidist.wrap_model and a plain optimizer by hand, see docs/migrating.md")
+
+
+def change_optimizers(context: Context) -> None:
+    """All optimizers of a module, or none of them: calls of both kinds cannot share a model."""
+    try:
+        optimizers = [_plan(context, call) for call in context.calls("DistributedOptimizer")]
+        _check_together(context, optimizers)
+        compressions = _compressions(context, optimizers)
+    except Refusal as refusal:
+        context.refusal = f"the optimizers of this file stay on the drop-in: {refusal.why}", refusal.remedy
+        context.remark(refusal.node, *context.refusal)
+        context.covered.update(context.uses("broadcast_parameters", "broadcast_optimizer_state"))
+        return
+    for optimizer in optimizers:
+        wrap_model(context, optimizer)
+    for node in compressions:
+        context.edits.replace(node, cst.parse_expression(COMPRESSION[context.names.symbols[node]]))
+        context.mark_handled(node)
+    change_broadcasts(context)
+
+
+# ------------------------------------------------------------------------------------ one optimizer
+def _plan(context: Context, call: cst.Call) -> OptimizerPlan:
+    tree = context.tree
+    arguments = context.arguments(call)
+    statement = tree.statement(call)
+    if arguments is None:
+        raise Refusal(call, "the arguments of DistributedOptimizer cannot be determined")
+    target, variables = _assigned_to(context, call)
+    if not isinstance(statement, cst.SimpleStatementLine) or (
+        target is not None and isinstance(tree.parent(target), cst.Element)
+    ):
+        raise Refusal(
+            call,
+            "DistributedOptimizer(...) is a part of a larger statement",
+            "assign it in a statement of its own, then migrate again",
+        )
+    compression = _check_arguments(context, call, arguments)
+    model = _trained_model(context, call, arguments)
+    broadcast = _broadcast_statement(context, model, statement)
+    wrap = max(statement, broadcast or statement, key=tree.position)
+    use = examine_model(context, model, wrap)
+    if use.problem is not None:
+        raise Refusal(use.problem[0], use.problem[1])
+    flow = follow(tree, variables)
+    return OptimizerPlan(call, statement, target, arguments, model, wrap, broadcast, compression, use, flow)
+
+
+def _assigned_to(context: Context, call: cst.Call) -> tuple[cst.BaseExpression | None, list[str]]:
+    """What the optimizer is assigned to, and the variables that hold it.
+
+    Raises:
+        Refusal: it is not assigned to one variable.
+    """
+    tree = context.tree
+    assigned = [target for value, target in assignments(tree) if value is call]
+    parent = tree.parent(call)
+    if len(assigned) == 1 and (variable := tree.variable(assigned[0])) is not None:
+        return assigned[0], [variable]
+    if isinstance(parent, cst.Return) and (variables := result_variables(tree, parent, None)):
+        return None, variables
+    raise Refusal(call, "this one is not assigned to a variable", "assign it to a variable, then migrate again")
+
+
+def _check_arguments(context: Context, call: cst.Call, arguments: Arguments) -> cst.BaseExpression | None:
+    """The compression.
+
+    Raises:
+        Refusal: an argument has no equivalent.
+    """
+    op = arguments.get("op")
+    if op is not None and context.symbol(op) != "Average":
+        raise Refusal(
+            call,
+            f"op={context.text(op)}, and wrap_model always averages",
+            "keep it: the drop-in has Adasum on every engine"
+            if context.symbol(op) == "Adasum"
+            else "if the average will do, remove op=, then migrate again",
+        )
+    if "process_set" in arguments:
+        raise Refusal(
+            call, "process_set= trains on some of the ranks", "use unidist.new_group and wrap_model(group=...)"
+        )
+    if not is_constant(arguments.get("sparse_as_dense"), None, False):
+        raise Refusal(
+            call,
+            "sparse_as_dense=, and wrap_model keeps sparse gradients sparse",
+            "remove the argument, then migrate again",
+        )
+    predivide = arguments.get("gradient_predivide_factor")
+    if predivide is not None and not is_constant(predivide, 1):
+        why = "removed: it changes only how the average is rounded"
+        context.remark(call, why, "nothing", f"gradient_predivide_factor={context.text(predivide)}")
+    compression = arguments.get("compression")
+    return None if compression is None or context.symbol(compression) == "Compression.none" else compression
+
+
+def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cst.BaseExpression:
+    """The model whose parameters are trained.
+
+    Raises:
+        Refusal: it cannot be determined, or it is more than one.
+    """
+    if any(node.attr.value == "add_param_group" for node in context.tree.all(cst.Attribute)):
+        raise Refusal(call, "add_param_group() may add parameters of another model")
+    named = arguments.get("named_parameters")
+    if isinstance(named, cst.Call) and full_name(named.func) in ("list", "tuple", "iter") and len(named.args) == 1:
+        named = named.args[0].value
+    if named is not None and not is_constant(named, None):
+        found = owner(named, "named_parameters")
+        if found is None:
+            raise Refusal(call, f"named_parameters={context.text(named)} is not visibly model.named_parameters()")
+        return found
+    inner = arguments["optimizer"]
+    variable = context.tree.variable(inner)
+    values = [
+        value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
+    ]
+    owners = []
+    for value in values if variable else [inner]:
+        first = value.args[0].value if isinstance(value, cst.Call) and value is not call and value.args else None
+        if (found := owner(first, "parameters")) is not None:
+            owners.append(found)
+    if len({context.text(owner) for owner in owners}) != 1:
+        raise Refusal(
+            call,
+            "which model this one trains cannot be determined",
+            "pass named_parameters=model.named_parameters(), then migrate again",
+        )
+    return owners[0]
+
+
+def _broadcast_statement(context: Context, model: cst.BaseExpression, statement: Statement) -> Statement | None:
+    """The statement of the same block that broadcasts the model from rank 0."""
+    for call in context.calls("broadcast_parameters"):
+        found, own = broadcast_model(context, call), context.tree.is_statement(call)
+        if found is None or own is None or context.text(found) != context.text(model):
+            continue
+        arguments = context.arguments(call) or {}
+        root = arguments.get("root_rank")
+        if (
+            set(arguments) <= {"params", "root_rank"}
+            and context.tree.block(own) is context.tree.block(statement)
+            and is_constant(root, 0)
+        ):
+            return own
+    return None
+
+
+# ------------------------------------------------------------------------------------ all of a module
+def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
+    """
+    Raises:
+        Refusal: something else in the module needs Horovod's optimizer.
+    """
+    models = [context.tree.variable(each.model) for each in optimizers]
+    for each, model in zip(optimizers, models):
+        if models.count(model) > 1:
+            raise Refusal(each.call, "two optimizers train one model")
+    for use in context.uses("DistributedOptimizer"):
+        if not isinstance(context.tree.parent(use), cst.Call):
+            raise Refusal(use, "DistributedOptimizer is used without being called")
+    if optimizers:
+        called, passed = (
+            [use for each in optimizers for use in getattr(each.use, kind)] for kind in ("called", "passed")
+        )
+        for node, why in gradient_problems(context.tree, called, passed, [each.wrap for each in optimizers]):
+            raise Refusal(node, why, _AVERAGE)
+    known = {use for each in optimizers for use in each.flow.uses}
+    for node in context.tree.all(cst.Attribute):
+        method = node.attr.value in ("skip_synchronize", "synchronize") and optimizers and node.value not in known
+        if (
+            method
+            and not context.tree.imported(node)
+            and context.symbol(node) is None
+            and "cuda" not in context.text(node)
+        ):
+            raise Refusal(node, f"which optimizer `{context.text(node)}` belongs to cannot be determined")
+    for text in context.tree.all(cst.SimpleString):
+        if optimizers and text.evaluated_value in METHODS:
+            raise Refusal(text, f"{text.value} names a method of Horovod's optimizer")
+    for each in optimizers:
+        for use in each.flow.uses:
+            _check_method(context, use)
+
+
+def _check_method(context: Context, use: cst.BaseExpression) -> None:
+    tree = context.tree
+    method = horovod_method(context, use)
+    if method is None:
+        return
+    call = tree.parent(method)
+    item = tree.parent(call)
+    is_with = isinstance(item, cst.WithItem) and method.attr.value == "skip_synchronize"
+    if not (isinstance(call, cst.Call) and call.func is method and (isinstance(item, cst.Expr) or is_with)):
+        raise Refusal(method, f"`{context.text(method)}` is a part of a larger statement")
+
+
+def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst.BaseExpression]:
+    """The uses of ``hvd.Compression`` that become ``wrap_model``'s strings.
+
+    Raises:
+        Refusal: one is not a constant of Horovod's, or another call takes it too.
+    """
+    if not optimizers:
+        return []
+    found: list[cst.BaseExpression] = []
+    for each in optimizers:
+        if each.compression is not None:
+            found += _constants(context, each.call, each.compression)
+    others = [
+        use for use in context.uses() if context.names.symbols[use].startswith("Compression") and use not in found
+    ]
+    outside = [use for use in others if not any(context.tree.is_inside(use, each.call) for each in optimizers)]
+    if found and outside:
+        raise Refusal(outside[0], "this compression is passed to something else than the optimizer")
+    return found
+
+
+def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    if context.symbol(node) in COMPRESSION:
+        return [node]
+    if isinstance(node, cst.IfExp):
+        if any(context.tree.is_inside(use, node.test) for use in context.uses()):
+            raise Refusal(
+                call,
+                "the compression depends on a call of Horovod's",
+                "assign that call's result to a variable before, then migrate again",
+            )
+        return [*_constants(context, call, node.body), *_constants(context, call, node.orelse)]
+    variable = context.tree.variable(node)
+    values = [
+        value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
+    ]
+    if isinstance(node, cst.Name) and values and variable and not any(value is call for value in values):
+        uses = follow(context.tree, [variable]).uses
+        if all(context.tree.is_inside(use, call) for use in uses):
+            return [constant for value in values for constant in _constants(context, call, value)]
+    raise Refusal(
+        call,
+        f"compression={context.text(node)} is not one of Horovod's",
+        "use wrap_model(compression='fp16') or 'bf16'",
+    )

@@ -1,0 +1,187 @@
+"""Replaces a ``DistributedOptimizer`` by a wrapped model, once the optimizer rule has found that it can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import libcst as cst
+
+from unidist.migrate.context import Arguments, Context
+from unidist.migrate.flow import Flow
+from unidist.migrate.rules.accumulation import change_accumulation
+from unidist.migrate.rules.models import ModelUse
+from unidist.migrate.syntax import Statement, full_name, keyword
+
+COMPRESSION = {"Compression.none": "None", "Compression.fp16": '"fp16"'}
+#: Methods that only Horovod's optimizers have.
+METHODS = {"synchronize", "skip_synchronize", "set_backward_passes_per_step"}
+_CLIPPED = "without synchronize(), Horovod may clip before it has averaged; now it is the averages that are clipped"
+_CLOSURE = "Horovod averages before it calls the closure; now each backward pass in the closure averages"
+_PASSED_ON = "the optimizer is passed to a function of another file, and is now a plain one"
+_PART_OF_OUTPUT = (
+    "only a part of the model's output is used here: parameters behind the rest get no gradient, which DDP refuses"
+)
+
+
+@dataclass
+class OptimizerPlan:
+    """How one ``DistributedOptimizer(...)`` is replaced."""
+
+    call: cst.Call
+    statement: Statement
+    #: What it is assigned to; None if a function returns it.
+    target: cst.BaseExpression | None
+    arguments: Arguments
+    model: cst.BaseExpression
+    #: The model is wrapped instead of this statement: the optimizer's, or the broadcast's if that is later.
+    wrap: Statement
+    broadcast: Statement | None
+    compression: cst.BaseExpression | None
+    use: ModelUse
+    flow: Flow
+
+
+def wrap_model(context: Context, each: OptimizerPlan) -> None:
+    tree, edits = context.tree, context.edits
+    change_accumulation(context, each.arguments.get("backward_passes_per_step"), each.flow, each.model, each.wrap)
+    inner = each.arguments["optimizer"]
+    target = each.model.deep_clone()
+    assert isinstance(target, (cst.Name, cst.Attribute))
+    wrapped = cst.Assign([cst.AssignTarget(target)], _wrap_call(context, each))
+    if each.target is not None and context.text(inner) == context.text(each.target):
+        edits.remove(each.statement)
+    else:
+        became = _UpdatedArgument(context, inner)
+        edits.keep_comments(each.statement, each.call, but=[inner])
+        edits.replace(each.call, lambda updated: became.of(each.call, updated))
+    if each.broadcast is not None:
+        edits.remove(each.broadcast)
+        context.mark_handled(each.broadcast)
+    line = cst.SimpleStatementLine([wrapped])
+    edits.insert(each.wrap, line)
+    for node in (
+        each.call.func,
+        *(value for name, value in each.arguments.items() if name not in ("optimizer", "compression")),
+    ):
+        context.mark_handled(node)
+    if context.symbol(each.arguments.get("compression")) == "Compression.none":
+        context.mark_handled(each.arguments["compression"])
+    for use in each.use.unwrapped:
+        edits.replace(use, _unwrapped(context, use))
+    for use in each.use.called:
+        if isinstance(tree.parent(tree.parent(use)), cst.Subscript):
+            context.remark(use, _PART_OF_OUTPUT, "pass find_unused_parameters=True to wrap_model if so")
+    for use in each.flow.uses:
+        _change_method(context, use)
+        _remark_on_use(context, each, use)
+    if not any(_method(context, use) == "synchronize" for use in each.flow.uses):
+        for call in tree.all(cst.Call):
+            if full_name(call.func).split(".")[-1] in ("clip_grad_norm_", "clip_grad_value_", "unscale_"):
+                context.remark(call, _CLIPPED, "nothing; the curves may differ from the legacy ones")
+    for loaded in tree.all(cst.Attribute):
+        before = loaded.attr.value == "load_state_dict" and context.text(loaded.value) == context.text(inner)
+        same = tree.function(loaded) is tree.function(each.call) and tree.position(loaded) < tree.position(each.call)
+        if before and same and isinstance(inner, cst.Name):
+            why = "Horovod drops optimizer state that is loaded before wrapping (momentum restarts); now it is kept"
+            context.remark(loaded, why, "nothing, if the state was meant to be loaded")
+
+
+def _unwrapped(context: Context, use: cst.BaseExpression) -> cst.BaseExpression:
+    """The inner model; if Horovod, and so unidist, may not have been imported, by code that needs neither."""
+    model = use.deep_clone()
+    if context.is_surely_imported(use):
+        return cst.Call(context.unidist_name(use, "unwrap"), [cst.Arg(model)])
+    text = context.text(use)
+    return cst.parse_expression(f'({text}.module if hasattr({text}, "no_sync") else {text})')
+
+
+def _wrap_call(context: Context, each: OptimizerPlan) -> cst.Call:
+    options = [cst.Arg(each.model.deep_clone())]
+    if each.compression is not None:
+        value: cst.BaseExpression = each.compression.deep_clone()
+        if context.symbol(each.compression) in COMPRESSION:
+            value = cst.parse_expression(COMPRESSION[context.names.symbols[each.compression]])
+        elif isinstance(each.compression, cst.IfExp):
+            text = context.text(each.compression)
+            for node, symbol in context.names.symbols.items():
+                if symbol in COMPRESSION and context.tree.is_inside(node, each.compression):
+                    text = text.replace(context.text(node), COMPRESSION[symbol])
+            value = cst.parse_expression(text)
+        options.append(keyword("compression", value))
+    # Horovod leaves BatchNorm's statistics to each rank.
+    options.append(keyword("broadcast_buffers", cst.Name("False")))
+    return cst.Call(context.unidist_name_for(each.call.func, "wrap_model"), options)
+
+
+class _UpdatedArgument:
+    """An argument of a call, with the changes inside it."""
+
+    def __init__(self, context: Context, node: cst.BaseExpression) -> None:
+        self._node = node
+
+    def of(self, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        pairs = zip(call.args, updated.args)
+        return next(after.value for before, after in pairs if before.value is self._node)
+
+
+def _remark_on_use(context: Context, each: OptimizerPlan, use: cst.BaseExpression) -> None:
+    """Remark on steps with a closure, and on functions of other files that get the optimizer."""
+    tree = context.tree
+    call = tree.parent(tree.parent(use))
+    if not isinstance(call, cst.Call):
+        return
+    if _method(context, use) == "step" and call.args:
+        context.remark(call, _CLOSURE, "nothing, if the closure calls backward()")
+    elif use in each.flow.escapes and isinstance(call.func, cst.Name) and "sched" not in call.func.value.lower():
+        known = any(name.startswith(("torch.", "unidist.")) for name in tree.imported(call.func))
+        if not known and context.symbol(call.func) is None:
+            context.remark(call, _PASSED_ON, "make sure that it calls neither synchronize() nor skip_synchronize()")
+
+
+def _method(context: Context, use: cst.BaseExpression) -> str | None:
+    method = context.tree.parent(use)
+    return method.attr.value if isinstance(method, cst.Attribute) else None
+
+
+def horovod_method(context: Context, use: cst.BaseExpression) -> cst.Attribute | None:
+    """``optimizer.synchronize`` for its ``optimizer``; None for the methods that every optimizer has."""
+    method = context.tree.parent(use)
+    return method if isinstance(method, cst.Attribute) and method.attr.value in METHODS else None
+
+
+def _change_method(context: Context, use: cst.BaseExpression) -> None:
+    tree = context.tree
+    method = horovod_method(context, use)
+    if method is None:
+        return
+    call = tree.parent(method)
+    above = tree.parent(call)
+    if isinstance(above, cst.Expr):
+        statement = tree.is_statement(call)
+        if statement is not None:
+            context.edits.remove(statement)
+        else:  # it shares its line
+            context.edits.replace(above, cst.Pass())
+    elif isinstance(above, cst.WithItem) and isinstance(block := tree.parent(above), cst.With):
+        index = list(block.items).index(above)
+        context.edits.replace(block, lambda updated: _without_item(updated, index))
+
+
+def _without_item(updated: cst.With, index: int) -> cst.BaseCompoundStatement | cst.FlattenSentinel[cst.BaseStatement]:
+    items = [item for index, item in enumerate(updated.items) if index != index]
+    if items:
+        items[-1] = items[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return updated.with_changes(items=items)
+    body = updated.body
+    comments = list(updated.leading_lines)
+    if isinstance(body, cst.IndentedBlock):
+        lines: list[cst.BaseStatement] = list(body.body)
+        comments += [cst.EmptyLine(comment=body.header.comment)] if body.header.comment is not None else []
+        comments += [line for line in body.footer if line.comment is not None]
+    else:
+        assert isinstance(body, cst.SimpleStatementSuite)
+        lines = [cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)]
+    first = lines[0]
+    return cst.FlattenSentinel(
+        [first.with_changes(leading_lines=[*comments, *getattr(first, "leading_lines", ())]), *lines[1:]]
+    )
