@@ -407,7 +407,7 @@ def test_what_is_said(tmp_path: Path) -> None:
     (one,) = record(tmp_path / "a", train).ranks
     (other,) = record(tmp_path / "b", lambda: train(lr=0.2)).ranks
     lonely = Rank([replace(one.optimizers[0], horovod=True)], one.steps, idle=1)
-    left = Side("a.py", "horovod", "openmpi", 1.0, Recording([one] * 3))
+    left = Side("a.py", "horovod", "mpirun", 1.0, Recording([one] * 3))
     right = Side("b.py", "gloo", "torchrun", 1.0, Recording([lonely, lonely, other]))
     found = Comparison(left, right, CLOSE)
     assert verdict(found).startswith("DIFFERENT at step 1: weights of ") and "on rank 2" in verdict(found)
