@@ -24,7 +24,7 @@ from torch.utils.data import (
 import unidist
 from tests.support.datasets import Numbers, Stream
 from unidist.data import ShardLoader, ShardSampler, ShardStream
-from unidist.data.shares import Shares
+from unidist.data.sharding import Sharding
 from unidist.data.stream import WorkerInit
 
 
@@ -49,15 +49,17 @@ class ChangedStream(Stream):
         return iter(range(self.n) if self.numbers is None else self.numbers)
 
 
-def sharded(source: Any, shares: Shares, batch_size: int | None, seed: int = 0, **options: Any) -> ShardLoader:
+def sharded(source: Any, sharding: Sharding, batch_size: int | None, seed: int = 0, **options: Any) -> ShardLoader:
     if isinstance(source, IterableDataset):
-        stream = ShardStream(source, shares, batch_size or 1)
-        options["worker_init_fn"] = WorkerInit(options.pop("worker_init_fn", None))
-        return ShardLoader(stream, seed, dataset=stream, batch_size=batch_size, drop_last=shares.drop_last, **options)
-    sampler = ShardSampler(source, shares, seed)
+        split = "dataset" if isinstance(source, (SplitStream, ChangedStream)) else "loader"
+        stream = ShardStream(source, sharding, batch_size or 1, split)
+        if options.get("worker_init_fn"):
+            options["worker_init_fn"] = WorkerInit(options["worker_init_fn"])
+        return ShardLoader(stream, seed, dataset=stream, batch_size=batch_size, drop_last=sharding.drop_last, **options)
+    sampler = ShardSampler(source, sharding, seed)
     if isinstance(source, BatchSampler):
         return ShardLoader(sampler, seed, dataset=Numbers(10**6), batch_sampler=sampler, **options)
-    options.update(dataset=Numbers(10**6), sampler=sampler, batch_size=batch_size, drop_last=shares.drop_last)
+    options.update(dataset=Numbers(10**6), sampler=sampler, batch_size=batch_size, drop_last=sharding.drop_last)
     return ShardLoader(sampler, seed, **options)
 
 
@@ -67,7 +69,7 @@ def flat(batches: list[Any]) -> list[int]:
 
 def world(source: Any, size: int, batch_size: int = 2, **options: Any) -> list[ShardLoader]:
     rule = {name: options.pop(name) for name in ("pad", "drop_last") if name in options}
-    return [sharded(source, Shares(rank, size, **rule), batch_size, **options) for rank in range(size)]
+    return [sharded(source, Sharding(rank, size, **rule), batch_size, **options) for rank in range(size)]
 
 
 SIZES = list(product(range(1, 18), range(1, 7), range(1, 5)))
@@ -203,21 +205,24 @@ def test_a_stream_that_splits_itself_has_no_position(monkeypatch: pytest.MonkeyP
     gc.collect()
 
 
-def test_a_stream_that_asks_too_late_for_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+def test_workers_of_a_stream_need_worker_split() -> None:
+    unidist.init("single")
+    try:
+        with pytest.raises(ValueError, match=r"2 workers read .* Stream: pass worker_split='dataset' if it splits itself"):
+            unidist.shard_loader(DataLoader(Stream(4), num_workers=2))
+        with pytest.raises(ValueError, match="use 'dataset' or 'loader'"):
+            unidist.shard_loader(DataLoader(Stream(4)), worker_split="both")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="not an IterableDataset"):
+            unidist.shard_loader(DataLoader(Numbers(4)), worker_split="loader")
+        splits = [(Stream, "loader"), (SplitStream, "dataset")]
+        for kind, split in splits:
+            loader = unidist.shard_loader(DataLoader(kind(9), 2, num_workers=2), pad=False, worker_split=split)  # type: ignore[arg-type]
+            assert sorted(flat(list(loader))) == list(range(9))
+    finally:
+        unidist.shutdown()
 
-    class Late(Stream):
-        def __iter__(self) -> Iterator[int]:
-            yield -1
-            yield from SplitStream(self.n)
 
-    (loader,) = world(Late(20), 1, num_workers=2)
-    with pytest.raises(unidist.UnidistError, match="Late asked get_worker_info after its first sample"):
-        list(loader)
-    gc.collect()
-
-
-def test_a_look_at_a_batch_does_not_count() -> None:
+def test_an_iteration_of_one_batch_does_not_count() -> None:
     for options in ({}, {"num_workers": 1, "persistent_workers": True}):
         for source in (RandomSampler(range(12)), Stream(12)):
             (loader,) = world(source, 1, 2, **options)
@@ -243,7 +248,7 @@ def test_set_epoch_leaves_persistent_workers() -> None:
 
 def test_batch_samplers_resume_in_batches() -> None:
     source = BatchSampler(RandomSampler(range(20)), 3, drop_last=False)
-    batches = [batch.tolist() for batch in sharded(source, Shares(0, 1), None)]
+    batches = [batch.tolist() for batch in sharded(source, Sharding(0, 1), None)]
     (first, _) = before = world(source, 2, pad=True)
     for loader in before:
         next(iter(loader))
@@ -304,7 +309,7 @@ def test_a_sampler_draws_from_its_generator_or_the_global_ones() -> None:
         random.seed(seed), numpy.random.seed(seed)
         source = Own()
         before = random.getstate(), numpy.random.get_state()[1].tolist(), source.generator.get_state()
-        drawn.append(list(ShardSampler(source, Shares(0, 1), 7)))
+        drawn.append(list(ShardSampler(source, Sharding(0, 1), 7)))
         assert random.getstate() == before[0] and numpy.random.get_state()[1].tolist() == before[1]
         assert torch.equal(source.generator.get_state(), before[2])
     assert drawn[0] == drawn[1]
@@ -319,7 +324,7 @@ def test_a_sampler_of_another_length_than_it_says() -> None:
             return iter(range(4))
 
     with pytest.raises(ValueError, match="Short has length 5 and drew 4"):
-        list(ShardSampler(Short(), Shares(0, 2), 0))
+        list(ShardSampler(Short(), Sharding(0, 2), 0))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 import unidist
 from tests.support.datasets import Numbers, Stream
 from unidist.data import ShardSampler
-from unidist.data.shares import Shares
+from unidist.data.sharding import Sharding
 
 
 class Draws(Numbers):
@@ -74,7 +74,7 @@ def test_drop_last() -> None:
 def test_batches_are_those_of_one_process() -> None:
     size = unidist.world_size()
     shards = everyones(unidist.shard_loader(DataLoader(Numbers(12 * size), 4, shuffle=True), seed=7))
-    one = ShardSampler(RandomSampler(Numbers(12 * size)), Shares(0, 1), seed=7)
+    one = ShardSampler(RandomSampler(Numbers(12 * size)), Sharding(0, 1), seed=7)
     order = list(one)
     for step in range(3):
         together = sorted(index for shard in shards for index in shard[step])
@@ -175,10 +175,10 @@ def test_batch_samplers_deal_whole_batches() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_iterable_datasets_are_shared_over_ranks_and_workers(workers: int) -> None:
     for n in (13, 1):
-        loader = unidist.shard_loader(DataLoader(Stream(n), 2, num_workers=workers), pad=False)
+        loader = unidist.shard_loader(DataLoader(Stream(n), 2, num_workers=workers), pad=False, worker_split="loader")
         for _ in range(2):
             assert sorted(index for shard in everyones(loader) for index in flat(shard)) == list(range(n))
-    shards = everyones(unidist.shard_loader(DataLoader(Stream(13), 2, num_workers=workers)))
+    shards = everyones(unidist.shard_loader(DataLoader(Stream(13), 2, num_workers=workers), worker_split="loader"))
     assert {len(flat(shard)) for shard in shards} == {-(-13 // unidist.world_size())}
     assert {index for shard in shards for index in flat(shard)} == set(range(13))
 
@@ -223,5 +223,5 @@ def test_bad_input(loader: DataLoader[Any], options: dict[str, Any], error: type
 
 
 def test_a_share_is_not_shared_again() -> None:
-    with pytest.raises(TypeError, match="a rank's share already"):
+    with pytest.raises(TypeError, match="a rank's shard already"):
         unidist.shard_loader(unidist.shard_loader(DataLoader(Numbers(4))))

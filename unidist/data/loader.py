@@ -1,75 +1,74 @@
-"""A DataLoader that yields this rank's share of the samples, and knows where it stands."""
+"""A DataLoader that yields this rank's shard of the samples, and can resume in the middle of an epoch."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from unidist.context import current, is_initialized
-from unidist.data.sampler import ShardSampler, is_shuffle
-from unidist.data.shares import Cursor, Shares, mixed
-from unidist.data.stream import ShardStream, WorkerInit
+from unidist.data.sampler import ShardSampler, StatefulShardSampler, is_shuffle
+from unidist.data.sharding import Position, Progress, Sharding, mix_seeds
+from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit
 
 T = TypeVar("T")
 
 
 class ShardLoader(DataLoader[T]):
-    """What ``shard_loader`` returns: a DataLoader with this rank's share and a position that can be saved.
+    """What ``shard_loader`` returns: a DataLoader with this rank's shard and a position that can be saved.
 
     Its iterators are typed as yielding the type parameter of the loader that it was made of, ``DataLoader[T]``.
 
-    Each iteration is the next epoch; one that is left after its first batch was a look and does not count. ``len()`` is the
-    number of batches that the running iteration yields, else the next one: fewer than a whole epoch's when
-    it resumes in the middle.
+    Each iteration is the next epoch; one that is abandoned before its second batch does not count. ``len()`` is the number of
+    batches of the running iteration, else of the next one: fewer than a whole epoch's when it resumes in the middle.
     """
 
     def __init__(self, source: ShardSampler | ShardStream, seed: int, **options: Any) -> None:
         self._source = source
         self._seed = seed
-        #: Where the running iteration began, and how many batches it has yielded.
-        self._begun: Cursor | None = None
-        self._yielded = 0
+        self._progress = Progress()
+        self._batches = 0  # of the running iteration
         super().__init__(**options, generator=torch.Generator())
 
     @property
     def epoch(self) -> int:
-        """The epoch of the iteration that was begun last, and once that has come to its end, of the next one; from 0.
+        """The epoch of the last iteration, and once that has come to its end, of the next one; from 0.
 
         After a ``break`` it is still the epoch that was left, as in ``state_dict()``; the next iteration is the one after it.
         """
-        return self._now().epoch
+        return self._progress.current().epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration this epoch, from its beginning, or from the position that was loaded for it."""
-        moved = self._source.cursor.set_epoch(epoch)
-        self._begun = None
-        if moved:
-            self._restart_workers()
+        if epoch != self._progress.next.epoch:
+            self._seek(Position(epoch))
+        else:
+            self._progress.end()
 
     def state_dict(self) -> dict[str, int | str]:
-        """Where the run stands: the epoch, and how much of it all ranks together have consumed. Not collective.
+        """The epoch, and how much of it all ranks together have consumed. Not collective.
 
         The same on every rank that has taken as many batches. The batch that was yielded last counts as consumed. A state
         saved at an epoch's last batch resumes with an iteration of no batches; one saved after the loop, with the next epoch.
         """
-        now = self._now()
+        epoch, offset = self._progress.current()
+        if isinstance(self._source, ShardSampler):  # the length of a stream may be unknown
+            offset = min(offset, self._source.total())
         return {
-            "epoch": now.epoch,
-            "position": now.position,
+            "epoch": epoch,
+            "position": offset,
             "seed": self._seed,
             "order": self._source.order(),
             "workers": self.num_workers,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration what is left of the saved epoch, on a world of any size. Not collective.
+        """Make the next iteration what remains of the saved epoch, on a world of any size. Not collective.
 
-        Every sample that was not consumed comes once, and padding as in a whole epoch. The batch size may be another.
+        Every sample that was not consumed is yielded once, with padding as in a whole epoch. The batch size may be another.
 
         Raises:
             ValueError: the state is of a loader with another seed, or it is in the middle of an epoch and this loader has another
@@ -77,8 +76,8 @@ class ShardLoader(DataLoader[T]):
         """
         if state["seed"] != self._seed:
             raise ValueError(
-                f"this state is of shard_loader(seed={state['seed']}), and this loader has seed={self._seed}: other orders, in "
-                "which the position would repeat some samples and miss others. Pass the same seed."
+                f"this state is of shard_loader(seed={state['seed']}), and this loader has seed={self._seed}: in another order, the "
+                "position would repeat some samples and miss others. Pass the same seed."
             )
         if state["position"] and state["order"] != self._source.order():
             raise ValueError(
@@ -90,55 +89,42 @@ class ShardLoader(DataLoader[T]):
                 raise ValueError(
                     f"this state is in the middle of a stream that {state['workers']} workers read: resume with num_workers=1 or more."
                 )
-            self._source.workers_before = state["workers"]
-        self._source.cursor = Cursor(state["epoch"], state["position"])
-        self._begun = None
-        self._restart_workers()
+            self._source.saved_workers = state["workers"]
+        self._seek(Position(state["epoch"], state["position"]))
 
     def __len__(self) -> int:
-        total = self._source.total()
-        start = self._begun or self._source.cursor
-        items = self._source.shares.length(total - start.position)
+        start = self._progress.start or self._progress.next
+        items = self._source.sharding.length(self._source.total() - start.offset)
         if self.batch_size is None:
             return items
         return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
-        cursor = self._source.cursor
-        if self._begun is not None and self._yielded <= 1:  # it was a look
-            cursor = self._source.cursor = self._begun
-            self._restart_workers()
-        begun = self._begun = replace(cursor)
-        self._yielded = 0
+        if self._progress.start is not None and self._batches <= 1:
+            self._progress.restart()  # the last iteration does not count
+            self._iterator = None
+        start = self._source.start = self._progress.begin()
+        self._batches = 0
         assert self.generator is not None
         # It seeds the workers: other numbers on each rank and in each epoch, the same in every run.
-        self.generator.manual_seed(mixed(self._seed, self._source.shares.rank, begun.epoch, begun.position))
+        self.generator.manual_seed(mix_seeds(self._seed, self._source.sharding.rank, *start))
         if self.num_workers and self._iterator is None and is_initialized():
             current().quiesce()
-        iterator = super().__iter__()
-        if isinstance(self._source, ShardStream) and self.num_workers:
-            cursor.begin()  # the workers' copies do it for themselves
-        return self._counted(iterator, begun)
+        return self._count(super().__iter__(), start)
 
-    def _counted(self, iterator: Iterator[T], begun: Cursor) -> Iterator[T]:
+    def _count(self, iterator: Iterator[T], start: Position) -> Iterator[T]:
+        items = (self.batch_size or 1) * self._source.sharding.world_size
         for batch in iterator:
-            if self._begun is begun:
-                self._yielded += 1
+            if self._progress.start is start:
+                self._progress.consumed += items
+                self._batches += 1
             yield batch
-        if self._begun is begun:
-            self._begun = None
+        if self._progress.start is start:
+            self._progress.end()
 
-    def _now(self) -> Cursor:
-        if self._begun is None:
-            return self._source.cursor
-        step = (self.batch_size or 1) * self._source.shares.world_size
-        position = self._begun.position + self._yielded * step
-        if isinstance(self._source, ShardSampler):  # a stream's length may be a guess
-            position = min(position, self._source.total())
-        return Cursor(self._begun.epoch, position)
-
-    def _restart_workers(self) -> None:
-        self._iterator = None  # persistent ones know nothing of another position
+    def _seek(self, position: Position) -> None:
+        self._progress.seek(position)
+        self._iterator = None  # persistent workers would go on at another position
 
 
 def shard_loader(
@@ -148,41 +134,46 @@ def shard_loader(
     seed: int = 0,
     drop_last: bool | None = None,
     pad: bool | None = None,
+    worker_split: WorkerSplit | None = None,
 ) -> ShardLoader[T]:
-    """A DataLoader like ``loader`` that yields this rank's share of the samples.
+    """A DataLoader like ``loader`` that yields this rank's shard of the samples.
 
-    The batch size stays: it is each rank's. Order and workers' seeds follow from ``seed`` alone and leave the
-    global random state untouched. Each iteration is a new epoch, which ``loader.epoch`` tells; ``loader.set_epoch`` is there
-    for whoever counts epochs otherwise. ``loader.state_dict()`` and ``loader.load_state_dict()`` resume in the middle of an
-    epoch, on a world of any size. Not collective, but every rank must pass the same arguments.
+    The batch size is each rank's own, as before. Order and workers' seeds depend on ``seed`` alone; the global random state is
+    left untouched. Each iteration is a new epoch, whose number is ``loader.epoch``; call ``loader.set_epoch`` only to choose
+    another one. ``loader.state_dict()`` and ``loader.load_state_dict()`` resume in the middle of an epoch, on a world of any
+    size. Not collective, but every rank must pass the same arguments.
 
     * A sampler (weighted, random with replacement, of a subset, your own) is drawn by every rank with the same random
       numbers, and the ranks take its items in turn. It must draw from its ``generator`` attribute or from the global
-      generators of torch, Python or NumPy; one of its own would not follow the epoch when a run resumes.
-    * A batch sampler is drawn likewise, and the ranks take whole batches in turn.
-    * An iterable dataset must yield the same stream on every rank; the ranks take its samples in turn, their workers
-      batches. One that asks ``get_worker_info`` splits itself among the workers, and only the ranks' turns are added.
-    * torchdata's ``StatefulDataLoader`` stays one; what is said of positions holds for its own ``state_dict()``.
+      generators of torch, Python or NumPy; any other generator would not follow the epoch when a run resumes.
+    * A batch sampler is drawn in the same way, and the ranks take whole batches in turn.
+    * An iterable dataset must yield the same stream on every rank, and the ranks take its samples in turn. With two or more
+      workers, ``worker_split`` says who divides the stream among those of a rank.
+    * torchdata's ``StatefulDataLoader`` remains one; its own ``state_dict()`` contains the position.
 
     Args:
         loader: what one process would use.
-        shuffle: draw a new order each epoch. Default: as ``loader`` does.
+        shuffle: a new order in each epoch. Default: as ``loader`` does.
         seed: of the order and the workers; the same on every rank.
         drop_last: drop what does not fill a batch on every rank. Default: as ``loader`` does.
         pad: repeat samples so that every rank has the same number of batches, which training needs. ``False``
-            gives every sample to exactly one rank, for evaluation: shares then differ in length by up to one
+            gives every sample to exactly one rank, for evaluation: shards then differ in length by up to one
             sample, and are empty on some ranks if the world is larger than the dataset. Default: ``not drop_last``.
+        worker_split: of an iterable dataset with ``num_workers`` of 2 or more. ``"dataset"``: it splits itself among the workers,
+            through ``get_worker_info()`` or a ``worker_init_fn``, as PyTorch's documentation shows. ``"loader"``: it yields the
+            whole stream in each worker, of which the workers take batches in turn.
 
     Raises:
         TypeError: a ``DistributedSampler``, a sampler without a length, ``shuffle`` for a sampler of your own, a loader that
-            is a share already, or one of a class that iterates in its own way.
-        ValueError: ``pad=True`` with ``drop_last=True``, or padding an empty dataset.
+            is a shard already, or one whose class overrides ``__iter__``.
+        ValueError: ``pad=True`` with ``drop_last=True``; padding an empty dataset; ``worker_split`` is missing, or has no meaning
+            for a dataset that is not iterable.
     """
     if isinstance(loader, ShardLoader):
-        raise TypeError("shard_loader: this loader is a rank's share already.")
+        raise TypeError("shard_loader: this loader is a rank's shard already.")
     if not _is_stateful(loader) and type(loader).__iter__ is not DataLoader.__iter__:
         raise TypeError(
-            f"shard_loader cannot keep what {type(loader).__name__}.__iter__ does: pass a DataLoader, and wrap its share."
+            f"shard_loader cannot keep what {type(loader).__name__}.__iter__ does: pass a plain DataLoader, and wrap the result."
         )
     drop_last = loader.drop_last if drop_last is None else drop_last
     pad = (not drop_last) if pad is None else pad
@@ -190,8 +181,8 @@ def shard_loader(
         raise ValueError(
             "shard_loader(pad=True, drop_last=True): the last samples can be repeated or dropped, not both."
         )
-    place = current().topology
-    shares = Shares(place.rank, place.world_size, drop_last, pad)
+    topology = current().topology
+    sharding = Sharding(topology.rank, topology.world_size, drop_last, pad)
     options: dict[str, Any] = {
         name: getattr(loader, name)
         for name in (
@@ -203,12 +194,16 @@ def shard_loader(
     source: ShardSampler | ShardStream
     if isinstance(loader.dataset, IterableDataset):
         if shuffle:
-            raise TypeError("shard_loader(shuffle=True): an iterable dataset comes in its own order.")
-        source = ShardStream(loader.dataset, shares, loader.batch_size or 1)
+            raise TypeError("shard_loader(shuffle=True): an iterable dataset has an order of its own.")
+        source = ShardStream(loader.dataset, sharding, loader.batch_size or 1, _worker_split(loader, worker_split))
         options.update(dataset=source, batch_size=loader.batch_size, drop_last=drop_last)
-        options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+        if loader.worker_init_fn is not None:
+            options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
     else:
-        source = ShardSampler(_source(loader, shuffle), shares, seed)
+        if worker_split is not None:
+            raise ValueError(f"shard_loader(worker_split={worker_split!r}): this dataset is not an IterableDataset.")
+        kind = StatefulShardSampler if _is_stateful(loader) else ShardSampler
+        source = kind(_source(loader, shuffle), sharding, seed)
         if pad and source.total() == 0:
             raise ValueError("shard_loader cannot pad an empty dataset: pass pad=False if it may be empty.")
         options["dataset"] = loader.dataset
@@ -218,35 +213,45 @@ def shard_loader(
             options.update(sampler=source, batch_size=loader.batch_size, drop_last=drop_last)
     if _is_stateful(loader):
         if isinstance(source, ShardStream):
-            raise TypeError(
-                "shard_loader cannot share out an iterable dataset in a StatefulDataLoader: use a DataLoader."
-            )
-        seeds = torch.Generator().manual_seed(mixed(seed, place.rank))
+            raise TypeError("shard_loader cannot divide an iterable dataset in a StatefulDataLoader: use a DataLoader.")
+        seeds = torch.Generator().manual_seed(mix_seeds(seed, topology.rank))
         return type(loader)(**options, generator=seeds)  # type: ignore[return-value]
     options.pop("snapshot_every_n_steps", None)
     return ShardLoader(source, seed, **options)
 
 
 def _source(loader: DataLoader[Any], shuffle: bool | None) -> Sampler[Any]:
-    """The sampler or batch sampler whose items the ranks share."""
+    """The sampler or batch sampler whose items are divided among the ranks."""
     source: Any = loader.batch_sampler if _own_batches(loader) else loader.sampler
     if any(isinstance(part, DistributedSampler) for part in (source, loader.sampler, getattr(source, "sampler", None))):
         raise TypeError(
-            "shard_loader does DistributedSampler's work: leave the sampler out, and pass shuffle= to the DataLoader."
+            "shard_loader replaces DistributedSampler: leave the sampler out, and pass shuffle= to the DataLoader."
         )
     if shuffle is not None:
         if not (is_shuffle(source) or type(source) is SequentialSampler):
             raise TypeError(
-                f"shard_loader(shuffle={shuffle}): the order is up to the {type(source).__name__} that the loader has."
+                f"shard_loader(shuffle={shuffle}): the loader's {type(source).__name__} determines the order."
             )
         dataset: Any = loader.dataset
         return RandomSampler(dataset) if shuffle and len(dataset) else SequentialSampler(dataset)
     if not hasattr(source, "__len__"):
         raise TypeError(
-            f"shard_loader cannot share out {type(source).__name__}, which has no length: give it a __len__."
+            f"shard_loader cannot divide the items of {type(source).__name__}, which has no length: give it a __len__."
         )
     found: Sampler[Any] = source
     return found
+
+
+def _worker_split(loader: DataLoader[Any], worker_split: WorkerSplit | None) -> WorkerSplit:
+    if worker_split not in (None, "dataset", "loader"):
+        raise ValueError(f"shard_loader(worker_split={worker_split!r}): use 'dataset' or 'loader'.")
+    if worker_split is None and loader.num_workers > 1:
+        raise ValueError(
+            f"shard_loader: {loader.num_workers} workers read the iterable dataset {type(loader.dataset).__name__}: pass "
+            "worker_split='dataset' if it splits itself among them (by get_worker_info() or a worker_init_fn), or "
+            "worker_split='loader' if each of them yields the whole stream."
+        )
+    return worker_split or "loader"
 
 
 def _own_batches(loader: DataLoader[Any]) -> bool:
@@ -254,5 +259,5 @@ def _own_batches(loader: DataLoader[Any]) -> bool:
 
 
 def _is_stateful(loader: DataLoader[Any]) -> bool:
-    torchdata = sys.modules.get("torchdata.stateful_dataloader")  # whoever has such a loader has imported it
+    torchdata = sys.modules.get("torchdata.stateful_dataloader")  # imported by whoever made such a loader
     return torchdata is not None and isinstance(loader, torchdata.StatefulDataLoader)

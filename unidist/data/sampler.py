@@ -1,4 +1,4 @@
-"""This rank's share of what a sampler or batch sampler draws."""
+"""The shard of what a sampler or batch sampler draws."""
 
 from __future__ import annotations
 
@@ -11,67 +11,47 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
-from unidist.data.shares import Cursor, Shares, mixed
+from unidist.data.sharding import Position, Progress, Sharding, mix_seeds
 
 
 class ShardSampler(Sampler[Any]):
-    """This rank's share of the items that ``source`` draws: indices, or the batches of a batch sampler.
+    """This rank's shard of the items that ``source`` draws: indices, or the batches of a batch sampler.
 
-    Every rank draws the whole epoch, from ``seed`` and the epoch alone, and takes its places. The global random
-    state stays as it is. Each iteration is the next epoch.
+    Every rank draws the whole epoch, from ``seed`` and the epoch alone, and takes its items. The global random state is left
+    untouched.
 
     Args:
         source: a sampler or batch sampler with a length. What it draws at random must come from its ``generator``
             attribute or from the global generators of torch, Python or NumPy.
-        shares: the rule by which the ranks share.
+        sharding: how the epoch is divided.
         seed: the same on every rank.
     """
 
-    def __init__(self, source: Any, shares: Shares, seed: int) -> None:
+    def __init__(self, source: Any, sharding: Sharding, seed: int) -> None:
         self.source = source
-        self.shares = shares
+        self.sharding = sharding
         self.seed = seed
-        self.cursor = Cursor()
-        self._begun: Cursor | None = None
-        self._taken = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration this epoch; without this, epochs count up from 0 by themselves."""
-        self.cursor.set_epoch(epoch)
+        #: Where the next iteration starts; set by the loader.
+        self.start = Position()
 
     def total(self) -> int:
         """The number of items of a whole epoch, over all ranks."""
         return len(self.source)
 
     def __len__(self) -> int:
-        return self.shares.length(self.total() - self.cursor.position)
+        return self.sharding.length(self.total() - self.start.offset)
 
     def __iter__(self) -> Iterator[Any]:
-        begun = self.cursor.begin()
-        self._begun, self._taken = begun, 0
-        order = self._draw(begun.epoch)
-        first = begun.position + self.shares.rank
-        for turn in range(self.shares.length(len(order) - begun.position)):
-            self._taken += 1
-            # Places past the end wrap around; there are some only when padding.
-            yield order[(first + turn * self.shares.world_size) % len(order)]
-        self._begun = None
+        start = self.start
+        order = self._draw(start.epoch)
+        first = start.offset + self.sharding.rank
+        for turn in range(self.sharding.length(len(order) - start.offset)):
+            # An index past the end wraps around: padding.
+            yield order[(first + turn * self.sharding.world_size) % len(order)]
 
     def order(self) -> str:
-        """What tells this order from others of the same seed."""
+        """A description that differs between orders of one seed."""
         return f"{self.total()} items of {type(self.source).__name__}"
-
-    def state_dict(self) -> dict[str, int]:
-        """Epoch, and items taken of it over all ranks; the same on every rank that took as many."""
-        if self._begun is None:
-            return {"epoch": self.cursor.epoch, "position": self.cursor.position}
-        position = self._begun.position + self._taken * self.shares.world_size
-        return {"epoch": self._begun.epoch, "position": min(self.total(), position)}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Make the next iteration the rest of the epoch that ``state_dict`` told of; the world may have another size."""
-        self.cursor = Cursor(state["epoch"], state["position"])
-        self._begun = None
 
     def _draw(self, epoch: int) -> Sequence[Any]:
         source = self.source
@@ -80,19 +60,54 @@ class ShardSampler(Sampler[Any]):
         if is_shuffle(source):  # the order of DistributedSampler
             order = torch.randperm(len(source), generator=torch.Generator().manual_seed(self.seed + epoch))
             return _Integers(order)
-        with _seeded(source, mixed(self.seed, epoch)):
+        with _seeded(source, mix_seeds(self.seed, epoch)):
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
             items = list(source)
         if len(items) != len(source):
             raise ValueError(
-                f"{type(source).__name__} has length {len(source)} and drew {len(items)} items: the ranks cannot share it."
+                f"{type(source).__name__} has length {len(source)} and drew {len(items)} items: its items cannot be divided among the ranks."
             )
         return items
 
 
+class StatefulShardSampler(ShardSampler):
+    """``ShardSampler`` for torchdata's ``StatefulDataLoader``, which saves and restores the state of its sampler.
+
+    Each iteration is the next epoch.
+    """
+
+    def __init__(self, source: Any, sharding: Sharding, seed: int) -> None:
+        super().__init__(source, sharding, seed)
+        self._progress = Progress()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.start = self._progress.begin()
+        for item in super().__iter__():
+            self._progress.consumed += self.sharding.world_size
+            yield item
+        self._progress.end()
+        self.start = self._progress.next
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration this epoch; without this call, epochs count up from 0."""
+        if epoch != self._progress.next.epoch:
+            self._progress.seek(Position(epoch))
+        self.start = self._progress.next
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many items of it all ranks have drawn; the same on every rank that has drawn as many."""
+        epoch, offset = self._progress.current()
+        return {"epoch": epoch, "position": min(offset, self.total())}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Make the next iteration the rest of the epoch of a saved state, on a world of any size."""
+        self._progress.seek(Position(state["epoch"], state["position"]))
+        self.start = self._progress.next
+
+
 class _Integers(Sequence[int]):
-    """A tensor of indices, which takes a fourth of the memory of a list."""
+    """A tensor of indices, in a fourth of the memory of a list."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -113,7 +128,7 @@ def is_shuffle(sampler: object) -> bool:
 
 @contextmanager
 def _seeded(source: Any, seed: int) -> Iterator[None]:
-    """Inside, everything that a sampler may draw from starts at ``seed``; outside, nothing has changed."""
+    """Seed all generators that a sampler may draw from, and restore their states afterwards."""
     parts: list[Any] = [source, getattr(source, "sampler", None)]
     owners = [part for part in parts if isinstance(getattr(part, "generator", None), torch.Generator)]
     before = [part.generator for part in owners]
