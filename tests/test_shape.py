@@ -14,7 +14,7 @@ from tests.support.worlds import ROOT, environment, run_world
 from unidist.context import BACKENDS
 
 FEATURES = {
-    "model", "uneven", "data", "metrics", "meters", "checkpoint", "console", "collectives", "batch_norm", "multiprocessing",
+    "model", "uneven", "data", "metric_reduction", "running_metrics", "checkpoint", "console", "collectives", "batch_norm", "multiprocessing",
 }  # fmt: skip
 #: What each module of the package may import of it.
 BELOW = {

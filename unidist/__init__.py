@@ -43,8 +43,7 @@ if TYPE_CHECKING:
         UnidistError,
         WorldSizeError,
     )
-    from unidist.meters import Accuracy, Mean, Sum, wrap_metric
-    from unidist.metrics import allreduce_metric
+    from unidist.metric_reduction import allreduce_metric
     from unidist.model import (
         assert_in_sync,
         broadcast_model_state,
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
         wrap_model,
     )
     from unidist.multiprocessing import spawn
+    from unidist.running_metrics import Accuracy, Mean, Sum, wrap_metric
     from unidist.seed import set_seed
     from unidist.uneven import join
 
@@ -103,8 +103,8 @@ _MODULES = {
     ),
     "uneven": ("join",),
     "multiprocessing": ("spawn",),
-    "meters": ("Accuracy", "Mean", "Sum", "wrap_metric"),
-    "metrics": ("allreduce_metric",),
+    "running_metrics": ("Accuracy", "Mean", "Sum", "wrap_metric"),
+    "metric_reduction": ("allreduce_metric",),
     "model": (
         "assert_in_sync",
         "broadcast_model_state",

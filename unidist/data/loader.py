@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from unidist.context import current, is_initialized
 from unidist.data.sampler import ShardSampler, StatefulShardSampler, is_shuffle
-from unidist.data.sharding import Position, Progress, Sharding, mix_seeds
+from unidist.data.sharding import Position, Sharding, mix_seeds
 from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class ShardLoader(DataLoader[T]):
     def __init__(self, source: ShardSampler | ShardStream, seed: int, **options: Any) -> None:
         self._source = source
         self._seed = seed
-        self._progress = Progress()
+        self._progress = source.progress
         self._batches = 0  # of the running iteration
         super().__init__(**options, generator=torch.Generator())
 
@@ -44,9 +44,8 @@ class ShardLoader(DataLoader[T]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration this epoch, from its beginning, or from the position that was loaded for it."""
         if epoch != self._progress.next.epoch:
-            self._seek(Position(epoch))
-        else:
-            self._progress.end()
+            self._iterator = None  # persistent workers would go on with another one
+        self._progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int | str]:
         """The epoch, and how much of it all ranks together have consumed. Not collective.
@@ -90,11 +89,11 @@ class ShardLoader(DataLoader[T]):
                     f"this state is in the middle of a stream that {state['workers']} workers read: resume with num_workers=1 or more."
                 )
             self._source.saved_workers = state["workers"]
-        self._seek(Position(state["epoch"], state["position"]))
+        self._progress.seek(Position(state["epoch"], state["position"]))
+        self._iterator = None  # persistent workers would go on at another position
 
     def __len__(self) -> int:
-        start = self._progress.start or self._progress.next
-        items = self._source.sharding.length(self._source.total() - start.offset)
+        items = self._source.sharding.length(self._source.total() - self._progress.iteration.offset)
         if self.batch_size is None:
             return items
         return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
@@ -103,7 +102,7 @@ class ShardLoader(DataLoader[T]):
         if self._progress.start is not None and self._batches <= 1:
             self._progress.restart()  # the last iteration does not count
             self._iterator = None
-        start = self._source.start = self._progress.begin()
+        start = self._progress.begin()
         self._batches = 0
         assert self.generator is not None
         # It seeds the workers: other numbers on each rank and in each epoch, the same in every run.
@@ -121,10 +120,6 @@ class ShardLoader(DataLoader[T]):
             yield batch
         if self._progress.start is start:
             self._progress.end()
-
-    def _seek(self, position: Position) -> None:
-        self._progress.seek(position)
-        self._iterator = None  # persistent workers would go on at another position
 
 
 def shard_loader(

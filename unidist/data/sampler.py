@@ -31,18 +31,22 @@ class ShardSampler(Sampler[Any]):
         self.source = source
         self.sharding = sharding
         self.seed = seed
-        #: Where the next iteration starts; set by the loader.
-        self.start = Position()
+        #: Advanced by the loader.
+        self.progress = Progress()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration this epoch; without this call, epochs count up from 0."""
+        self.progress.set_epoch(epoch)
 
     def total(self) -> int:
         """The number of items of a whole epoch, over all ranks."""
         return len(self.source)
 
     def __len__(self) -> int:
-        return self.sharding.length(self.total() - self.start.offset)
+        return self.sharding.length(self.total() - self.progress.iteration.offset)
 
     def __iter__(self) -> Iterator[Any]:
-        start = self.start
+        start = self.progress.iteration
         order = self._draw(start.epoch)
         first = start.offset + self.sharding.rank
         for turn in range(self.sharding.length(len(order) - start.offset)):
@@ -77,33 +81,21 @@ class StatefulShardSampler(ShardSampler):
     Each iteration is the next epoch.
     """
 
-    def __init__(self, source: Any, sharding: Sharding, seed: int) -> None:
-        super().__init__(source, sharding, seed)
-        self._progress = Progress()
-
     def __iter__(self) -> Iterator[Any]:
-        self.start = self._progress.begin()
+        self.progress.begin()
         for item in super().__iter__():
-            self._progress.consumed += self.sharding.world_size
+            self.progress.consumed += self.sharding.world_size
             yield item
-        self._progress.end()
-        self.start = self._progress.next
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration this epoch; without this call, epochs count up from 0."""
-        if epoch != self._progress.next.epoch:
-            self._progress.seek(Position(epoch))
-        self.start = self._progress.next
+        self.progress.end()
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and how many items of it all ranks have drawn; the same on every rank that has drawn as many."""
-        epoch, offset = self._progress.current()
+        epoch, offset = self.progress.current()
         return {"epoch": epoch, "position": min(offset, self.total())}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Make the next iteration the rest of the epoch of a saved state, on a world of any size."""
-        self._progress.seek(Position(state["epoch"], state["position"]))
-        self.start = self._progress.next
+        self.progress.seek(Position(state["epoch"], state["position"]))
 
 
 class _Integers(Sequence[int]):

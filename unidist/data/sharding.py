@@ -56,6 +56,15 @@ class Progress:
         #: Items that all ranks together have consumed since.
         self.consumed = 0
 
+    @property
+    def iteration(self) -> Position:
+        """Where the running iteration started, else where the next one starts."""
+        return self.next if self.start is None else self.start
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration this epoch, from its beginning, or from the position that was loaded for it."""
+        self.seek(self.next if epoch == self.next.epoch else Position(epoch))
+
     def begin(self) -> Position:
         """Begin an iteration, and return where it starts."""
         self.start, self.consumed = self.next, 0

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from unidist.data.sharding import Position, Sharding
+from unidist.data.sharding import Progress, Sharding
 from unidist.errors import UnidistError
 
 #: Who divides a stream among the workers of a rank.
@@ -34,8 +34,8 @@ class ShardStream(IterableDataset[Any]):
         self.sharding = sharding
         self.batch_size = batch_size
         self.worker_split = worker_split
-        #: Where the next iteration starts; set by the loader, and advanced here in workers that persist.
-        self.start = Position()
+        #: Advanced by the loader.
+        self.progress = Progress()
         #: Number of workers per rank in the run that saved the position.
         self.saved_workers = 0
 
@@ -53,7 +53,9 @@ class ShardStream(IterableDataset[Any]):
         return f"a stream of {type(self.dataset).__name__}"
 
     def __iter__(self) -> Iterator[Any]:
-        start, self.start = self.start, self.start.next_epoch()
+        start = self.progress.iteration
+        if get_worker_info() is not None:
+            self.progress.begin()  # this copy, for the next epoch of a persistent worker
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(start.epoch)
         return self._shard(start.offset)

@@ -19,7 +19,9 @@ _LOSSES = re.compile(r"(^|\.)(\w*loss\w*|criterion|cross_entropy|\w*Loss)$", re.
 _PARAMETERS = re.compile(r"\.(named_)?parameters\(")
 
 
-def is_floating(tree: SyntaxTree, node: cst.BaseExpression, *, made_of_numbers: bool = False, depth: int = 6) -> bool | None:
+def is_floating(
+    tree: SyntaxTree, node: cst.BaseExpression, *, made_of_numbers: bool = False, depth: int = 6
+) -> bool | None:
     """True or False if the code shows it, else None.
 
     Args:
@@ -98,7 +100,9 @@ def _variable(tree: SyntaxTree, node: cst.BaseExpression, made_of_numbers: bool,
     for value, target in assignments(tree):
         if tree.variable(target) == variable:
             unpacked = isinstance(tree.parent(target), cst.Element) and not isinstance(tree.parent(value), cst.Element)
-            kinds.append(None if unpacked else is_floating(tree, value, made_of_numbers=made_of_numbers, depth=depth - 1))
+            kinds.append(
+                None if unpacked else is_floating(tree, value, made_of_numbers=made_of_numbers, depth=depth - 1)
+            )
     for loop in tree.all(cst.For):
         targets = [each for each in tree.all(cst.Name, inside=loop.target) if tree.variable(each) == variable]
         if targets:

@@ -27,7 +27,9 @@ class Flow:
     assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = field(default_factory=list)
 
 
-def follow(tree: SyntaxTree, variables: Iterable[str], skip: Callable[[cst.CSTNode], bool] = lambda node: False) -> Flow:
+def follow(
+    tree: SyntaxTree, variables: Iterable[str], skip: Callable[[cst.CSTNode], bool] = lambda node: False
+) -> Flow:
     """Follow what some variables hold.
 
     Args:

@@ -17,9 +17,7 @@ from unidist.migrate.syntax import Problem, Statement, SyntaxTree, argument, ful
 
 _BY_HAND = "a gradient is assigned by hand, and wrap_model does not average it"
 _COMPUTED = "gradients are computed without backward(), and wrap_model does not average them"
-_NOT_OUTPUT = (
-    "whether this backward pass starts from the model's output cannot be determined, and wrap_model averages in no other"
-)
+_NOT_OUTPUT = "whether this backward pass starts from the model's output cannot be determined, and wrap_model averages in no other"
 _SECOND = "backward(create_graph=True) fails in DistributedDataParallel"
 _INPUTS = "backward(inputs=...) skips gradients for which DistributedDataParallel waits"
 _LBFGS = "LBFGS calls the closure as often as each rank's own loss requires, so ranks would wait for each other"
@@ -57,7 +55,10 @@ _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
 
 def gradient_problems(
-    tree: SyntaxTree, called: Iterable[cst.BaseExpression], passed: Iterable[cst.BaseExpression], wraps: Iterable[Statement]
+    tree: SyntaxTree,
+    called: Iterable[cst.BaseExpression],
+    passed: Iterable[cst.BaseExpression],
+    wraps: Iterable[Statement],
 ) -> Iterator[Problem]:
     """Gradients of wrapped models that their backward passes would not average.
 
@@ -71,7 +72,9 @@ def gradient_problems(
     yield from _computed_otherwise(tree)
     origin = _Origins(tree, set(called), set(passed))
     for call in tree.method_calls("backward"):
-        if all(tree.function(call) is tree.function(wrap) and tree.position(call) < tree.position(wrap) for wrap in wraps):
+        if all(
+            tree.function(call) is tree.function(wrap) and tree.position(call) < tree.position(wrap) for wrap in wraps
+        ):
             continue
         if _is_given(call, "create_graph", 2 if _is_of_tensor(tree, call) else 3):
             yield call, _SECOND
@@ -148,12 +151,16 @@ def _is_of_itself(tree: SyntaxTree, value: cst.BaseExpression, base: str) -> boo
         return False
     for sum_ in tree.all(cst.BinaryOperation, inside=value):
         adds = not isinstance(sum_.operator, (cst.Multiply, cst.Divide, cst.Power, cst.FloorDivide))
-        if adds and not (_is_same_on_all_ranks(tree, sum_.left, base) and _is_same_on_all_ranks(tree, sum_.right, base)):
+        if adds and not (
+            _is_same_on_all_ranks(tree, sum_.left, base) and _is_same_on_all_ranks(tree, sum_.right, base)
+        ):
             return False
     for choice in tree.all(cst.IfExp, inside=value):
         if not all(_is_of_itself(tree, each, base) for each in (choice.body, choice.orelse)):
             return False
-    return all(_adds_same_on_all_ranks(tree, call, base) for call in tree.all(cst.Call, inside=value) if _may_add(tree, call))
+    return all(
+        _adds_same_on_all_ranks(tree, call, base) for call in tree.all(cst.Call, inside=value) if _may_add(tree, call)
+    )
 
 
 def _may_add(tree: SyntaxTree, call: cst.Call) -> bool:
@@ -387,7 +394,9 @@ def may_carry_gradient(tree: SyntaxTree, call: cst.Call, tensor: cst.BaseExpress
 
 def _is_in_no_grad(tree: SyntaxTree, node: cst.CSTNode) -> bool:
     function = tree.function(node)
-    if isinstance(function, cst.FunctionDef) and any(_disables_grad(tree, each.decorator) for each in function.decorators):
+    if isinstance(function, cst.FunctionDef) and any(
+        _disables_grad(tree, each.decorator) for each in function.decorators
+    ):
         return True
     for above in tree.parents(node):
         if above is function:

@@ -93,7 +93,9 @@ class Names:
 
 def find_names(tree: SyntaxTree) -> Names:
     """All uses of Horovod's names."""
-    names = Names(imports=_imports(tree), dynamic_imports=[call for call in tree.all(cst.Call) if _imports_module(tree, call)])
+    names = Names(
+        imports=_imports(tree), dynamic_imports=[call for call in tree.all(cst.Call) if _imports_module(tree, call)]
+    )
     bound = imported_names(tree)
     also_set = {
         node.value for node in tree.all(cst.Name)

@@ -62,7 +62,9 @@ class _Imports:
             for node in self._tree.all(cst.Import) for alias in node.names if full_name(alias.name) == "horovod"
         }  # fmt: skip
         self._used_whole = {
-            node.value for node in self._tree.all(cst.Name) if node.value in self._packages and self._is_used_whole(node)
+            node.value
+            for node in self._tree.all(cst.Name)
+            if node.value in self._packages and self._is_used_whole(node)
         }
         parts = [
             (node, name)
@@ -72,7 +74,9 @@ class _Imports:
         ]
         #: Attributes of the package that the drop-in does not have, and names of the package whose other attributes it has.
         self._unmovable = {name for _, name in parts if drop_in_name_of(name) is None}
-        self._other_parts_used = {root_name(node) for node, name in parts if symbol_of(name) is None and self._can_move(name)}
+        self._other_parts_used = {
+            root_name(node) for node, name in parts if symbol_of(name) is None and self._can_move(name)
+        }
         self._blocks_with_unidist = {
             id(self._tree.block(statement)) for node in self._tree.all(cst.Import)
             if (statement := self._tree.statement(node)) and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
@@ -107,7 +111,9 @@ class _Imports:
                 aliases.append(alias)
                 self._remark_unmovable(node, name)
         if list(node.names) != aliases or own:
-            self._replace_import(node, [node.with_changes(names=_without_trailing_comma(aliases))] if aliases else [], own)
+            self._replace_import(
+                node, [node.with_changes(names=_without_trailing_comma(aliases))] if aliases else [], own
+            )
 
     def _module(self, alias: cst.ImportAlias, name: str, bound: str | None) -> tuple[list[cst.ImportAlias], bool]:
         """What replaces ``horovod.torch``, and whether ``import unidist`` is needed beside it."""
@@ -150,7 +156,9 @@ class _Imports:
 
     def _can_move(self, name: str) -> bool:
         """Whether a name becomes the drop-in's; beside one that cannot, only those of the two supported parts do."""
-        return drop_in_name_of(name) is not None and (not self._unmovable or name.startswith(("horovod.torch", "horovod.common")))
+        return drop_in_name_of(name) is not None and (
+            not self._unmovable or name.startswith(("horovod.torch", "horovod.common"))
+        )
 
     def _is_used_whole(self, node: cst.Name) -> bool:
         parent = self._tree.parent(node)
@@ -180,7 +188,11 @@ class _Imports:
             if drop_in_name_of(module) is None and is_horovod(module):
                 self._remark_unmovable(node, f"{module}.*")
             elif is_horovod(module):
-                self._replace_import(node, [node.with_changes(module=dotted(drop_in_name_of(module) or module))], node in self._imports_to_extend)
+                self._replace_import(
+                    node,
+                    [node.with_changes(module=dotted(drop_in_name_of(module) or module))],
+                    node in self._imports_to_extend,
+                )
             return
         renamed: list[cst.Import] = []
         by_module: dict[str, list[cst.ImportAlias]] = {}
@@ -235,7 +247,9 @@ class _Imports:
             alias = alias.with_changes(name=cst.Name(last), asname=None if full_name(asname.name) == last else asname)
         return (parent, alias), own or (meaning == "" and used)
 
-    def _replace_import(self, node: cst.Import | cst.ImportFrom, statements: Sequence[cst.BaseSmallStatement], own: bool) -> None:
+    def _replace_import(
+        self, node: cst.Import | cst.ImportFrom, statements: Sequence[cst.BaseSmallStatement], own: bool
+    ) -> None:
         """Replace an import by others, and by ``import unidist`` if that is needed and not there yet."""
         statement = self._tree.statement(node)
         block = next(above for above in self._tree.parents(node) if isinstance(above, (cst.Module, cst.IndentedBlock)))
@@ -278,7 +292,11 @@ class _Imports:
         if self._is_module(node):
             self._context.edits.replace(node, cst.Name("unidist"))
             return
-        if isinstance(parent, cst.Attribute) and parent.value is node and drop_in_name_of(f"{name}.{parent.attr.value}"):
+        if (
+            isinstance(parent, cst.Attribute)
+            and parent.value is node
+            and drop_in_name_of(f"{name}.{parent.attr.value}")
+        ):
             return  # the longest name decides
         if in_import(self._tree, node):
             return
@@ -319,7 +337,11 @@ class _Imports:
         ):
             return
         becomes_unidist = self._context.aliases_are_native and self._native
-        target = "unidist.hvd" if value == "horovod" else drop_in_name_of(value) or (value if value == "unidist.hvd" else None)
+        target = (
+            "unidist.hvd"
+            if value == "horovod"
+            else drop_in_name_of(value) or (value if value == "unidist.hvd" else None)
+        )
         if becomes_unidist and (value == "horovod" or symbol_of(value) == ""):
             target = "unidist"
         if target is None:
@@ -332,7 +354,10 @@ class _Imports:
         """Add ``import unidist`` at the top for code that no import of Horovod serves, and ``import contextlib``."""
         context, module = self._context, self._tree.module
         wanted = ["contextlib"] if context.needs_contextlib and not self._imports("contextlib") else []
-        if any(not context.imports_for(node) for node in context.needs_unidist) and id(module) not in self._blocks_with_unidist:
+        if (
+            any(not context.imports_for(node) for node in context.needs_unidist)
+            and id(module) not in self._blocks_with_unidist
+        ):
             wanted.append("unidist")
         if not wanted:
             return
@@ -369,7 +394,9 @@ class _Imports:
 
     def _remark_reexported(self, alias: cst.ImportAlias, name: str) -> None:
         if self._context.native:
-            self._context.edits.remark(alias, name, _REEXPORTED, "import unidist where it is used, then remove this line")
+            self._context.edits.remark(
+                alias, name, _REEXPORTED, "import unidist where it is used, then remove this line"
+            )
 
     def _remark_drop_in(self, node: cst.CSTNode, name: str) -> None:
         if self._context.native:

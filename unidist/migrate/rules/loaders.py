@@ -146,10 +146,19 @@ def change_loaders(context: Context) -> None:
         uses = _uses_of_sampler(context, pair)
         epochs = [use for use in uses or () if _method(context, use) == "set_epoch"]
         shuffle = not is_constant(pair.arguments.get("shuffle"), False)
-        if uses is None or not _is_equivalent(context, pair) or _uses_loader_sampler(context, pair) or not context.can_import(pair.loader):
+        if (
+            uses is None
+            or not _is_equivalent(context, pair)
+            or _uses_loader_sampler(context, pair)
+            or not context.can_import(pair.loader)
+        ):
             continue
         statements = [each for use in epochs if (each := context.tree.statement(use)) is not None]
-        if shuffle and epochs and not all(_follows_set_epoch(context, use, statements) for use in _iterations(context, pair)):
+        if (
+            shuffle
+            and epochs
+            and not all(_follows_set_epoch(context, use, statements) for use in _iterations(context, pair))
+        ):
             context.remark(pair.sampler, _NOT_EVERY_EPOCH, _BY_HAND)
             continue
         if shuffle and not epochs:
@@ -195,7 +204,12 @@ def _samplers_with_loaders(context: Context) -> list[SampledLoader]:
     ]  # fmt: skip
     for value, target in assignments(tree):
         variable, statement = tree.variable(target), tree.statement(target)
-        if not isinstance(value, cst.Call) or not is_imported(context, value, _SAMPLERS) or not variable or statement is None:
+        if (
+            not isinstance(value, cst.Call)
+            or not is_imported(context, value, _SAMPLERS)
+            or not variable
+            or statement is None
+        ):
             continue
         arguments = _sampler_arguments(value)
         mine = [
@@ -316,7 +330,9 @@ def _uses_of_sampler(context: Context, pair: SampledLoader) -> list[cst.BaseExpr
 
 
 def _trains(context: Context, pair: SampledLoader) -> bool:
-    loops = [loop for loop in context.tree.all(cst.For) if context.tree.variable(_iterable_of(loop)) == pair.loader_variable]
+    loops = [
+        loop for loop in context.tree.all(cst.For) if context.tree.variable(_iterable_of(loop)) == pair.loader_variable
+    ]
     return any(_has_backward(context, loop) for loop in loops)
 
 
@@ -328,7 +344,9 @@ def _change(context: Context, pair: SampledLoader, uses: list[cst.BaseExpression
 
     def rebuilt(updated: cst.Call) -> cst.Call:
         args = [arg for arg in updated.args if arg.keyword is None or arg.keyword.value not in ("sampler", "shuffle")]
-        indices = [i for i, arg in enumerate(updated.args) if arg.keyword is not None and arg.keyword.value == "sampler"]
+        indices = [
+            i for i, arg in enumerate(updated.args) if arg.keyword is not None and arg.keyword.value == "sampler"
+        ]
         if shuffle:
             args.insert(
                 min(indices[0], len(args)),

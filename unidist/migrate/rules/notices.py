@@ -52,7 +52,11 @@ def report_surroundings(context: Context) -> None:
         if value == "horovod" and _is_for_lightning(context, text):
             context.remark(text, *_LIGHTNING)
     for call in context.tree.all(cst.Call):
-        if full_name(call.func).split(".")[-1] in IMPORTERS and call.args and _is_computed_horovod_name(call.args[0].value):
+        if (
+            full_name(call.func).split(".")[-1] in IMPORTERS
+            and call.args
+            and _is_computed_horovod_name(call.args[0].value)
+        ):
             context.remark(call, *_COMPUTED_NAME)
     for guard in _long_work(context):
         context.remark(guard, *_ALONE, what=f"if {context.text(guard.test)}:")

@@ -1,4 +1,4 @@
-"""Running figures of this rank that are combined over all ranks when they are asked for."""
+"""Metrics that accumulate on each rank, and are reduced over all ranks when they are computed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 
 from unidist.collectives import all_gather_object
 from unidist.context import current
-from unidist.metrics import allreduce_metric
+from unidist.metric_reduction import allreduce_metric
 
 M = TypeVar("M")
 
 
-class Meter:
-    """Some totals of this rank. ``update`` is local and waits for no device; ``compute`` is collective."""
+class Metric:
+    """Totals of this rank. ``update`` is local and does not wait for the device; ``compute`` is collective."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything seen so far."""
+        """Set the totals back to zero."""
         self._totals: dict[torch.device, list[Tensor | float]] = {}
 
     def _add(self, *amounts: Tensor | float) -> None:
-        # One row of totals a device, so that no update waits for a GPU.
+        # Totals per device, so that no update waits for a GPU.
         device = next((amount.device for amount in amounts if isinstance(amount, Tensor)), torch.device("cpu"))
         before = self._totals.get(device, [0.0] * len(amounts))
         self._totals[device] = [total + amount for total, amount in zip(before, amounts)]
 
-    def _combined(self, length: int) -> list[float]:
+    def _reduce(self, length: int) -> list[float]:
         """The totals over all ranks, in one collective."""
         mine = [0.0] * length
         for row in self._totals.values():
@@ -38,20 +38,20 @@ class Meter:
         return allreduce_metric(mine, op="sum")
 
 
-class Mean(Meter):
+class Mean(Metric):
     """The weighted mean of all values of all ranks.
 
     ::
 
-        loss_meter = unidist.Mean()
+        mean_loss = unidist.Mean()
         for inputs, targets in loader:
             ...
-            loss_meter.update(loss, len(inputs))
-        loss = loss_meter.compute()
+            mean_loss.update(loss, len(inputs))
+        loss = mean_loss.compute()
     """
 
     def update(self, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
-        """Count a value, or each element of a tensor, with a weight, such as the number of samples it is the mean of.
+        """Add a value, or each element of a tensor, with a weight, such as the number of samples it is the mean of.
 
         A value of weight 0 does not count, whatever it is.
         """
@@ -65,12 +65,12 @@ class Mean(Meter):
             self._add(value * weight if weight else 0.0, weight)
 
     def compute(self) -> float:
-        """The mean over all ranks; nan where no rank has counted anything, or a value was nan. Collective."""
-        total, weight = self._combined(2)
+        """The mean over all ranks; nan without any weight, or if a value was nan. Collective."""
+        total, weight = self._reduce(2)
         return total / weight if weight else float("nan")
 
 
-class Sum(Meter):
+class Sum(Metric):
     """The sum of all values of all ranks, in float64; for exact integers use ``allreduce_metric(n, op="sum")``."""
 
     def update(self, value: float | Tensor) -> None:
@@ -78,15 +78,15 @@ class Sum(Meter):
         self._add(value.detach().double().sum() if isinstance(value, Tensor) else value)
 
     def compute(self) -> float:
-        """The sum over all ranks; 0 where no rank has added anything. Collective."""
-        return self._combined(1)[0]
+        """The sum over all ranks; 0 without any value. Collective."""
+        return self._reduce(1)[0]
 
 
-class Accuracy(Meter):
-    """The share of predictions that are right, over all ranks.
+class Accuracy(Metric):
+    """The fraction of correct predictions over all ranks.
 
     Args:
-        top_k: a prediction counts as right if the target is among the ``top_k`` highest scores.
+        top_k: a prediction is correct if the target is among the ``top_k`` highest scores.
         ignore_index: targets of this value do not count, as in ``torch.nn.functional.cross_entropy``.
     """
 
@@ -98,11 +98,11 @@ class Accuracy(Meter):
         self.ignore_index = ignore_index
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Count some predictions.
+        """Add a batch of predictions.
 
         Args:
             output: scores of shape ``(N, C, ...)`` with 2 classes or more, or predicted classes of the shape of ``target``.
-            target: classes of shape ``(N, ...)``, integers or bool. For one score a sample, pass ``scores > threshold``.
+            target: classes of shape ``(N, ...)``, integers or bool. With one score per sample, pass ``scores > threshold``.
 
         Raises:
             ValueError: the shapes do not fit, or there are fewer classes than ``top_k``.
@@ -111,27 +111,27 @@ class Accuracy(Meter):
         classes = not (output.dtype.is_floating_point or target.dtype.is_floating_point)
         fits = output.dim() == target.dim() + 1 and output.shape[:1] + output.shape[2:] == target.shape
         if output.shape == target.shape and classes and self.top_k == 1:
-            right = output == target
+            correct = output == target
         elif fits and output.shape[1] >= max(2, self.top_k) and not target.dtype.is_floating_point:
-            right = (output.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(1)
+            correct = (output.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(1)
         else:
             raise ValueError(
                 f"Accuracy(top_k={self.top_k}) takes (N, C, ...) scores of 2 classes or more with (N, ...) classes, or classes of "
                 f"one shape, not {output.dtype} {tuple(output.shape)} with {target.dtype} {tuple(target.shape)}."
             )
-        counted = torch.ones_like(right) if self.ignore_index is None else target != self.ignore_index
-        self._add((right & counted).sum().double(), counted.sum().double())
+        counted = torch.ones_like(correct) if self.ignore_index is None else target != self.ignore_index
+        self._add((correct & counted).sum().double(), counted.sum().double())
 
     def compute(self) -> float:
-        """From 0 to 1; nan where no rank has counted anything. Collective."""
-        right, counted = self._combined(2)
-        return right / counted if counted else float("nan")
+        """From 0 to 1; nan without any prediction. Collective."""
+        correct, counted = self._reduce(2)
+        return correct / counted if counted else float("nan")
 
 
 def wrap_metric(metric: M) -> M:
     """Make a torchmetrics metric, or a collection of them, compute over all ranks, on any engine.
 
-    Not collective itself; afterwards ``metric.compute()`` is. A rank that has seen no sample takes part with none.
+    Not collective itself; afterwards ``metric.compute()`` is. A rank without samples contributes nothing.
     What ``metric(...)`` returns for a batch stays this rank's own, as in torchmetrics.
 
     Returns:
@@ -158,7 +158,7 @@ def wrap_metric(metric: M) -> M:
 
 
 def _gather(tensor: Tensor, group: object = None) -> list[Tensor]:
-    """What torchmetrics asks of a library: every rank's tensor, of any shapes."""
+    """torchmetrics' ``dist_sync_fn``: every rank's tensor, of any shapes."""
     return [part.to(tensor.device) for part in all_gather_object(tensor.detach().cpu())]
 
 

@@ -1,4 +1,4 @@
-"""Figures over all ranks: one collective for everything that one call reports."""
+"""Metrics over all ranks: one collective for all values of a call."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from unidist.tree import map_leaves, walk
 T = TypeVar("T")
 MetricOp = Literal["mean", "sum", "min", "max"]
 
-#: Payloads have a multiple of this length, so that an extra value on one rank is told from the payload's
-#: first numbers instead of confusing the engine.
+#: Payloads are padded to a multiple of this length, so that an extra value on one rank is detected by the header instead of
+#: being an error of the backend.
 _BLOCK = 64
-#: float64 holds whole numbers exactly up to here.
+#: float64 represents integers exactly up to here.
 _EXACT = 2**53
 
 
 def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricOp = "mean") -> T:
-    """Combine a figure, or a structure of figures, over all ranks. Collective.
+    """Reduce a number or tensor, or a structure of them, over all ranks. Collective.
 
-    Everything of one call travels in one collective, in float64; sums of integers are exact.
+    All values of a call are reduced in one collective, in float64; sums of integers are exact.
 
     Args:
         value: a number, a tensor, or nested dicts, lists and tuples of them; the same structure on every rank.
-        weight: this rank's share in a mean, such as its number of samples, so that a short last batch counts
-            for what it is; 0 leaves this rank out, whatever its value. Default: every rank counts the same.
+        weight: this rank's weight in a mean, such as its number of samples, so that a short last batch counts
+            less; with 0 this rank's value is ignored. Default: all ranks have equal weights.
         op: ``mean``, ``sum``, ``min`` or ``max``.
 
     Returns:
@@ -47,18 +47,18 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
         ValueError: unknown ``op``, a weight that is negative or not finite, or one with an ``op`` other than
             ``mean``; an integer beyond 2**80 in a sum, or beyond 2**53 in ``min`` and ``max``.
         MismatchError: the ranks' structures differ; a ``CollectiveError``, and on gloo the end of the job, if one is so
-            much larger (more than 60 numbers) that the engine sees it first.
+            much larger (more than 60 numbers) that the backend fails first.
     """
-    share = _share(weight, op)
+    factor = _checked_weight(weight, op)
     found = walk(value)
-    numbers = _header(found, op, share)
+    numbers = _header(found, op, factor)
     skip = len(numbers)
     tensors: list[Tensor] = []
     for _, leaf in found:
         if isinstance(leaf, Tensor):
-            tensors.append(_pack_tensor(leaf, op, share))
+            tensors.append(_pack_tensor(leaf, op, factor))
         else:
-            numbers += _pack(leaf, op, share)
+            numbers += _pack(leaf, op, factor)
     sizes = [len(numbers), *map(len, tensors)]
     padding = -sum(sizes) % _BLOCK
     backend = current()
@@ -66,64 +66,64 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
     if tensors:
         payload = torch.cat([payload, *tensors, payload.new_zeros(padding)])
     extremum = op in ("min", "max")
-    wire = (to_ordered(payload, op) if extremum else payload).to(backend.device)
-    backend.all_reduce(wire, "sum" if op == "mean" else op)
-    combined = from_ordered(wire.cpu(), op) if extremum else wire.cpu()
-    result, *answers = torch.split(combined, [*sizes, padding]) if tensors else [combined]
-    totals = result.tolist()
+    reduced = (to_ordered(payload, op) if extremum else payload).to(backend.device)
+    backend.all_reduce(reduced, "sum" if op == "mean" else op)
+    combined = from_ordered(reduced.cpu(), op) if extremum else reduced.cpu()
+    head, *parts = torch.split(combined, [*sizes, padding]) if tensors else [combined]
+    totals = head.tolist()
     _check_header(totals, op)
-    scalars, parts = iter(totals[skip:]), iter(answers)
+    scalars, tensor_parts = iter(totals[skip:]), iter(parts)
 
     def unpack(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return _unpack_tensor(next(parts), leaf, op, totals[0])
+            return _unpack_tensor(next(tensor_parts), leaf, op, totals[0])
         return _unpack(scalars, leaf, op, totals)
 
-    answer: T = map_leaves(unpack, value)
-    return answer
+    unpacked: T = map_leaves(unpack, value)
+    return unpacked
 
 
-def _share(weight: float | Tensor | None, op: str) -> float:
+def _checked_weight(weight: float | Tensor | None, op: str) -> float:
     if op not in ("mean", "sum", "min", "max"):
         raise ValueError(f"op={op!r} is unknown: use 'mean', 'sum', 'min' or 'max'.")
     if weight is None:
         return 1.0
     if op != "mean":
-        raise ValueError(f"weight={weight} goes with op='mean' only, not with {op!r}.")
-    share = float(weight)
-    if not 0 <= share < math.inf:
+        raise ValueError(f"weight={weight} needs op='mean', not {op!r}.")
+    factor = float(weight)
+    if not 0 <= factor < math.inf:
         raise ValueError(f"weight={weight} must be a finite number, 0 or above: this rank's number of samples.")
-    return share
+    return factor
 
 
 # ------------------------------------------------------------------------------------ one value
-def _pack(leaf: Any, op: str, share: float) -> list[float]:
-    """A number as floats that can be combined one by one."""
+def _pack(leaf: Any, op: str, weight: float) -> list[float]:
+    """A number as floats that can be reduced element by element."""
     if not isinstance(leaf, (float, Real)):
         raise TypeError(
             f"allreduce_metric takes numbers and tensors in dicts, lists and tuples, not {type(leaf).__name__}."
         )
     if op == "mean":
         # Not a product alone: an empty shard's nan must not count.
-        return [float(leaf) * share if share else 0.0]
+        return [float(leaf) * weight if weight else 0.0]
     n = int(leaf) if isinstance(leaf, Integral) else None
     limit = 2**80 if op == "sum" else _EXACT
     if n is not None and abs(n) > limit:
         raise ValueError(f"the {op} of {leaf} is not exact beyond {limit}: pass a float.")
     if op != "sum":
         return [float(leaf)]
-    # A rank may report 0 where another reports 0.5, so integers and floats take the same room.
+    # A rank may report 0 where another reports 0.5, so integers and floats take as many elements.
     return [float(leaf), 0.0, 0.0, 0.0] if n is None else [0.0, float(n >> 32), float(n & 0xFFFFFFFF), 1.0]
 
 
-def _pack_tensor(leaf: Tensor, op: str, share: float) -> Tensor:
-    """A tensor as float64 on the CPU, in a form that can be combined element by element."""
+def _pack_tensor(leaf: Tensor, op: str, weight: float) -> Tensor:
+    """A tensor as float64 on the CPU, in a form that can be reduced element by element."""
     if leaf.dtype.is_complex or leaf.layout != torch.strided:
         raise TypeError(f"allreduce_metric takes dense real tensors, not {leaf.dtype} ({leaf.layout}).")
     flat = leaf.detach().cpu().reshape(-1)
     if op == "mean":
         numbers = flat.double()
-        return numbers * share if share else torch.zeros_like(numbers)
+        return numbers * weight if weight else torch.zeros_like(numbers)
     if flat.dtype.is_floating_point:
         return flat.double()
     flat = flat.long()
@@ -134,50 +134,50 @@ def _pack_tensor(leaf: Tensor, op: str, share: float) -> Tensor:
     return flat.double()
 
 
-def _unpack(answers: Iterator[float], leaf: Any, op: str, header: Sequence[float]) -> float:
-    """The combined number, from as many of the answers as ``_pack`` made."""
-    answer = next(answers)
+def _unpack(elements: Iterator[float], leaf: Any, op: str, header: Sequence[float]) -> float:
+    """The reduced number, from as many elements as ``_pack`` made of it."""
+    value = next(elements)
     if op == "mean":
-        return answer / header[0] if header[0] else math.nan
+        return value / header[0] if header[0] else math.nan
     if op == "sum":
-        high, low, integers = next(answers), next(answers), next(answers)
+        high, low, integers = next(elements), next(elements), next(elements)
         exact = (int(high) << 32) + int(low)
-        return exact if integers == header[1] else answer + exact
-    return int(answer) if isinstance(leaf, Integral) and answer.is_integer() else answer
+        return exact if integers == header[1] else value + exact
+    return int(value) if isinstance(leaf, Integral) and value.is_integer() else value
 
 
-def _unpack_tensor(answer: Tensor, leaf: Tensor, op: str, share: float) -> Tensor:
+def _unpack_tensor(part: Tensor, leaf: Tensor, op: str, weight: float) -> Tensor:
     floating = leaf.dtype.is_floating_point
     dtype = leaf.dtype
     if op == "mean":
-        answer = answer / share
+        part = part / weight
         dtype = leaf.dtype if floating else torch.float32
     elif op == "sum" and not floating:
-        high, low = answer.long().view(2, -1)
-        answer = (high << 32) + low
+        high, low = part.long().view(2, -1)
+        part = (high << 32) + low
         dtype = torch.int64
-    return answer.view(leaf.shape).to(dtype=dtype, device=leaf.device)
+    return part.view(leaf.shape).to(dtype=dtype, device=leaf.device)
 
 
 # ------------------------------------------------------------------------------ the same on every rank?
-def _header(found: Sequence[tuple[Any, Any]], op: str, share: float) -> list[float]:
-    """This rank's share, one for the rank itself, and the structure's fingerprint, whose combination shows a difference."""
-    form = zlib.crc32(repr((op, [(path, _form(leaf)) for path, leaf in found])).encode()) % 2**20
-    return [share, 1, form, form**2] if op in ("mean", "sum") else [form, -form]
+def _header(found: Sequence[tuple[Any, Any]], op: str, weight: float) -> list[float]:
+    """This rank's weight, 1 to count the ranks, and a checksum of the structure, in a form whose reduction shows a difference."""
+    checksum = zlib.crc32(repr((op, [(path, _kind(leaf)) for path, leaf in found])).encode()) % 2**20
+    return [weight, 1, checksum, checksum**2] if op in ("mean", "sum") else [checksum, -checksum]
 
 
-def _form(leaf: Any) -> Any:
+def _kind(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype.is_floating_point) if isinstance(leaf, Tensor) else 0
 
 
 def _check_header(result: Sequence[float], op: str) -> None:
     if op in ("mean", "sum"):
-        # Equality in the inequality of Cauchy and Schwarz: all fingerprints are the same.
+        # Equality in the Cauchy-Schwarz inequality: all checksums are equal.
         ranks, total, squares = map(int, result[1:4])
         same = ranks * squares == total**2
     else:
         same = int(result[0]) == -int(result[1])
     if not same:
         raise MismatchError(
-            "allreduce_metric got another structure on another rank: pass the same keys, lengths and shapes on every rank."
+            "allreduce_metric: the ranks passed values of different structure: pass the same keys, lengths and shapes on every rank."
         )
