@@ -1,5 +1,5 @@
-"""The engines. Each module is imported when its engine is first asked for; read ``base`` first."""
+"""The backends. Each module is imported when its backend is first used; read ``base`` first."""
 
 if __name__ != "unidist.backends":
-    # A second name would make every class of this package twice.
-    raise ImportError("import unidist.backends, not backends: this folder is unidist's own package.")
+    # Under a second name, every class of this package would exist twice.
+    raise ImportError("import unidist.backends, not backends: this directory is a package of unidist.")

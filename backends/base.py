@@ -1,13 +1,13 @@
-"""The contract between unidist and an engine.
+"""The contract of a backend.
 
-The features above clean what the user passed and call these members; a member does the engine's
-own call and nothing else. What holds for all of them:
+The public functions check and convert their arguments and call these methods; a method makes the library's own call and
+nothing else. For all of them:
 
-* Tensors arrive detached, contiguous, on a device type in ``device_types`` and, where numbers are
-  combined, in a dtype in ``reducible``. Moved bytes may have any dtype.
-* A member marked *Collective* must be called by every rank of its group, in the same order.
-* ``group`` is None for the world, or a handle from ``new_group``.
-* An engine's own exception never escapes: see ``engine_errors``.
+* Tensors are detached, contiguous, on a device type in ``device_types`` and, in reductions, of a dtype in ``reducible``.
+  Methods that only copy take any dtype.
+* A method marked *Collective* must be called by every rank of its group, in the same order.
+* ``group`` is None for the world, or the result of ``new_group``.
+* A library's own exceptions are converted: see ``errors_of``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from unidist.errors import CollectiveError, UnidistError
 from unidist.topology import Launch, Topology
 
-#: Ample time for a thread to let go of the last call's tensors.
-_REST_S = 0.1
+#: Ample time for a library's thread to release the tensors of the last call.
+_QUIESCE_S = 0.1
 
 M = TypeVar("M", bound=torch.nn.Module)
 Op = Literal["sum", "mean", "min", "max", "product"]
@@ -35,29 +35,29 @@ Op = Literal["sum", "mean", "min", "max", "product"]
 
 @dataclass(frozen=True)
 class Start:
-    """What ``init()`` asks of an engine."""
+    """The arguments of ``init()`` for a backend."""
 
     launch: Launch
     init_method: str | None = None
     timeout: timedelta | None = None
     device: torch.device | None = None
-    #: How many worlds this process has started before; the same on every rank.
+    #: Number of earlier calls of ``init()`` in this process; the same on every rank.
     session: int = 0
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks of the world, made by ``unidist.new_group``."""
+    """Some ranks of the world; the result of ``unidist.new_group``."""
 
     #: Global ranks, ascending.
     ranks: tuple[int, ...]
-    #: The engine's own handle.
+    #: The library's own handle.
     handle: Any = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options of ``wrap_model`` that an engine implements; see there."""
+    """Options of ``wrap_model``; see there."""
 
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
@@ -92,13 +92,13 @@ class WrappedModel(torch.nn.Module, Generic[M]):
 
 
 class Backend(ABC):
-    """One engine, started."""
+    """A backend that has been started."""
 
-    #: Device types whose tensors the engine moves; others travel through the CPU.
+    #: Device types of tensors that the backend takes; others are copied to the CPU.
     device_types: frozenset[str] = frozenset({"cpu"})
-    #: Dtypes that ``all_reduce`` combines; the features widen the others.
+    #: Dtypes that ``all_reduce`` takes; others are converted to wider ones.
     reducible: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-    #: Whether the engine refuses to start without a launcher.
+    #: Whether the backend cannot start without a launcher.
     needs_launcher: ClassVar[bool] = False
 
     def __init__(self, name: str, topology: Topology, device: torch.device) -> None:
@@ -111,12 +111,12 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def start(cls, name: str, start: Start) -> Backend:
-        """Start the engine. Collective. Raises ``BackendError`` with the remedy where it cannot."""
+        """Start the backend. Collective. Raises ``BackendError`` where it cannot."""
 
     @classmethod
     @abstractmethod
     def adopt(cls, start: Start) -> Backend | None:
-        """The engine that this process has started without unidist, or None. ``shutdown`` leaves it running."""
+        """The backend that this process has started without unidist, or None. ``shutdown`` leaves it running."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -124,14 +124,14 @@ class Backend(ABC):
 
     @abstractmethod
     def world_size(self) -> int:
-        """The size of the engine's real world, asked of the engine."""
+        """The world size according to the library."""
 
     @abstractmethod
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         """Make a group of some global ranks (ascending). Collective over the world, members or not."""
 
-    def drop_group(self, group: Group) -> None:  # noqa: B027 - an engine may have nothing to free
-        """Free what a group holds that nobody uses any more. Not collective."""
+    def drop_group(self, group: Group) -> None:  # noqa: B027 - a backend may have nothing to free
+        """Free the resources of a group that is not used any more. Not collective."""
 
     @abstractmethod
     def barrier(self, group: Group | None = None) -> None:
@@ -139,10 +139,10 @@ class Backend(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> None:
-        """Combine ``tensor`` over the ranks, in place; ``mean`` for floating dtypes only. Collective."""
+        """Reduce ``tensor`` over the ranks, in place; ``mean`` for floating dtypes only. Collective."""
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> Callable[[], None]:
-        """Begin ``all_reduce``, of half precision too; the result waits for its end. Collective."""
+        """Start ``all_reduce``, also in half precision; the result waits for it. Collective."""
         self.all_reduce(tensor, op, group)
         return lambda: None
 
@@ -162,50 +162,49 @@ class Backend(ABC):
 
     @abstractmethod
     def reduce_scatter(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> torch.Tensor:
-        """Combine a 1-d tensor of n * group-size elements; the i-th rank gets the i-th n elements. Collective."""
+        """Reduce a 1-d tensor of n * group-size elements; the i-th rank gets the i-th n elements. Collective."""
 
     @abstractmethod
     def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
         """Wrap ``model`` so that after ``backward()`` each ``.grad`` is the mean over the ranks.
 
-        Its state_dict keys begin with ``module.``. Rank 0's parameters and buffers are the initial ones. Collective.
+        Its state_dict keys have the prefix ``module.``. All ranks start with rank 0's parameters and buffers. Collective.
         """
 
-    # ------------------------------------------------------------------ the same for every engine
+    # ------------------------------------------------------------------ the same for every backend
     def ranks(self, group: Group | None) -> tuple[int, ...]:
         """The global ranks of a group, ascending."""
         return group.ranks if group else tuple(range(self.topology.world_size))
 
     def quiesce(self) -> None:
-        """Let the engine's threads come to rest, before this process forks or ends. Not collective.
+        """Wait until the library's threads are idle, before this process forks or ends. Not collective.
 
-        A thread that drops the last reference to a tensor needs the interpreter. One that is still at it when the
-        interpreter ends aborts the process (gloo of torch 2.13: 3 exits of 12); one that holds a lock of CPython 3.11's
-        when the process forks leaves it locked for ever in the child (Horovod: 16 of 4,000 children hung).
+        A thread that drops the last reference to a tensor needs the interpreter. If it does so while the interpreter shuts
+        down, the process aborts (gloo of torch 2.13: 3 exits of 12); if it holds a lock of CPython 3.11 while the process
+        forks, the lock stays locked in the child (Horovod: 16 of 4,000 children hung).
         """
-        time.sleep(_REST_S)
+        time.sleep(_QUIESCE_S)
 
     def failure(self, call: str, error: BaseException) -> CollectiveError:
-        """The error that explains an engine's own."""
+        """The ``CollectiveError`` for a library's own error."""
         place = self.topology
         hint = ""
         if call == "backward":
             hint = (
-                " If none failed, a rank has made fewer steps: share the data with unidist.shard_loader, or train inside "
-                "unidist.join."
+                " If none failed, a rank has made fewer steps: use unidist.shard_loader, or train inside unidist.join."
             )
         return CollectiveError(
-            f"rank {place.rank} of {place.world_size} ({self.name}): {call} failed: {error}. Another rank may have failed first, "
-            f"or made a different call: look for the earliest error among all ranks.{hint}"
+            f"rank {place.rank} of {place.world_size} ({self.name}): {call} failed: {error}. Another rank may have failed "
+            f"first, or made a different call: look for the earliest error of all ranks.{hint}"
         )
 
-    def engine_errors(self, call: str) -> AbstractContextManager[None]:
-        """Turn an engine's exception inside the block into a ``CollectiveError`` that names rank and call."""
-        return _EngineErrors(self, call)
+    def errors_of(self, call: str) -> AbstractContextManager[None]:
+        """Convert the library's exceptions inside the block into a ``CollectiveError`` that names rank and call."""
+        return _ErrorsOf(self, call)
 
 
-class _EngineErrors:
-    # A class, not a generator: it adds no frame and little time to the hot path.
+class _ErrorsOf:
+    # A class, not a generator: it adds little time to the hot path.
     def __init__(self, backend: Backend, call: str) -> None:
         self.backend = backend
         self.call = call

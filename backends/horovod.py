@@ -1,8 +1,7 @@
 """Horovod, under any launcher.
 
-Under horovodrun, and under the mpirun of the MPI that Horovod was built for, Horovod starts itself.
-Everywhere else rank 0 serves the rendezvous that horovodrun would have served, and the ranks find
-it through the launcher's own meeting point.
+Under horovodrun, and under the mpirun of the MPI that Horovod was built for, Horovod starts itself. Elsewhere rank 0 runs the
+rendezvous server of horovodrun, whose address the ranks get through the launcher's own rendezvous.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from unidist.errors import BackendError, UnidistError
 from unidist.topology import Launch, Topology, detect, locate
 
 with suppress(UnidistError):
-    # Horovod makes the symbols of its MPI visible to all that is loaded later, so mpi4py comes first.
-    # Where it is missing and needed, the rendezvous says so.
+    # Horovod makes the symbols of its MPI visible to all libraries that are loaded later, so mpi4py must be loaded first. If it
+    # is missing and needed, the rendezvous raises the error.
     if (_launch := detect(os.environ)).launcher.meeting == "mpi":
         mpi.world(_launch)
 
@@ -47,7 +46,7 @@ except ImportError as error:
 _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
 
-#: Between two looks at a call under way; a fraction of the time that the quickest takes.
+#: Interval between two polls of an operation; a fraction of the shortest operation's time.
 _POLL_S = 5e-5
 
 
@@ -55,7 +54,7 @@ class HorovodBackend(Backend):
     """Horovod's global process set, on its Gloo or MPI controller."""
 
     needs_launcher = True
-    #: The one that runs in this process.
+    #: The backend that runs in this process, for models that are unpickled.
     running: ClassVar[HorovodBackend | None] = None
 
     def __init__(
@@ -109,7 +108,7 @@ class HorovodBackend(Backend):
 
     def shutdown(self) -> None:
         HorovodBackend.running = None
-        if self._release is None:  # the user's Horovod goes on without our groups
+        if self._release is None:  # the user's Horovod goes on without these groups
             for group in self.groups.values():
                 if group.handle is not hvd.global_process_set and len(group.ranks) < self.topology.world_size:
                     with suppress(Exception):
@@ -128,35 +127,35 @@ class HorovodBackend(Backend):
                 "new_group needs Horovod's dynamic process sets, and this Horovod was started without them: set "
                 "HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or let unidist.init() start Horovod."
             )
-        with self.engine_errors("new_group"):
+        with self.errors_of("new_group"):
             return Group(ranks, hvd.add_process_set(list(ranks)))
 
     def wait(self, handle: Any) -> Any:
-        """The result of an asynchronous call of Horovod's, whose own waiting takes a core from those at work.
+        """The result of an asynchronous call; Horovod's own ``synchronize`` would keep a core busy.
 
         Raises:
-            TimeoutError: another rank has not made the call in time; without a timeout the wait has no end.
+            TimeoutError: another rank has not made the call in time. Without a timeout it waits for ever.
         """
         end = math.inf if self._timeout is None else time.monotonic() + self._timeout
         while not hvd.poll(handle):
             if time.monotonic() > end:
-                raise TimeoutError(f"no answer from another rank in {self._timeout:g} s")
+                raise TimeoutError(f"another rank did not take part within {self._timeout:g} s")
             time.sleep(_POLL_S)
         return hvd.synchronize(handle)
 
     def barrier(self, group: Group | None = None) -> None:
         nothing = torch.zeros(1)
-        with self.engine_errors("barrier"):
+        with self.errors_of("barrier"):
             self.wait(hvd.allreduce_async_(nothing, name=_name("barrier", group), op=hvd.Sum, process_set=_set(group)))
 
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
-        with self.engine_errors("all_reduce"):
+        with self.errors_of("all_reduce"):
             self.wait(
                 hvd.allreduce_async_(tensor, name=_name("all_reduce", group), op=_OPS[op], process_set=_set(group))
             )
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
-        with self.engine_errors("broadcast"):
+        with self.errors_of("broadcast"):
             self.wait(
                 hvd.broadcast_async_(tensor, root_rank=src, name=_name("broadcast", group), process_set=_set(group))
             )
@@ -165,7 +164,7 @@ class HorovodBackend(Backend):
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
         if sum(sizes) == 0:
             return tensor.clone()
-        with self.engine_errors("all_gather"):
+        with self.errors_of("all_gather"):
             result: Tensor = self.wait(
                 hvd.allgather_async(tensor, name=_name("all_gather", group), process_set=_set(group))
             )
@@ -176,7 +175,7 @@ class HorovodBackend(Backend):
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
     ) -> Tensor:
         splits = torch.tensor(send, dtype=torch.int32)
-        with self.engine_errors("all_to_all"):
+        with self.errors_of("all_to_all"):
             handle = hvd.alltoall_async(tensor, splits, name=_name("all_to_all", group), process_set=_set(group))
             result: Tensor = self.wait(handle)[0]
         return result
@@ -184,11 +183,11 @@ class HorovodBackend(Backend):
     @torch.inference_mode(False)  # Horovod's own thread writes into a tensor that is made here
     def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
         ranks = self.ranks(group)
-        if op not in ("sum", "mean"):  # Horovod scatters these two only
+        if op not in ("sum", "mean"):  # Horovod's reducescatter has these two only
             whole = tensor.clone()
             self.all_reduce(whole, op, group)
             return whole.view(len(ranks), -1)[ranks.index(self.topology.rank)].clone()
-        with self.engine_errors("reduce_scatter"):
+        with self.errors_of("reduce_scatter"):
             name = _name("reduce_scatter", group)
             result: Tensor = self.wait(hvd.reducescatter_async(tensor, name=name, op=_OPS[op], process_set=_set(group)))
         return result
@@ -200,7 +199,7 @@ class HorovodBackend(Backend):
 class _HorovodReducer:
     """Averages gradient buckets with Horovod's asynchronous allreduce."""
 
-    #: What Horovod adds up itself.
+    #: Gradient dtypes that Horovod itself sums.
     DTYPES = (torch.float16, torch.float32, torch.float64)
 
     def __init__(self, backend: HorovodBackend, compression: torch.dtype | None, group: Group | None) -> None:
@@ -210,7 +209,7 @@ class _HorovodReducer:
         self.size = len(backend.ranks(group))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or loaded model averages over the Horovod that runs then.
+        # A copied or unpickled model uses the Horovod that runs then.
         return _reducer, (self.compression, self.group and self.group.ranks)
 
     def prescale(self, dtype: torch.dtype) -> float:
@@ -221,28 +220,28 @@ class _HorovodReducer:
         dtype = flat.dtype
         if dtype.is_complex:
             flat = torch.view_as_real(flat)
-        wire = flat if self.compression is None else flat.to(self.compression)
-        if wire.dtype not in self.DTYPES:
-            wire = wire.float()
-        if wire.device.type not in self.backend.device_types:
-            wire = wire.cpu()
-        rest = 1.0 / self.size / self.prescale(dtype)
-        with self.backend.engine_errors("backward"):
+        sent = flat if self.compression is None else flat.to(self.compression)
+        if sent.dtype not in self.DTYPES:
+            sent = sent.float()
+        if sent.device.type not in self.backend.device_types:
+            sent = sent.cpu()
+        prescale = 1.0 / self.size / self.prescale(dtype)
+        with self.backend.errors_of("backward"):
             handle = hvd.allreduce_async_(
-                wire, name=_name(name, self.group), op=hvd.Sum, prescale_factor=rest, process_set=_set(self.group)
+                sent, name=_name(name, self.group), op=hvd.Sum, prescale_factor=prescale, process_set=_set(self.group)
             )
-        return self._finish("backward", handle, wire, flat)
+        return self._finish("backward", handle, sent, flat)
 
     def maximum(self, flat: Tensor) -> None:
         self.backend.all_reduce(flat, "max", self.group)
 
     def start_broadcast(self, flat: Tensor, name: str) -> Callable[[], None]:
-        wire = flat if flat.device.type in self.backend.device_types else flat.cpu()
-        with self.backend.engine_errors("broadcast"):
+        sent = flat if flat.device.type in self.backend.device_types else flat.cpu()
+        with self.backend.errors_of("broadcast"):
             handle = hvd.broadcast_async_(
-                wire, self.backend.ranks(self.group)[0], name=_name(name, self.group), process_set=_set(self.group)
+                sent, self.backend.ranks(self.group)[0], name=_name(name, self.group), process_set=_set(self.group)
             )
-        return self._finish("broadcast", handle, wire, flat)
+        return self._finish("broadcast", handle, sent, flat)
 
     def sparse_mean(self, grad: Tensor) -> Tensor:
         indices, values = self._gather(grad._indices().t()), self._gather(grad._values() / self.size)
@@ -257,12 +256,12 @@ class _HorovodReducer:
         whole = self.backend.all_gather(flat, sizes, self.group)
         return whole.view(rows.dtype).view(-1, *rows.shape[1:]).to(rows.device)
 
-    def _finish(self, call: str, handle: Any, wire: Tensor, flat: Tensor) -> Callable[[], None]:
+    def _finish(self, call: str, handle: Any, sent: Tensor, flat: Tensor) -> Callable[[], None]:
         def wait() -> None:
-            with self.backend.engine_errors(call):
+            with self.backend.errors_of(call):
                 self.backend.wait(handle)
-            if wire is not flat:
-                flat.copy_(wire)
+            if sent is not flat:
+                flat.copy_(sent)
 
         return wait
 
@@ -271,7 +270,7 @@ def _reducer(compression: torch.dtype | None, ranks: tuple[int, ...] | None) -> 
     backend = HorovodBackend.running
     if backend is None:
         raise BackendError(
-            "this model was wrapped for Horovod, which does not run here: call unidist.init('horovod') first, or keep "
+            "this model was wrapped for Horovod, which is not running: call unidist.init('horovod') first, or save "
             "and load model.state_dict() instead of the whole model."
         )
     if ranks is not None and ranks not in backend.groups:
@@ -280,8 +279,8 @@ def _reducer(compression: torch.dtype | None, ranks: tuple[int, ...] | None) -> 
 
 
 def _name(call: str, group: Group | None) -> str:
-    # Horovod matches operations by name. Its own counted names drift apart when only some ranks take
-    # part in a group's call; a name that repeats is safe, because these calls wait for their end.
+    # Horovod matches operations by name. The names that it counts itself differ when only some ranks take part in a group's
+    # call; a repeated name is safe, because these calls wait for completion.
     return f"unidist.{call}" if group is None else f"unidist.{call}.{'_'.join(map(str, group.ranks))}"
 
 
@@ -291,11 +290,11 @@ def _set(group: Group | None) -> Any:
 
 # ------------------------------------------------------------------------------------ starting
 class _Settings:
-    """Environment variables for Horovod's core, put back at shutdown."""
+    """Environment variables for Horovod's core, restored at shutdown."""
 
     def __init__(self, given: dict[str, str]) -> None:
         self._before: dict[str, str | None] = {}
-        # What the user set for Horovod stands.
+        # Variables that the user has set are kept.
         self.add(**{name: value for name, value in given.items() if name not in os.environ})
 
     def add(self, **variables: str) -> None:
@@ -318,7 +317,7 @@ def _connect_timeout(start: Start) -> dict[str, str]:
 
 
 def _by_horovodrun(start: Start) -> bool:
-    # Its server still holds the addresses of a first session, so a second one needs its own.
+    # Its server still has the addresses of the first init(), so a second one needs a server of its own.
     return start.launch.launcher.meeting == "horovod" and start.session == 0
 
 

@@ -1,4 +1,4 @@
-"""An engine some of whose ranks may have run out of work."""
+"""A backend on top of another one, for ``unidist.join``: ranks may have run out of data."""
 
 from __future__ import annotations
 
@@ -19,71 +19,71 @@ _CALLS = ("the end of the block", "all_reduce", "broadcast", "barrier")
 
 
 class Joined(Backend):
-    """Lets the ranks of an engine make different numbers of collective calls.
+    """Allows ranks to make different numbers of collective calls.
 
-    Before each call the ranks tell one another what it will be, in one small all_gather. A rank that has no more to do
-    takes part in the others' calls and adds nothing to them: zeros to a sum, the largest number to a minimum.
-    (The idea of ``torch.distributed.algorithms.Join``, for any engine and any call.)
+    Before each call the ranks exchange what it will be, in one small all_gather. A rank that has run out of data takes part
+    in the others' calls with the neutral element: zeros in a sum, infinity in a minimum. (The idea of
+    ``torch.distributed.algorithms.Join``, for any backend and any call.)
     """
 
-    def __init__(self, engine: Backend, group: Group | None) -> None:
-        super().__init__(engine.name, engine.topology, engine.device)
-        self.device_types = engine.device_types
-        self.reducible = engine.reducible
-        self.groups = engine.groups
-        self._engine = engine
+    def __init__(self, backend: Backend, group: Group | None) -> None:
+        super().__init__(backend.name, backend.topology, backend.device)
+        self.device_types = backend.device_types
+        self.reducible = backend.reducible
+        self.groups = backend.groups
+        self._backend = backend
         self._group = group
-        #: Global ranks that took part in the last call with something of their own.
-        self.active: tuple[int, ...] = engine.ranks(group)
+        #: Global ranks that had not run out of data at the last call.
+        self.active: tuple[int, ...] = backend.ranks(group)
 
     @classmethod
     def start(cls, name: str, start: Start) -> NoReturn:
-        raise NotImplementedError("unidist.join makes it over a running engine")
+        raise NotImplementedError("unidist.join makes it on top of a running backend")
 
     @classmethod
     def adopt(cls, start: Start) -> None:
         return None
 
     def shutdown(self) -> None:
-        self._engine.shutdown()
+        self._backend.shutdown()
 
     def world_size(self) -> int:
-        return self._engine.world_size()
+        return self._backend.world_size()
 
     def run_out(self) -> None:
-        """Take part in the others' calls, until no rank has anything left to do. Collective."""
+        """Take part in the others' calls until all ranks have run out of data. Collective."""
         while True:
-            call = self._tell(_DONE)
+            call = self._exchange(_DONE)
             if call is None:
                 return
             kind, op, dtype, numel, src, on_cpu = call
             device = torch.device("cpu") if on_cpu else self.device
             if kind == _ALL_REDUCE:
-                nothing = torch.full(
+                neutral = torch.full(
                     (numel,), neutral_element(_OPS[op], _DTYPES[dtype]), dtype=_DTYPES[dtype], device=device
                 )
-                self._engine.all_reduce(nothing, _OPS[op], self._group)
+                self._backend.all_reduce(neutral, _OPS[op], self._group)
             elif kind == _BROADCAST:
-                self._engine.broadcast(torch.empty(numel, dtype=_DTYPES[dtype], device=device), src, self._group)
+                self._backend.broadcast(torch.empty(numel, dtype=_DTYPES[dtype], device=device), src, self._group)
             else:
-                self._engine.barrier(self._group)
+                self._backend.barrier(self._group)
 
     def barrier(self, group: Group | None = None) -> None:
         self._check("barrier", group)
-        self._tell(_BARRIER)
-        self._engine.barrier(group)
+        self._exchange(_BARRIER)
+        self._backend.barrier(group)
 
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
         self._check("all_reduce", group)
-        self._tell(_ALL_REDUCE, tensor, op=op)
-        self._engine.all_reduce(tensor, op, group)
+        self._exchange(_ALL_REDUCE, tensor, op=op)
+        self._backend.all_reduce(tensor, op, group)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
         self._check("broadcast", group)
-        self._tell(_BROADCAST, tensor, src=src)
+        self._exchange(_BROADCAST, tensor, src=src)
         if src not in self.active:
             raise UnidistError(f"broadcast from rank {src} inside unidist.join: that rank has run out of data.")
-        self._engine.broadcast(tensor, src, group)
+        self._backend.broadcast(tensor, src, group)
 
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         return self._refuse("new_group")
@@ -112,16 +112,18 @@ class Joined(Backend):
         if self.ranks(group) != self.ranks(self._group):
             raise UnidistError(
                 f"{call} over the ranks {list(self.ranks(group))} inside unidist.join of {list(self.ranks(self._group))}: "
-                "the ranks of one block run out together, so calls inside take its group."
+                "calls inside the block must use its group."
             )
 
-    def _tell(self, kind: int, tensor: Tensor | None = None, op: Op = "sum", src: int = -1) -> tuple[int, ...] | None:
-        """Tell the others of this rank's next call; the call of those that have one. Collective."""
+    def _exchange(
+        self, kind: int, tensor: Tensor | None = None, op: Op = "sum", src: int = -1
+    ) -> tuple[int, ...] | None:
+        """Exchange the ranks' next calls; returns that of the ranks that have data, None if none has. Collective."""
         mine = (kind, _OPS.index(op), -1, 0, src, 0)
         if tensor is not None:
             mine = (kind, _OPS.index(op), _DTYPES.index(tensor.dtype), tensor.numel(), src, tensor.device.type == "cpu")
         ranks = self.ranks(self._group)
-        table = self._engine.all_gather(torch.tensor(mine), [len(mine)] * len(ranks), self._group)
+        table = self._backend.all_gather(torch.tensor(mine), [len(mine)] * len(ranks), self._group)
         calls = {rank: tuple(row) for rank, row in zip(ranks, table.view(len(ranks), -1).tolist()) if row[0] != _DONE}
         if not calls:
             return None
@@ -130,13 +132,13 @@ class Joined(Backend):
         for rank, call in calls.items():
             if call != first:
                 raise MismatchError(
-                    f"inside unidist.join, rank {self.active[0]} came to {_told(first)} while rank {rank} came to {_told(call)}: "
-                    "ranks that still have data must make the same calls."
+                    f"inside unidist.join, rank {self.active[0]} called {_describe(first)}, and rank {rank} {_describe(call)}: ranks that "
+                    "still have data must make the same calls."
                 )
         return first
 
 
-def _told(call: tuple[int, ...]) -> str:
+def _describe(call: tuple[int, ...]) -> str:
     kind, op, dtype, numel, _, _ = call
     what = f" ({_OPS[op]})" if kind == _ALL_REDUCE else ""
     return f"{_CALLS[kind]}{what}" + (f" of {numel} {_DTYPES[dtype]}" if numel else "")

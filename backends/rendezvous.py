@@ -1,7 +1,6 @@
-"""Where the processes of one launch meet: a key-value store that all of them can reach.
+"""Rendezvous: a key-value store that all processes of a launch can reach.
 
-Each launcher offers another way to spread rank 0's address (``Launcher.meeting``); the store built on
-it serves every engine.
+Launchers differ in how rank 0's address gets to the other ranks (``Launcher.meeting``).
 """
 
 from __future__ import annotations
@@ -22,21 +21,20 @@ from unidist.topology import Launch, Topology, complete, locate
 
 START_TIMEOUT = timedelta(seconds=300)
 LOOPBACK = "127.0.0.1"
-#: One store for all sessions of a process: the address may serve only once.
+#: One store for all calls of ``init`` in a process: the address may be usable only once.
 _stores: dict[tuple[Launch, str | None], dist.Store] = {}
-#: To the launcher's own server, whatever proxies the environment names.
+#: Connects to the launcher's server without the proxies of the environment.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def join(start: Start) -> tuple[dist.Store, Topology]:
-    """Meet the other ranks. Collective.
+    """Rendezvous with the other ranks. Collective.
 
     Returns:
-        A store of this session's own, and the topology, completed by host names where the launcher
-        left something out.
+        A store for this call of ``init``, and the topology, whose missing parts are derived from the ranks' host names.
 
     Raises:
-        BackendError: the others did not come in time, or two processes claim the same rank.
+        BackendError: not all ranks came in time, or two processes have the same rank.
     """
     launch = start.launch
     timeout = start.timeout or START_TIMEOUT
@@ -50,20 +48,20 @@ def join(start: Start) -> tuple[dist.Store, Topology]:
         raise
     except Exception as error:
         raise BackendError(
-            f"rank {launch.rank} of {launch.world_size} ({launch.launcher.name}) did not meet the others within "
+            f"rank {launch.rank} of {launch.world_size} ({launch.launcher.name}) did not meet the other ranks within "
             f"{timeout.total_seconds():.0f} s: {error}. Is every rank running, and can it reach rank 0?"
         ) from error
     return store, locate(launch, hosts)
 
 
 def exchange(store: dist.Store, key: str, launch: Launch, value: str) -> list[str]:
-    """Every rank's ``value``, in rank order. Collective; a key serves once."""
+    """Every rank's ``value``, in rank order. Collective; a key can be used once."""
     store.set(f"{key}/{launch.rank}", value)
     return [store.get(f"{key}/{rank}").decode() for rank in range(launch.world_size)]
 
 
 def local_address(towards: str) -> str:
-    """The address of this host on its way to another: what that one can call back."""
+    """The address of the interface through which this host reaches another one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))  # a datagram socket sends nothing when it connects
         address: str = probe.getsockname()[0]
@@ -71,11 +69,11 @@ def local_address(towards: str) -> str:
 
 
 def open_on_free_port(timeout: timedelta = START_TIMEOUT, address: str | None = None) -> dist.TCPStore:
-    """A store that this process serves; ``.port`` tells where.
+    """A store that this process serves; ``.port`` is its port.
 
     Args:
-        timeout: of what is asked of the store.
-        address: the one address of this host at which it listens. Default: all.
+        timeout: of requests to the store.
+        address: the address of this host on which it listens. Default: all.
     """
     if address is None:
         return dist.TCPStore("0.0.0.0", 0, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -95,8 +93,8 @@ def open_on_free_port(timeout: timedelta = START_TIMEOUT, address: str | None = 
 def _claim_rank(store: dist.Store, launch: Launch) -> None:
     if store.add(f"claim/{launch.rank}", 1) != 1:
         raise BackendError(
-            f"two processes say that they are rank {launch.rank} of {launch.world_size} ({launch.launcher.name}): "
-            "give each process a rank of its own, or each job an address (MASTER_PORT, file://) of its own."
+            f"two processes are rank {launch.rank} of {launch.world_size} ({launch.launcher.name}): "
+            "give each process its own rank, or each job its own address (MASTER_PORT, file://)."
         )
 
 
@@ -138,7 +136,7 @@ def _require_master(launch: Launch) -> tuple[str, int]:
 def _at_master(launch: Launch, timeout: timedelta) -> dist.Store:
     addr, port = _require_master(launch)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun's agent listens there already, and counts its restarts.
+        # torchrun's agent is the server, and counts its restarts.
         store = dist.TCPStore(addr, port, is_master=False, timeout=timeout)
         return dist.PrefixStore(f"restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     try:
@@ -170,29 +168,29 @@ def _at_horovod(launch: Launch, timeout: timedelta) -> dist.Store:
 
 def _reachable_address(server: str) -> str:
     address = local_address(server)
-    # Rank 0 beside the launcher: what the others call the launcher, they can call rank 0.
+    # Rank 0 is on the launcher's host: the others reach it at the launcher's address.
     return server if address.startswith("127.") else address
 
 
 def _ask(request: urllib.request.Request, timeout: timedelta) -> str:
-    """The answer of horovodrun's server, which is asked until it has one."""
+    """The response of horovodrun's server, which is requested until there is one."""
     end = time.monotonic() + timeout.total_seconds()
     pause = 0.005
     while True:
         try:
-            with _direct.open(request, timeout=30) as answer:
-                text: str = answer.read().decode()
+            with _direct.open(request, timeout=30) as response:
+                text: str = response.read().decode()
                 return text
         except (OSError, HTTPException) as error:
             if time.monotonic() > end:
-                what = "take" if request.data else "have"
-                raise TimeoutError(f"{request.full_url} did not {what} rank 0's address: {error}") from error
+                what = "accepted" if request.data else "had"
+                raise TimeoutError(f"{request.full_url} never {what} rank 0's address: {error}") from error
         time.sleep(pause)
-        pause = min(2 * pause, 0.2)  # soon at first; later without a load on the launcher
+        pause = min(2 * pause, 0.2)  # short at first, then without a load on the launcher
 
 
 def _at_mpi(launch: Launch, timeout: timedelta) -> dist.Store:
-    """Spread rank 0's address by one MPI broadcast; without mpi4py, by MASTER_ADDR."""
+    """Broadcast rank 0's address by MPI, unless MASTER_ADDR and MASTER_PORT are set."""
     if launch.master_addr is not None and launch.master_port is not None:
         return _at_master(launch, timeout)
     world = mpi.world(launch)

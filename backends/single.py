@@ -1,4 +1,4 @@
-"""One process: a real engine that obeys the contract, so that it is first in every test matrix."""
+"""A world of one process, with the full contract."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unidist.topology import locate
 
 
 class SingleBackend(Backend):
-    """A world of one rank. Combining over one rank leaves numbers as they are."""
+    """A world of one rank, in which reductions leave tensors as they are."""
 
     device_types = frozenset({"cpu", "cuda", "mps", "xpu", "meta"})
 

@@ -47,23 +47,23 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-#: How gloo says that another rank has gone or does not answer.
+#: gloo's messages when another rank has ended or does not respond.
 _LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Timed out waiting \d+ms")
 
-#: Modules from which gloo is called.
+#: Modules that call gloo.
 _CALLING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
 
 
 class TorchBackend(Backend):
-    """An engine of torch.distributed, on its default process group."""
+    """A backend of torch.distributed, on its default process group."""
 
     def __init__(self, name: str, topology: Topology, device: torch.device, owned: bool) -> None:
         super().__init__(name, topology, device)
         self._owned = owned
         if name != "gloo":
-            # NCCL has gloo beside it for CPU tensors.
+            # NCCL is combined with gloo for CPU tensors.
             self.device_types = frozenset({"cpu", "cuda"})
-        #: A user's own NCCL group takes no CPU tensors; they get a group beside it.
+        #: A user's own NCCL group takes no CPU tensors, so they get a gloo group.
         self._split = name == "nccl" and "gloo" not in dist.get_backend_config()
         self._world = {"cuda": None, "cpu": dist.new_group(backend="gloo") if self._split else None}
         self._restore_hook = self._explain_lost_ranks()
@@ -77,7 +77,7 @@ class TorchBackend(Backend):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            # A PyTorch that was built with MPI takes all else from it.
+            # A PyTorch that was built with MPI takes rank and world size from it.
             place: Any = (
                 {} if library == "mpi" else {"store": store, "rank": topology.rank, "world_size": topology.world_size}
             )
@@ -100,7 +100,7 @@ class TorchBackend(Backend):
         libraries = dist.get_backend_config()
         name = next((name for name in ("nccl", "mpi") if name in libraries), "gloo")
         launch = start.launch
-        # All ranks take part, also those whose launcher and group agree.
+        # Collective: also on ranks whose launcher and group agree.
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
         if (launch.rank, launch.world_size) != (dist.get_rank(), dist.get_world_size()):
@@ -109,10 +109,10 @@ class TorchBackend(Backend):
         return cls(name, topology, _device(name, start, topology), owned=False)
 
     def _explain_lost_ranks(self) -> Callable[[], None]:
-        """Say at an uncaught error of gloo's which rank it is of and what to look for; the result takes that back.
+        """Show an uncaught error of gloo with its rank, and what to look for; the result restores the excepthook.
 
-        Nothing of ours is between DDP's backward pass and the user's call of it: a communication hook in Python would be,
-        and cost up to 5 % of a step.
+        An excepthook, because DDP's backward pass calls no code of this package: a communication hook in Python would cost up
+        to 5 % of a step.
         """
         show = sys.excepthook
 
@@ -147,7 +147,7 @@ class TorchBackend(Backend):
         return dist.get_world_size()
 
     def new_group(self, ranks: tuple[int, ...]) -> Group:
-        with self.engine_errors("new_group"):
+        with self.errors_of("new_group"):
             whole = dist.new_group(list(ranks))
             return Group(
                 ranks, {"cuda": whole, "cpu": dist.new_group(list(ranks), backend="gloo") if self._split else whole}
@@ -158,23 +158,23 @@ class TorchBackend(Backend):
             dist.destroy_process_group(handle)
 
     def barrier(self, group: Group | None = None) -> None:
-        with self.engine_errors("barrier"):
+        with self.errors_of("barrier"):
             # On a CPU tensor: a barrier of NCCL would wait for the GPU's queue only.
             dist.all_reduce(torch.zeros(1), group=self._handle(group, "cpu"))
 
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
-        with self.engine_errors("all_reduce"):
+        with self.errors_of("all_reduce"):
             dist.all_reduce(tensor, _OPS["sum" if op == "mean" else op], self._handle(group, tensor.device.type))
             if op == "mean":
                 tensor.div_(len(self.ranks(group)))
 
     def start_all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> Callable[[], None]:
-        with self.engine_errors("all_reduce"):
+        with self.errors_of("all_reduce"):
             handle = self._handle(group, tensor.device.type)
             work = dist.all_reduce(tensor, _OPS["sum" if op == "mean" else op], handle, async_op=True)
 
         def wait() -> None:
-            with self.engine_errors("all_reduce"):
+            with self.errors_of("all_reduce"):
                 work.wait()
             if op == "mean":
                 tensor.div_(len(self.ranks(group)))
@@ -182,7 +182,7 @@ class TorchBackend(Backend):
         return wait
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
-        with self.engine_errors("broadcast"):
+        with self.errors_of("broadcast"):
             dist.broadcast(tensor, src, self._handle(group, tensor.device.type))
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
@@ -192,7 +192,7 @@ class TorchBackend(Backend):
             return result
         if tensor.numel() < longest:
             tensor = torch.cat([tensor, tensor.new_zeros(longest - tensor.numel())])
-        with self.engine_errors("all_gather"):
+        with self.errors_of("all_gather"):
             _all_gather(result, tensor, self._handle(group, tensor.device.type))
         if min(sizes) == longest:
             return result
@@ -202,7 +202,7 @@ class TorchBackend(Backend):
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
     ) -> Tensor:
         result = tensor.new_empty(sum(receive))
-        with self.engine_errors("all_to_all"):
+        with self.errors_of("all_to_all"):
             dist.all_to_all_single(result, tensor, list(receive), list(send), self._handle(group, tensor.device.type))
         return result
 
@@ -214,7 +214,7 @@ class TorchBackend(Backend):
             self.all_reduce(tensor, op, group)
             return tensor.chunk(size)[ranks.index(self.topology.rank)].clone()
         result = tensor.new_empty(tensor.numel() // size)
-        with self.engine_errors("reduce_scatter"):
+        with self.errors_of("reduce_scatter"):
             _reduce_scatter(
                 result, tensor, _OPS["sum" if op == "mean" else op], self._handle(group, tensor.device.type)
             )
@@ -224,13 +224,13 @@ class TorchBackend(Backend):
         devices = {p.device for p in model.parameters()}
         single_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
         handle = self._handle(group, next(iter(devices)).type)
-        with self.engine_errors("wrap_model"):
+        with self.errors_of("wrap_model"):
             wrapped: Wrapped[M] = Wrapped(
                 model,
                 device_ids=[next(iter(devices))] if single_gpu else None,
                 process_group=handle,
                 bucket_cap_mb=options.bucket_cap_mb,
-                # One copy of the gradients, as on the engines without DDP.
+                # One copy of the gradients, as on Horovod.
                 gradient_as_bucket_view=True,
                 find_unused_parameters=options.find_unused_parameters,
                 static_graph=options.static_graph,
@@ -246,19 +246,19 @@ class TorchBackend(Backend):
 
 
 class Wrapped(DistributedDataParallel, Wrapper[M]):
-    """DistributedDataParallel whose evaluation is local.
+    """DistributedDataParallel without collectives in evaluation.
 
-    The original broadcasts buffers in every forward pass, also under ``no_grad``, where ranks with
-    different numbers of evaluation batches would wait for each other for ever.
+    DDP broadcasts buffers in every forward pass, also under ``no_grad``, where ranks with different numbers of evaluation
+    batches would wait for each other for ever.
     """
 
     def rebuild_buckets(self) -> None:
-        """Lay out the buckets again, as DDP's pass after the first does on all ranks.
+        """Rebuild DDP's buckets, as its second forward pass does on all ranks.
 
-        DDP takes the strides of each parameter as they are then, and compares them between ranks at wrapping only.
+        DDP uses the strides that each parameter has then, and compares them between ranks in its constructor only.
         """
         if not self.reducer._rebuild_buckets() or self._join_config.enable:
-            return  # ranks in DDP's own join() rebuild, and make no other call
+            return  # ranks in DDP's own join() rebuild, and make no other collective call
         strides = zlib.crc32(repr([p.stride() for p in self.parameters() if p.requires_grad]).encode())
         ends = torch.tensor([strides, -strides], device=self.device)
         dist.all_reduce(ends, dist.ReduceOp.MAX, self.process_group)
@@ -277,7 +277,7 @@ class Wrapped(DistributedDataParallel, Wrapper[M]):
                 self.rebuild_buckets()
             output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            # DDP tells of unused parameters here, one step late and by their indices.
+            # DDP reports unused parameters here, one step late and by their indices.
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if found is None:
                 raise
@@ -288,9 +288,9 @@ class Wrapped(DistributedDataParallel, Wrapper[M]):
         return output
 
     def _average_every_backward(self, output: Any) -> None:
-        """Make ready for each backward pass of this forward pass; the original does it for the first only."""
+        """Prepare the reducer for each backward pass of this forward pass; DDP does so for the first only."""
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        # The garbage collector does not see through a tensor's hooks: they must not hold the tensor.
+        # A tensor's hooks must not keep the tensor alive: the garbage collector does not see through them.
         outputs = [weakref.ref(tensor) for tensor in tensors] if self.find_unused_parameters else []
         tasks: list[int] = []
 
@@ -305,13 +305,13 @@ class Wrapped(DistributedDataParallel, Wrapper[M]):
             tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def will_sync_module_buffers(self) -> bool:
-        # The original's answer for the pass after a no_sync() would be no, and for the first inside one yes.
+        # DDP returns False for the forward pass after no_sync(), and True for the first inside it.
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         return self.options.broadcast_buffers and syncs and bool(self.modules_buffers)
 
 
 def _compressed(dtype: torch.dtype, size: int) -> Callable[..., Any]:
-    """A communication hook that averages gradients in ``dtype``; torch's own refuses bfloat16 on the CPU."""
+    """A communication hook that averages gradients in ``dtype``; torch's own does not take bfloat16 on the CPU."""
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, not their names
         buffer = bucket.buffer()
@@ -319,8 +319,8 @@ def _compressed(dtype: torch.dtype, size: int) -> Callable[..., Any]:
             future = dist.all_reduce(buffer.div_(size), group=state, async_op=True).get_future()
             return future.then(lambda done: done.value()[0])
         real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-        wire = real.to(dtype).div_(size)
-        future = dist.all_reduce(wire, group=state, async_op=True).get_future()
+        sent = real.to(dtype).div_(size)
+        future = dist.all_reduce(sent, group=state, async_op=True).get_future()
 
         def widen(done):  # type: ignore[no-untyped-def]
             real.copy_(done.value()[0])
@@ -337,10 +337,10 @@ def _device(name: str, start: Start, topology: Topology) -> torch.device:
 
 
 def _mpi(start: Start) -> str:
-    """torch's name of the engine: its own where it was built with MPI, else ours over mpi4py."""
+    """torch's name of the backend: ``mpi`` where torch was built with MPI, else that of the process group over mpi4py."""
     if dist.is_mpi_available():
         return "mpi"
-    mpi.world(start.launch)  # picks the launcher's library
+    mpi.world(start.launch)  # loads the launcher's library
     from unidist.backends.mpi import process_group
 
     process_group.register()

@@ -13,11 +13,11 @@ from unidist.context import current
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm of 1, 2 or 3 dimensions whose training statistics are those of all ranks' samples.
+    """BatchNorm of 1, 2 or 3 dimensions with the statistics of all ranks' samples in training.
 
     Input of shape ``(N, C, ...)``; N may differ between ranks, 0 included. In training mode ``forward``
     and ``backward`` are collective over ``group``. The ranks' means and variances are combined by the
-    formula of Chan, Golub and LeVeque (1979), which does not cancel.
+    formula of Chan, Golub and LeVeque (1979), which avoids cancellation.
     """
 
     group: Group | None = None
@@ -54,7 +54,7 @@ class SyncBatchNorm(_BatchNorm):
         mean = rows.mean(1) if n else rows.sum(1)
         var = rows.var(1, unbiased=False) if n else rows.sum(1)
         mine = torch.cat([mean, var, mean.new_tensor([n])])
-        # One row a rank, the others' zero: the sum is a gather that carries gradients.
+        # A row per rank, zeros on the others: the sum is a gather with gradients.
         table = F.pad(mine.unsqueeze(0), (0, 0, ranks.index(backend.topology.rank), 0))
         table = all_reduce(F.pad(table, (0, 0, 0, len(ranks) - table.shape[0])), "sum", self.group)
         means, variances, counts = torch.split(table, [len(mean), len(var), 1], dim=1)

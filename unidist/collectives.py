@@ -1,9 +1,8 @@
-"""Collective calls with one meaning on every engine.
+"""Collective calls with the same semantics on every backend.
 
-The engines differ in the dtypes they know, in what they do to their arguments and in the shapes
-they allow. What is said here holds for all of them: results are new tensors with the dtype, device
-and (0-d) shape of the input; bool, complex, half precision, empty and non-contiguous tensors work;
-CPU tensors work beside NCCL; numbers are combined in at least 32 bits.
+Backends differ in the dtypes that they support, in whether they change their arguments, and in the shapes that they allow.
+Here results are new tensors with the dtype, device and (0-d) shape of the input; bool, complex, half precision, empty and
+non-contiguous tensors work; CPU tensors work with NCCL; reductions are computed in at least 32 bits.
 
 Every function is collective: each rank of ``group`` must call it, in the same order. ``group`` is
 what ``new_group`` returned, or None for the world. On an input that requires grad, ``all_reduce``,
@@ -32,12 +31,12 @@ ReduceOp = Literal["sum", "mean", "min", "max", "product", "and", "or"]
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
-    """Combine the ranks' tensors element by element. Collective.
+    """Reduce the ranks' tensors element by element. Collective.
 
     Args:
         tensor: the same shape and dtype on every rank.
         op: ``sum``, ``mean`` (floating and complex), ``min``, ``max``, ``product``; ``and`` or ``or`` on bool.
-            Integer sums wrap as torch's do. Half precision is combined in float32 and rounded once.
+            Integer sums wrap around as in torch. Half precision is reduced in float32 and rounded once.
         group: the ranks that take part.
 
     Returns:
@@ -51,10 +50,10 @@ def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None)
     _check_op(tensor, op)
 
     def run(data: Tensor) -> Tensor:
-        wire = _widened(backend, data, op)
-        if wire.numel():
-            backend.all_reduce(wire.view(-1), _engine_op(op), group)
-        return _narrowed(wire, data, op)
+        sent = _widened(backend, data, op)
+        if sent.numel():
+            backend.all_reduce(sent.view(-1), _engine_op(op), group)
+        return _narrowed(sent, data, op)
 
     return _apply(tensor, run, lambda grad: all_reduce(grad, op, group))
 
@@ -64,7 +63,7 @@ def all_gather(tensor: Tensor, group: Group | None = None) -> Tensor:
 
     Args:
         tensor: any dtype. The first dimension may differ between ranks (0 included), the others may not.
-            0-d tensors count as one row each.
+            A 0-d tensor counts as one row.
         group: the ranks that take part.
 
     Returns:
@@ -93,7 +92,7 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tenso
     """Give every rank the tensor of rank ``src``. Collective.
 
     Args:
-        tensor: the same shape and dtype on every rank; only the values of ``src`` count.
+        tensor: the same shape and dtype on every rank; the values of ``src`` are used.
         src: a global rank of the group.
         group: the ranks that take part.
 
@@ -105,10 +104,10 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tenso
     _check_dense(tensor)
 
     def run(data: Tensor) -> Tensor:
-        wire = _to_bytes(backend, data, copy=True)
-        if wire.numel():
-            backend.broadcast(wire, src, group)
-        return _from_bytes(wire, data, _rows(data)).reshape(data.shape)
+        sent = _to_bytes(backend, data, copy=True)
+        if sent.numel():
+            backend.broadcast(sent, src, group)
+        return _from_bytes(sent, data, _rows(data)).reshape(data.shape)
 
     def transpose(grad: Tensor) -> Tensor:
         total = all_reduce(grad, "sum", group)
@@ -119,16 +118,16 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tenso
 
 
 def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group | None = None) -> Tensor:
-    """Send rows of ``tensor`` to each rank and receive a part from each. Collective.
+    """Send rows of ``tensor`` to each rank and receive rows from each. Collective.
 
     Args:
         tensor: the rows for the group's first rank, then those for its second, ... The first dimension
             may differ between ranks, the others and the dtype may not.
-        splits: how many rows go to each rank of the group, in rank order (default: equal parts).
+        splits: number of rows for each rank of the group, in rank order (default: equal parts).
         group: the ranks that take part.
 
     Returns:
-        A new tensor: what the group's first rank sent here, then the second's, ...
+        A new tensor: the rows that the group's first rank sent to this rank, then those of its second, ...
 
     Raises:
         ValueError: ``splits`` does not fit the tensor or the group.
@@ -150,7 +149,7 @@ def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group
 
 
 def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
-    """Combine the ranks' tensors and keep one part of the result on each rank. Collective.
+    """Reduce the ranks' tensors and leave one part of the result on each rank. Collective.
 
     Args:
         tensor: the same shape and dtype on every rank; dim 0 a multiple of the group's size.
@@ -168,14 +167,14 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
     size = len(backend.ranks(group))
     if tensor.dim() == 0 or tensor.shape[0] % size:
         raise ValueError(
-            f"reduce_scatter over {size} ranks cannot cut shape {tuple(tensor.shape)} along dim 0: pad it to a multiple of {size} rows."
+            f"reduce_scatter over {size} ranks cannot split shape {tuple(tensor.shape)} along dim 0: pad it to a multiple of {size} rows."
         )
 
     def run(data: Tensor) -> Tensor:
-        wire = _widened(backend, data, op)
-        part = wire.new_empty((wire.shape[0] // size, *wire.shape[1:]))
-        if wire.numel():
-            part = backend.reduce_scatter(wire.view(-1), _engine_op(op), group).view(part.shape)
+        sent = _widened(backend, data, op)
+        part = sent.new_empty((sent.shape[0] // size, *sent.shape[1:]))
+        if sent.numel():
+            part = backend.reduce_scatter(sent.view(-1), _engine_op(op), group).view(part.shape)
         return _narrowed(part, data, op)
 
     def transpose(grad: Tensor) -> Tensor:
@@ -186,7 +185,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
 
 
 def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
-    """Every rank's object, in rank order; anything that pickle takes. Collective."""
+    """Every rank's object, in rank order; any object that can be pickled. Collective."""
     backend = _member(group)
     data = _pickled(obj)
     sizes = [counts[0] for counts in _exchange(backend, data, [data.numel()], group)]
@@ -195,9 +194,9 @@ def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
 
 
 def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
-    """The object of global rank ``src`` on every rank; anything that pickle takes. Collective.
+    """The object of global rank ``src`` on every rank; any object that can be pickled. Collective.
 
-    The other ranks' ``obj`` is not looked at.
+    The other ranks' ``obj`` is ignored.
     """
     backend = _member(group)
     _check_src(backend, src, group)
@@ -217,10 +216,10 @@ def barrier(group: Group | None = None) -> None:
 
 
 def new_group(ranks: Sequence[int]) -> Group:
-    """Make a group of some ranks, for the ``group=`` of the other calls.
+    """Make a group of some ranks, for the argument ``group`` of the other calls.
 
-    Collective over the **world**: the ranks that are not in the group call it too. Asking for the
-    same ranks again returns the same group.
+    Collective over the **world**: ranks that are not in the group call it too. A second call with the same ranks returns the
+    same group.
 
     Args:
         ranks: global ranks, in any order; a group's ranks are sorted.
@@ -269,7 +268,7 @@ def _member(group: Group | None) -> Backend:
         raise TypeError(f"group={group!r} is not a group: pass what new_group(ranks) returned.")
     if group is not None and backend.topology.rank not in group.ranks:
         raise ValueError(
-            f"rank {backend.topology.rank} is not in the group of ranks {list(group.ranks)}: only its members make this call."
+            f"rank {backend.topology.rank} is not in the group of ranks {list(group.ranks)}, and only its members may make this call."
         )
     return backend
 
@@ -285,7 +284,7 @@ def _check_dense(tensor: Tensor) -> None:
             f"collectives take tensors, not {type(tensor).__name__}: pass torch.as_tensor(...), or use allreduce_metric or all_gather_object."
         )
     if tensor.layout != torch.strided:
-        raise TypeError(f"a {tensor.layout} tensor does not travel between ranks: pass tensor.to_dense().")
+        raise TypeError(f"{tensor.layout} tensors are not supported: pass tensor.to_dense().")
 
 
 def _check_op(tensor: Tensor, op: str) -> None:
@@ -295,12 +294,10 @@ def _check_op(tensor: Tensor, op: str) -> None:
     dtype = tensor.dtype
     if (dtype == torch.bool) != (op in ("and", "or")):
         raise TypeError(
-            f"{op!r} of {dtype}: bool tensors take 'and' and 'or', only they do; convert with .int() or .bool()."
+            f"{op!r} of {dtype}: bool tensors need 'and' or 'or', and other tensors another operation: convert with .int() or .bool()."
         )
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(
-            f"the mean of {dtype} is not a whole number: convert with .float() or .double(), or use op='sum'."
-        )
+        raise TypeError(f"the mean of {dtype} is not an integer: convert with .float() or .double(), or use op='sum'.")
     if dtype.is_complex and op not in ("sum", "mean"):
         raise TypeError(f"{op!r} of {dtype}: complex tensors take 'sum' and 'mean'.")
     if op not in ("sum", "mean") and tensor.requires_grad and torch.is_grad_enabled():
@@ -317,7 +314,9 @@ def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None:
         if tensor.dim() == 0 or rows % size:
-            raise ValueError(f"shape {tuple(tensor.shape)} has no {size} equal parts along dim 0: pass splits=.")
+            raise ValueError(
+                f"shape {tuple(tensor.shape)} cannot be split into {size} equal parts along dim 0: pass splits=."
+            )
         return [rows // size] * size
     counts = [int(n) for n in splits]
     if tensor.dim() == 0 or len(counts) != size or min(counts) < 0 or sum(counts) != rows:
@@ -327,14 +326,14 @@ def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int
     return counts
 
 
-# ------------------------------------------------------------------------------ to and from the wire
-def carrier(backend: Backend, tensor: Tensor) -> torch.device:
-    """Where a tensor travels: on its own device if the engine takes that, else on the CPU."""
+# ------------------------------------------------------------------------------ conversion for the backend
+def transport_device(backend: Backend, tensor: Tensor) -> torch.device:
+    """The device on which a tensor is sent: its own if the backend supports that, else the CPU."""
     return tensor.device if tensor.device.type in backend.device_types else torch.device("cpu")
 
 
 def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
-    """A contiguous copy in a dtype that the engine combines."""
+    """A contiguous copy in a dtype that the backend reduces."""
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor.resolve_conj())
     dtype = torch.int32 if tensor.dtype == torch.bool else tensor.dtype
@@ -344,22 +343,22 @@ def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
                 f"{op!r} of {dtype} is not supported: convert it first, for example with .float() or .long()."
             )
         dtype = WIDER[dtype]
-    wire = torch.empty(tensor.shape, dtype=dtype, device=carrier(backend, tensor)).copy_(tensor)
-    return to_ordered(wire, op) if dtype.is_floating_point and op in ("min", "max") else wire
+    sent = torch.empty(tensor.shape, dtype=dtype, device=transport_device(backend, tensor)).copy_(tensor)
+    return to_ordered(sent, op) if dtype.is_floating_point and op in ("min", "max") else sent
 
 
-def _narrowed(wire: Tensor, like: Tensor, op: str) -> Tensor:
+def _narrowed(sent: Tensor, like: Tensor, op: str) -> Tensor:
     if like.dtype.is_floating_point and op in ("min", "max"):
-        wire = from_ordered(wire, op)
+        sent = from_ordered(sent, op)
     if like.dtype.is_complex:
-        wire = torch.view_as_complex(wire)
-    return wire.to(dtype=like.dtype, device=like.device)
+        sent = torch.view_as_complex(sent)
+    return sent.to(dtype=like.dtype, device=like.device)
 
 
 def to_ordered(numbers: Tensor, op: str) -> Tensor:
-    """float32 or float64 as integers of the same order, nan at the end that wins.
+    """float32 or float64 as integers of the same order, with nan as the value that ``op`` returns.
 
-    Engines compare floats with ``<``, so their min and max of a nan depend on who holds it; torch's are nan.
+    Backends compare floats with ``<``, so their min and max with a nan depend on its rank; torch's are nan.
     """
     ordered = _flip_negative(numbers.view(torch.int32 if numbers.dtype == torch.float32 else torch.int64))
     limits = torch.iinfo(ordered.dtype)
@@ -367,7 +366,7 @@ def to_ordered(numbers: Tensor, op: str) -> Tensor:
 
 
 def from_ordered(ordered: Tensor, op: str) -> Tensor:
-    """The floats that ``to_ordered`` made integers of."""
+    """The inverse of ``to_ordered``."""
     limits = torch.iinfo(ordered.dtype)
     nan = ordered == (limits.max if op == "max" else limits.min)
     numbers = _flip_negative(ordered).view(torch.float32 if ordered.dtype == torch.int32 else torch.float64)
@@ -388,11 +387,11 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _to_bytes(backend: Backend, tensor: Tensor, copy: bool = False) -> Tensor:
-    wire = tensor.resolve_conj().resolve_neg().to(device=carrier(backend, tensor)).reshape(-1)
+    sent = tensor.resolve_conj().resolve_neg().to(device=transport_device(backend, tensor)).reshape(-1)
     # One expanded element counts as contiguous with stride 0, which no byte view takes.
-    if not wire.is_contiguous() or wire.stride(0) != 1 or (copy and wire.data_ptr() == tensor.data_ptr()):
-        wire = wire.clone(memory_format=torch.contiguous_format)
-    return wire.view(torch.uint8)
+    if not sent.is_contiguous() or sent.stride(0) != 1 or (copy and sent.data_ptr() == tensor.data_ptr()):
+        sent = sent.clone(memory_format=torch.contiguous_format)
+    return sent.view(torch.uint8)
 
 
 def _from_bytes(flat: Tensor, like: Tensor, rows: int) -> Tensor:

@@ -28,7 +28,7 @@ def print(*values: object, **options: Any) -> None:
 
 
 class RankFilter(logging.Filter):
-    """Lets records through on rank 0, and those of ``level`` and above on every rank; tells each record its ``rank``.
+    """Passes all records on rank 0, and those of ``level`` and above on every rank; adds the attribute ``rank`` to records.
 
     ::
 
@@ -37,11 +37,10 @@ class RankFilter(logging.Filter):
         handler.addFilter(unidist.RankFilter())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
 
-    A filter of a handler sees the records of all loggers, one of a logger only its own. Before ``init()`` every process
-    counts as rank 0.
+    On a handler it filters the records of all loggers, on a logger only its own. Before ``init()`` every process is rank 0.
 
     Args:
-        level: from which level on every rank may speak (default: WARNING).
+        level: the level from which on records of all ranks pass (default: WARNING).
     """
 
     def __init__(self, level: int = logging.WARNING) -> None:
@@ -49,21 +48,21 @@ class RankFilter(logging.Filter):
         self.level = level
 
     def filter(self, record: logging.LogRecord) -> bool:
-        speaker = vars(record)["rank"] = rank() if is_initialized() else 0
-        return speaker == 0 or record.levelno >= self.level
+        record_rank = vars(record)["rank"] = rank() if is_initialized() else 0
+        return record_rank == 0 or record.levelno >= self.level
 
 
 def progress(iterable: Iterable[T], **options: Any) -> tqdm[T]:
-    """Go through batches with a tqdm bar on rank 0, which shows the samples per second of all ranks. Not collective.
+    """Iterate over batches with a tqdm bar on rank 0 that shows the samples per second of all ranks. Not collective.
 
-    The samples of a batch are the first dimension of its first tensor; all ranks are taken to go as fast as rank 0.
+    The samples of a batch are the first dimension of its first tensor; all ranks are assumed to be as fast as rank 0.
 
     Args:
         iterable: a ``shard_loader``'s result, or anything else.
         options: passed to ``tqdm``: ``desc``, ``total``, ``leave``, ``disable``, ...
 
     Returns:
-        The bar, with all that tqdm has (``set_postfix``, ``write``, ...); on other ranks one that shows nothing.
+        A ``tqdm`` (``set_postfix``, ``write``, ...), disabled on other ranks.
 
     Raises:
         ImportError: tqdm is not installed: ``pip install "unidist-torch[progress]"``.
@@ -73,12 +72,12 @@ def progress(iterable: Iterable[T], **options: Any) -> tqdm[T]:
     except ImportError as error:
         raise ImportError('unidist.progress needs tqdm: pip install "unidist-torch[progress]".') from error
 
-    class Bar(tqdm):  # type: ignore[type-arg]  # it takes none when the program runs
+    class Bar(tqdm):  # type: ignore[type-arg]  # generic in type stubs only
         samples = 0
 
         def __iter__(self) -> Iterator[T]:
             for batch in super().__iter__():
-                yield batch  # its time counts when its work is done
+                yield batch  # counted after its step
                 self.samples += _samples(batch) * ranks
 
         @property

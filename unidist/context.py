@@ -1,4 +1,4 @@
-"""The one global: the engine that ``init()`` started."""
+"""The only global state: the running backend."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from unidist.topology import EXPLICIT, Launch, allocated_tasks, detect
 from unidist.topology import NONE as NO_LAUNCHER
 
 
-class Engine(NamedTuple):
-    """Where an engine's class is; it is imported when the engine is first asked for."""
+class BackendEntry(NamedTuple):
+    """Where a backend's class is; it is imported when the backend is first used."""
 
     module: str
     attribute: str
-    #: The engine can be running already only if this module was imported.
+    #: The backend can be running already only if this module has been imported.
     library: str
 
 
 BACKENDS = {
-    "single": Engine("unidist.backends.single", "SingleBackend", ""),
-    "gloo": Engine("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
-    "nccl": Engine("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
-    "mpi": Engine("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
-    "horovod": Engine("unidist.backends.horovod", "HorovodBackend", "horovod.torch"),
+    "single": BackendEntry("unidist.backends.single", "SingleBackend", ""),
+    "gloo": BackendEntry("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
+    "nccl": BackendEntry("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
+    "mpi": BackendEntry("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
+    "horovod": BackendEntry("unidist.backends.horovod", "HorovodBackend", "horovod.torch"),
 }
 
 #: What ``init`` and ``spawn`` take for ``backend``.
@@ -46,7 +46,7 @@ BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod"]
 
 _log = logging.getLogger("unidist")
 _current: Backend | None = None
-_asked: dict[str, object] = {}
+_arguments: dict[str, object] = {}
 _sessions = 0
 _closers: list[Callable[[], None]] = []
 _process = os.getpid()
@@ -62,33 +62,33 @@ def init(
     device: str | torch.device | None = None,
     seed: int | None = None,
 ) -> None:
-    """Join the world that the launcher declared, on an engine. Collective.
+    """Join the world that the launcher declared. Collective.
 
-    A second call is a no-op unless it asks for something else. Logs what was picked and why, once,
-    on rank 0, to the logger ``unidist`` at level INFO.
+    A second call with the same arguments is a no-op. Rank 0 logs the backend and the reason for it to the logger ``unidist``
+    at level INFO.
 
     Args:
         backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, or ``auto``: the value of ``UNIDIST_BACKEND``
             if set; else a process group or Horovod that is already initialised; else Horovod under
             horovodrun if it is installed; else ``nccl`` where CUDA is available and
-            ``gloo`` elsewhere; ``single`` without a launcher. A backend that was named is never replaced.
-        init_method: where the processes meet, as for ``torch.distributed.init_process_group``: ``env://``,
-            ``tcp://host:port`` or ``file:///path``. Default: what the launcher offers.
-        rank, world_size: this process's place, both or neither. Default: from the launcher.
-        timeout: seconds (or a timedelta) after which start-up and collectives fail for want of a peer. Default:
+            ``gloo`` elsewhere; ``single`` without a launcher. A backend that is named is never replaced by another one.
+        init_method: the rendezvous, as for ``torch.distributed.init_process_group``: ``env://``, ``tcp://host:port`` or
+            ``file:///path``. Default: that of the launcher.
+        rank, world_size: both or neither. Default: from the launcher.
+        timeout: seconds (or a timedelta) after which start-up and collectives fail if a rank is missing. Default:
             ``UNIDIST_TIMEOUT``, else 300 s for start-up, and for collectives torch's default, or none on Horovod.
-        device: what ``device()`` returns. Default: this process's own GPU for ``nccl``, ``horovod`` and
+        device: what ``device()`` returns. Default: this process's GPU for ``nccl``, ``horovod`` and
             ``single`` where CUDA is available, else the CPU.
-        seed: passed to ``set_seed``: every rank draws the same numbers, dropout masks among them; for other ones on each
-            rank call ``set_seed(seed + rank())`` when the model is made.
+        seed: passed to ``set_seed``: every rank draws the same random numbers, including dropout masks; for different ones
+            call ``set_seed(seed + rank())`` after the model has been created.
 
     Raises:
-        LaunchError: the launcher's variables make no sense.
-        BackendError: the engine cannot start here, or another one is running already.
-        WorldSizeError: the engine's world has another size than the launcher declared.
+        LaunchError: the launcher's variables are incomplete or contradict each other.
+        BackendError: the backend cannot start here, or another one is running already.
+        WorldSizeError: the backend's world size is not the one that the launcher declared.
     """
-    global _current, _asked, _sessions
-    asked: dict[str, object] = {
+    global _current, _arguments, _sessions
+    arguments: dict[str, object] = {
         "backend": None if backend == "auto" else backend,
         "init_method": init_method,
         "rank": rank,
@@ -97,21 +97,21 @@ def init(
         "device": None if device is None else torch.device(device),
     }
     if _current is not None:
-        _refuse_change(asked, _current)
+        _refuse_change(arguments, _current)
     else:
         launch = _declared(init_method, rank, world_size)
         start = Start(
             launch, init_method, _timeout(timeout), None if device is None else torch.device(device), _sessions
         )
         name = backend if backend != "auto" else knobs.backend(os.environ)
-        _sessions += 1  # attempts count: one that failed has left its traces at the meeting point
+        _sessions += 1  # failed attempts count: they have left keys in the store
         started, why = _start(name, start)
         _guard(started, launch)
-        _current, _asked = started, asked
+        _current, _arguments = started, arguments
         if name == "auto" and world_size is None and (tasks := allocated_tasks(os.environ)) > 1:
             _log.warning(
                 "this process trains alone in a Slurm allocation of %d tasks: start the script with 'srun python script.py', or "
-                "set %s=none if one process is meant.", tasks, knobs.LAUNCHER,
+                "set %s=none if a single process is intended.", tasks, knobs.LAUNCHER,
             )  # fmt: skip
         if started.topology.rank == 0:
             place = started.topology
@@ -126,9 +126,8 @@ def init(
 def shutdown() -> None:
     """Leave the world; ``init()`` may be called again afterwards. Collective. No-op when not initialised.
 
-    Waits for the other ranks, which may still be at work, unless an exception is on its way through
-    this process (as in a ``finally`` block). An engine that ``init()`` found running is left running.
-    A script that ends without this call leaves without waiting.
+    Waits for the other ranks, unless an exception is being handled (as in a ``finally`` block). A backend that was already
+    running when ``init()`` was called is left running. A script that ends without this call does not wait.
     """
     if _current is not None and sys.exc_info()[0] is None:
         _current.barrier()
@@ -136,7 +135,7 @@ def shutdown() -> None:
 
 
 def before_leaving(close: Callable[[], None]) -> Callable[[], None]:
-    """Call this each time before the engine is left: it has something open on it. A decorator."""
+    """A decorator: call the function each time before the backend is shut down."""
     _closers.append(close)
     return close
 
@@ -144,11 +143,11 @@ def before_leaving(close: Callable[[], None]) -> Callable[[], None]:
 @atexit.register
 def leave() -> None:
     """``shutdown`` without waiting for the other ranks."""
-    global _current, _asked
+    global _current, _arguments
     for close in _closers:
         close()
-    backend, _current, _asked = _current, None, {}
-    # A child that was forked off is no rank: it leaves the parent's engine alone.
+    backend, _current, _arguments = _current, None, {}
+    # A forked child is not a rank: it leaves its parent's backend alone.
     if backend is not None and os.getpid() == _process:
         backend.shutdown()
 
@@ -159,13 +158,13 @@ def is_initialized() -> bool:
 
 
 def current() -> Backend:
-    """The running engine.
+    """The running backend.
 
     Raises:
         NotInitializedError: ``init()`` has not been called, or ``shutdown()`` has.
     """
     if _current is None:
-        raise NotInitializedError("there is no world yet: call unidist.init() first.")
+        raise NotInitializedError("unidist is not initialized: call unidist.init() first.")
     return _current
 
 
@@ -176,7 +175,7 @@ def in_join() -> bool:
 
 @contextmanager
 def replaced(backend: Backend) -> Iterator[None]:
-    """Inside, ``current()`` is another engine over the running one."""
+    """Inside, ``current()`` is another backend, on top of the running one."""
     global _current
     before, _current = _current, backend
     try:
@@ -227,14 +226,14 @@ def is_main() -> bool:
 
 
 def backend_name() -> str:
-    """The running engine: ``single``, ``gloo``, ``nccl``, ``mpi`` or ``horovod``."""
+    """The running backend: ``single``, ``gloo``, ``nccl``, ``mpi`` or ``horovod``."""
     return current().name
 
 
 # ---------------------------------------------------------------------------------------------
 def _declared(init_method: str | None, rank: int | None, world_size: int | None) -> Launch:
     if (rank is None) != (world_size is None):
-        raise ValueError(f"init(rank={rank}, world_size={world_size}): give both, or neither to follow the launcher.")
+        raise ValueError(f"init(rank={rank}, world_size={world_size}): pass both, or neither to use the launcher's.")
     if rank is None or world_size is None:
         return detect(os.environ)
     if not 0 <= rank < world_size:
@@ -264,7 +263,7 @@ def _class(name: str) -> type[Backend]:
 
 
 def _start(name: str, start: Start) -> tuple[Backend, str]:
-    """The engine, adopted or started, and the reason for the choice."""
+    """The backend, adopted or started, and the reason for the choice."""
     running = [name] if name != "auto" else [name for name, row in BACKENDS.items() if row.library in sys.modules]
     for candidate in running:
         adopted = _class(candidate).adopt(start)
@@ -272,15 +271,15 @@ def _start(name: str, start: Start) -> tuple[Backend, str]:
             return adopted, "already initialised"
         if adopted:
             raise BackendError(
-                f"init({name!r}): a process group on {adopted.name!r} is already initialised; ask for that."
+                f"init({name!r}): a process group on {adopted.name!r} is already initialised: pass that name."
             )
-    why = "asked for"
+    why = "requested"
     if name == "auto":
         name, why = _pick(start)
     kind = _class(name)
     if kind.needs_launcher and start.launch.launcher is NO_LAUNCHER:
         raise BackendError(
-            f"backend {name!r} needs a launcher and found none: start the script with "
+            f"backend {name!r} needs a launcher, and no launcher's variables are set: start the script with "
             f"'horovodrun -np 2 python script.py' or 'torchrun --nproc-per-node 2 script.py'."
         )
     return kind.start(name, start), why
@@ -293,11 +292,11 @@ def _pick(start: Start) -> tuple[str, str]:
     if launcher.engine and importlib.util.find_spec(launcher.engine):
         return launcher.engine, f"started by {launcher.name}"
     cuda = torch.cuda.is_available() and (start.device is None or start.device.type == "cuda")
-    return ("nccl", "CUDA is available") if cuda else ("gloo", "no CUDA in use")
+    return ("nccl", "CUDA is available") if cuda else ("gloo", "CUDA is not used")
 
 
 def _guard(backend: Backend, launch: Launch) -> None:
-    """Refuse N lonely jobs: the engine's world must have the size that the launcher declared."""
+    """Refuse N jobs of one rank: the backend must have the world size that the launcher declared."""
     real, declared = backend.world_size(), launch.world_size
     adopted_alone = launch.launcher is NO_LAUNCHER
     if real == declared or adopted_alone:
@@ -305,15 +304,15 @@ def _guard(backend: Backend, launch: Launch) -> None:
     backend.shutdown()
     raise WorldSizeError(
         f"{backend.name} made a world of {real}, but {launch.launcher.name} declared {declared} ({launch.evidence}): "
-        f"each process would have trained alone. Let unidist.init() start the engine, use a library built for this "
-        f"launcher, or set {knobs.LAUNCHER}=none if one process is meant."
+        f"each process would train alone. Let unidist.init() start the backend, use a library built for this "
+        f"launcher, or set {knobs.LAUNCHER}=none if a single process is intended."
     )
 
 
-def _refuse_change(asked: dict[str, object], running: Backend) -> None:
-    was = {**_asked, "backend": running.name}
-    for key, value in asked.items():
+def _refuse_change(arguments: dict[str, object], running: Backend) -> None:
+    was = {**_arguments, "backend": running.name}
+    for key, value in arguments.items():
         if value is not None and value != was.get(key):
             raise BackendError(
-                f"init({key}={str(value)!r}) came after init() with {key}={str(was.get(key))!r}: call shutdown() in between."
+                f"init({key}={str(value)!r}) came after init() with {key}={str(was.get(key))!r}: call shutdown() before."
             )

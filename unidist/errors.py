@@ -1,4 +1,4 @@
-"""The exceptions that unidist raises on purpose.
+"""The exceptions of unidist.
 
 Each message says what happened, the value that caused it, and the remedy.
 """
@@ -11,7 +11,7 @@ class UnidistError(RuntimeError):
 
 
 class LaunchError(UnidistError):
-    """The launcher's environment variables contradict themselves or lack something."""
+    """The launcher's environment variables are incomplete or contradict each other."""
 
 
 class NotInitializedError(UnidistError, ValueError):
@@ -23,15 +23,15 @@ class BackendError(UnidistError):
 
 
 class WorldSizeError(UnidistError):
-    """The engine's world and the launcher's declaration differ in size."""
+    """The backend's world size is not the launcher's."""
 
 
 class MismatchError(UnidistError):
-    """The ranks of a collective call passed arguments that do not fit together."""
+    """The ranks passed arguments to a collective call that do not match."""
 
 
 class CollectiveError(UnidistError):
-    """The engine failed inside a collective: a lost peer, a timeout, a broken link."""
+    """The backend failed in a collective: a lost rank, a timeout, a network error."""
 
 
 class CheckpointError(UnidistError):

@@ -1,10 +1,10 @@
 """Every ``UNIDIST_*`` environment variable, in one place.
 
 ===================  ==========================================================================
-UNIDIST_BACKEND      engine for ``init("auto")``: ``single``, ``gloo``, ``nccl``, ``mpi``, ``horovod``
-UNIDIST_LAUNCHER     launcher whose variables are read, whatever else is set; ``none`` reads none
-UNIDIST_TIMEOUT      seconds after which a start-up or a collective without its peers fails
-UNIDIST_CACHE        folder for built wheels (default ``$XDG_CACHE_HOME/unidist``)
+UNIDIST_BACKEND      backend for ``init("auto")``: ``single``, ``gloo``, ``nccl``, ``mpi``, ``horovod``
+UNIDIST_LAUNCHER     launcher whose variables are read, whatever others are set; ``none`` reads none
+UNIDIST_TIMEOUT      seconds after which a start-up or a collective fails that not all ranks take part in
+UNIDIST_CACHE        directory of built wheels (default ``$XDG_CACHE_HOME/unidist``)
 UNIDIST_HVD_SCRIPT   set by ``python -m unidist.hvd``: its script, for the processes that the script spawns
 ===================  ==========================================================================
 """
@@ -26,12 +26,12 @@ HVD_SCRIPT = "UNIDIST_HVD_SCRIPT"
 
 
 def backend(env: Mapping[str, str]) -> str:
-    """Name of the wanted engine, ``auto`` when unset."""
+    """Name of the requested backend, ``auto`` when unset."""
     return env.get(BACKEND) or "auto"
 
 
 def timeout(env: Mapping[str, str]) -> timedelta | None:
-    """The wanted timeout, or None when unset."""
+    """The timeout, or None when unset."""
     text = env.get(TIMEOUT)
     if not text:
         return None
@@ -45,15 +45,15 @@ def timeout(env: Mapping[str, str]) -> timedelta | None:
 
 
 def cache_dir(env: Mapping[str, str]) -> Path:
-    """Folder for what is expensive to make again."""
+    """The cache directory."""
     if env.get(CACHE):
         return Path(env[CACHE]).expanduser()
     return Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unidist"
 
 
-# ------------------------------------------------------------------------------------ Horovod's own
+# ------------------------------------------------------------------------------------ Horovod's variables
 def horovod_number(env: Mapping[str, str], name: str, default: float, *, whole: bool = False) -> Any:
-    """A variable of Horovod's that the drop-in heeds, at least 0."""
+    """A numeric variable of Horovod that the drop-in supports, at least 0."""
     text = env.get(name)
     if not text:
         return default
@@ -67,5 +67,5 @@ def horovod_number(env: Mapping[str, str], name: str, default: float, *, whole: 
 
 
 def horovod_flag(env: Mapping[str, str], name: str) -> bool:
-    """Whether a switch of Horovod's that the drop-in heeds is on."""
+    """Whether a boolean variable of Horovod that the drop-in supports is on."""
     return env.get(name, "0").strip().lower() not in ("", "0", "false")

@@ -1,4 +1,4 @@
-"""Data-parallel models: one wrapper with DDP's behaviour on every engine."""
+"""Data-parallel models, with DDP's behaviour on every backend."""
 
 from __future__ import annotations
 
@@ -36,33 +36,32 @@ def wrap_model(
 ) -> WrappedModel[M]:
     """Make a model data-parallel: after ``backward()``, each ``.grad`` is the mean over the ranks. Collective.
 
-    The optimizer stays a plain one, and everything between ``backward()`` and ``step()`` (clipping,
-    scaling, skipping) sees the averaged gradients. The result has the interface of
-    ``DistributedDataParallel`` (which it is on the torch engines): ``.module``, ``no_sync()``, and
-    state_dict keys that begin with ``module.``.
+    The optimizer is a plain one, and everything between ``backward()`` and ``step()`` (clipping, scaling, skipping) sees
+    averaged gradients. The result has the interface of ``DistributedDataParallel`` (which it is on torch.distributed):
+    ``.module``, ``no_sync()``, and state_dict keys with the prefix ``module.``.
 
     Move the model to ``unidist.device()`` first, and freeze parameters before wrapping.
 
     Args:
-        model: at least one parameter that requires grad; the same architecture on every rank. Its
-            parameters and buffers become those of the group's first rank.
-        sync_bn: normalise over the batches of all ranks: BatchNorm layers are replaced, on CPU too.
-        find_unused_parameters: let parameters take no part in a backward pass. One that is unused on this
-            rank counts as zero in the mean; one that is unused on all ranks keeps its ``.grad``.
-        broadcast_buffers: buffers follow the first rank's once a step: before each forward pass that records gradients
-            outside ``no_sync()`` on the torch engines, during its backward pass on Horovod.
-        bucket_cap_mb: size in MiB of the pieces in which gradients travel while backward runs.
-        compression: send gradients in half precision. Horovod adds up no bfloat16: there ``bf16`` rounds
-            the gradients and sends them in float32.
-        static_graph: promise DDP that the graph never changes; of no effect on Horovod.
+        model: has at least one parameter that requires grad; the same architecture on every rank. Parameters and buffers are
+            overwritten with those of the group's first rank.
+        sync_bn: batch statistics over all ranks: BatchNorm layers are replaced, on the CPU too.
+        find_unused_parameters: allow parameters that take no part in a backward pass. A parameter that is unused on this rank
+            counts as zero in the mean; one that is unused on all ranks keeps its ``.grad``.
+        broadcast_buffers: broadcast the first rank's buffers once per step: on torch.distributed before each forward pass that
+            records gradients outside ``no_sync()``, on Horovod during its backward pass.
+        bucket_cap_mb: bucket size in MiB.
+        compression: send gradients in half precision. Horovod does not sum bfloat16: there ``bf16`` rounds the gradients and
+            sends them in float32.
+        static_graph: DDP's option: the graph never changes; of no effect on Horovod.
         group: the ranks that train this model together.
 
     Raises:
         ValueError: no parameter requires grad, one is on the meta device or a DTensor, the model is wrapped already, or an
-            option has no such value.
-        UnidistError: from ``backward()`` (on the torch engines from the next forward pass), when parameters got no
-            gradient and ``find_unused_parameters`` is off; names them.
-        MismatchError: on every rank, when the ranks' models differ, in memory format too; names the first difference.
+            option has another value than those named above.
+        UnidistError: from ``backward()`` (on torch.distributed from the next forward pass), when parameters got no gradient
+            and ``find_unused_parameters`` is off; names them.
+        MismatchError: on every rank, when the ranks' models differ, also in memory format; names the first difference.
     """
     if compression is not None and compression not in _COMPRESSION:
         raise ValueError(f"compression={compression!r} is unknown: use 'fp16', 'bf16' or None.")
@@ -75,13 +74,13 @@ def wrap_model(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(
-                f"wrap_model: {name!r} is on the meta device and has no values: move the model with "
-                "model.to_empty(device=unidist.device()), initialise it, and wrap it then."
+                f"wrap_model: {name!r} is on the meta device and has no data: move the model with "
+                "model.to_empty(device=unidist.device()), initialise it, and then wrap it."
             )
     _refuse_sharded(model)
     _check_same(model, group, layout=True)
     if sync_bn:
-        model = convert_batch_norm(model, group)  # type: ignore[assignment]  # a model that is no BatchNorm keeps its class
+        model = convert_batch_norm(model, group)  # type: ignore[assignment]  # a model that is not itself a BatchNorm keeps its class
     options = ModelOptions(
         find_unused_parameters=find_unused_parameters,
         broadcast_buffers=broadcast_buffers,
@@ -99,9 +98,9 @@ def unwrap(model: WrappedModel[M]) -> M: ...
 @overload
 def unwrap(model: M) -> M: ...
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside ``wrap_model``'s result (and ``torch.compile``'s); a plain model is returned as it is.
+    """The model inside the result of ``wrap_model`` (and ``torch.compile``); a plain model is returned as it is.
 
-    Not collective. Its state_dict has no ``module.`` in its keys.
+    Not collective. The keys of its state_dict have no prefix ``module.``.
     """
     while True:
         if isinstance(getattr(model, "_orig_mod", None), nn.Module):
@@ -120,8 +119,8 @@ def is_wrapped(model: object) -> bool:
 def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
     """Check that every rank has the same parameters, bit for bit. Collective.
 
-    For the first evaluation or checkpoint of a run: a model that was trained without ``wrap_model`` shows here.
-    Buffers are not compared; between two steps they may differ by design.
+    For example before an evaluation: it detects a model that was trained without ``wrap_model``. Buffers are not compared;
+    between two steps they may differ.
 
     Args:
         model: wrapped or not, the same architecture on every rank.
@@ -147,17 +146,18 @@ def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
 def global_mean(loss_sum: Tensor, count: float | Tensor, group: Group | None = None) -> Tensor:
     """The loss whose gradient, averaged over the ranks, is that of the mean over all ranks' samples. Collective.
 
-    The mean of the ranks' means weights a rank with few samples (or tokens) as much as one with many. This is
-    ``loss_sum * size / total``, where ``total`` is the sum of the ranks' counts: averaged over the ``size`` ranks, as a
-    wrapped model does with gradients, the sum of all losses over the sum of all counts.
+    The mean of the ranks' means gives a rank with few samples (or tokens) the same weight as one with many. This is
+    ``loss_sum * size / total``, where ``total`` is the sum of the ranks' counts: its average over the ``size`` ranks, which is
+    what a wrapped model computes of gradients, is the sum of all losses over the sum of all counts.
 
     Args:
         loss_sum: 0-d, the sum of this rank's losses (``reduction="sum"``).
-        count: how many there are, 0 or more; in each micro-step of an accumulation window, the number of the whole window's on this rank.
+        count: number of samples, 0 or more; with gradient accumulation, this rank's number for the whole step, in each of its
+            backward passes.
         group: the ranks that train together.
 
     Returns:
-        A 0-d tensor with a gradient; 0 where no rank has any sample. Its mean over the ranks is the loss of the whole batch.
+        A 0-d tensor with a gradient; 0 if no rank has any sample. Its mean over the ranks is the loss of the global batch.
 
     Raises:
         ValueError: on every rank, if a rank's count is negative or not finite.
@@ -167,14 +167,14 @@ def global_mean(loss_sum: Tensor, count: float | Tensor, group: Group | None = N
         torch.tensor(mine if 0 <= mine < math.inf else math.nan, dtype=torch.float64), "sum", group
     ).item()
     if math.isnan(total):
-        raise ValueError(f"global_mean(count={mine}): a count below 0 or not finite, on this rank or on another.")
+        raise ValueError(f"global_mean(count={mine}): a count is negative or not finite, on this rank or on another.")
     return loss_sum * (len(current().ranks(group)) / total if total else 0.0)
 
 
 def broadcast_model_state(model: nn.Module, src: int = 0, group: Group | None = None) -> None:
     """Give every rank the parameters and buffers of rank ``src``. Collective.
 
-    For a model that is not wrapped, or weights that only rank ``src`` has loaded since; ``wrap_model`` itself begins with rank 0's.
+    For a model that is not wrapped, or weights that only rank ``src`` has loaded; ``wrap_model`` itself broadcasts rank 0's.
 
     Args:
         model: wrapped or not, the same architecture on every rank.
@@ -194,8 +194,8 @@ def broadcast_model_state(model: nn.Module, src: int = 0, group: Group | None = 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, group: Group | None = None) -> None:
     """Give every rank the optimizer state of rank ``src``: hyperparameters and per-parameter state. Collective.
 
-    For state that only rank ``src`` has loaded. No step is taken and no weight changes; an optimizer that
-    has taken no step yet stays without state.
+    For state that only rank ``src`` has loaded. No step is taken and no weight changes; an optimizer without state remains
+    without.
 
     Args:
         optimizer: the same parameter groups on every rank.
@@ -209,23 +209,23 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, gr
     _same_everywhere(counts, "the optimizer's parameter groups have {} parameters", group)
     state = optimizer.state_dict()
     tensors = [leaf for _, leaf in walk(state) if isinstance(leaf, Tensor)]
-    # The frame carries everything but the numbers of the tensors, which follow one by one.
-    frame = broadcast_object(map_leaves(_describe, state), src, group)
+    # The structure contains everything but the data of the tensors, which are broadcast one by one.
+    structure = broadcast_object(map_leaves(_describe, state), src, group)
     is_src = current().topology.rank == src
-    sent = iter(tensors)
+    own = iter(tensors)
 
     def receive(leaf: Any) -> Any:
         if not isinstance(leaf, _Described):
             return leaf
-        local = next(sent) if is_src else leaf.empty(optimizer)
+        local = next(own) if is_src else leaf.empty(optimizer)
         return broadcast(local, src, group)
 
-    optimizer.load_state_dict(map_leaves(receive, frame))
+    optimizer.load_state_dict(map_leaves(receive, structure))
 
 
 # ---------------------------------------------------------------------------------------------
 class _Described:
-    """Stands for a tensor: all but its numbers."""
+    """A tensor without its data."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tuple(tensor.shape)
@@ -245,9 +245,9 @@ def _refuse_sharded(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if hasattr(param, "device_mesh") and hasattr(param, "placements"):
             raise ValueError(
-                f"parameter {name!r} is a DTensor, of which each rank holds a part: wrap_model, assert_in_sync and save_checkpoint "
-                "take whole tensors. FSDP2 and tensor parallelism average gradients themselves: train without wrap_model, and save "
-                "with torch.distributed.checkpoint."
+                f"parameter {name!r} is a DTensor, of which each rank has a shard: wrap_model, assert_in_sync and save_checkpoint "
+                "take full tensors. FSDP2 and tensor parallelism reduce gradients themselves: train without wrap_model, and "
+                "save with torch.distributed.checkpoint."
             )
 
 
@@ -275,5 +275,5 @@ def _same_everywhere(values: Sequence[T], what: str, group: Group | None) -> Non
         if value != values[0]:
             first = current().ranks(group)[0]
             raise MismatchError(
-                f"{what.format(values[0])} on rank {first}, but {value} on rank {rank}: build the same on every rank."
+                f"{what.format(values[0])} on rank {first}, but {value} on rank {rank}: they must be the same on every rank."
             )

@@ -14,10 +14,10 @@ def set_seed(seed: int) -> None:
     The same seed on every rank gives every rank the same numbers; add ``unidist.rank()`` for different ones.
 
     Args:
-        seed: from 0 to 2**32 - 1, as NumPy asks.
+        seed: from 0 to 2**32 - 1, the range of NumPy's seeds.
     """
     if not 0 <= seed < 2**32:
-        raise ValueError(f"set_seed({seed}): a seed runs from 0 to 2**32 - 1.")
+        raise ValueError(f"set_seed({seed}): a seed is from 0 to 2**32 - 1.")
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

@@ -176,7 +176,7 @@ def test_an_error_of_any_rank_is_raised_on_all(folder: Path) -> None:
     with pytest.raises(unidist.CheckpointError, match="x=int has no load_state_dict"):
         unidist.load_checkpoint(path, x=3)
     for bad in (folder, Config(x=1)):
-        with pytest.raises(unidist.CheckpointError, match=r"refuses it, for it holds a \S*(pathlib|Config)"):
+        with pytest.raises(unidist.CheckpointError, match=r"refuses it, because it contains a \S*(pathlib|Config)"):
             unidist.save_checkpoint(path, bad={"deep": [bad]})
     if unidist.is_main():
         (folder / "noise.pt").write_bytes(b"noise"), (folder / "empty.pt").touch()

@@ -11,7 +11,7 @@ from torch import Tensor
 from unidist.backends.base import Backend, Group, Op
 from unidist.backends.buckets import flatten_bytes, unflatten_bytes
 from unidist.backends.reductions import WIDER, neutral_element
-from unidist.collectives import carrier
+from unidist.collectives import transport_device
 from unidist.hvd.adasum import adasum
 from unidist.hvd.negotiation import Response, Signature
 from unidist.hvd.operation import Operation
@@ -65,7 +65,9 @@ def _all_reduce(backend: Backend, group: Group, response: Response, operations: 
     for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):
         sources = [tensor for tensor in inputs if tensor.dtype == dtype]
         targets = [output for output, tensor in zip(outputs, inputs) if tensor.dtype == dtype]
-        in_place = len(sources) == 1 and dtype not in WIDER and carrier(backend, sources[0]) == sources[0].device
+        in_place = (
+            len(sources) == 1 and dtype not in WIDER and transport_device(backend, sources[0]) == sources[0].device
+        )
         if in_place:
             flat = targets[0].view(-1)
             parts = [flat]
@@ -103,7 +105,7 @@ def _fusion_buffer(backend: Backend, tensors: Sequence[Tensor]) -> tuple[Tensor,
     """Flat copies side by side, in a dtype and on a device of the backend, and each tensor's part."""
     first = tensors[0]
     dtype = WIDER.get(first.dtype, first.dtype)
-    flat = torch.cat([_flat(tensor) for tensor in tensors]).to(dtype=dtype, device=carrier(backend, first))
+    flat = torch.cat([_flat(tensor) for tensor in tensors]).to(dtype=dtype, device=transport_device(backend, first))
     # Ten times as fast as split, because autograd records no views.
     return flat, list(torch.unsafe_split_with_sizes(flat, [tensor.numel() for tensor in tensors]))
 
@@ -132,7 +134,7 @@ def _broadcast(backend: Backend, group: Group, response: Response, operations: O
         if target.numel():
             backend.broadcast(_bytes(target), root, group)
     else:
-        flat = flatten_bytes([source for source, _ in pairs]).to(carrier(backend, pairs[0][1]))
+        flat = flatten_bytes([source for source, _ in pairs]).to(transport_device(backend, pairs[0][1]))
         if flat.numel():
             backend.broadcast(flat, root, group)
         unflatten_bytes(flat, [target for _, target in pairs])
@@ -145,7 +147,7 @@ def _all_gather(backend: Backend, group: Group, response: Response, operations: 
     for index, tensor in enumerate(operation.inputs):
         rows = [payload[index] for payload in response.payloads]
         row = tensor.shape[1:].numel() * tensor.element_size()
-        data = _bytes(tensor.to(carrier(backend, tensor)))
+        data = _bytes(tensor.to(transport_device(backend, tensor)))
         flat = backend.all_gather(data, [count * row for count in rows], group)
         results.append(_from_bytes(flat, tensor, (sum(rows), *tensor.shape[1:])))
     return [results]
@@ -157,7 +159,7 @@ def _all_to_all(backend: Backend, group: Group, response: Response, operations: 
     me = group.ranks.index(backend.topology.rank)
     send, receive = operation.payload, [payload[me] for payload in response.payloads]
     row = tensor.shape[1:].numel() * tensor.element_size()
-    data = _bytes(tensor.to(carrier(backend, tensor)))[: sum(send) * row]
+    data = _bytes(tensor.to(transport_device(backend, tensor)))[: sum(send) * row]
     flat = backend.all_to_all(data, [n * row for n in send], [n * row for n in receive], group)
     return [(_from_bytes(flat, tensor, (sum(receive), *tensor.shape[1:])), receive)]
 
