@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import slurm
 from tests.support.worlds import IN_WORLD, LEGACY, run_world, shown
@@ -28,6 +29,17 @@ def srun_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
         pytest.skip(absent)
     with slurm.slurm(tmp_path_factory.mktemp("slurm")) as env:
         yield env
+
+
+@pytest.fixture(scope="session")
+def digits_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of examples/digits_horovod.py after two epochs under Horovod."""
+    path = tmp_path_factory.mktemp("digits") / "horovod.pt"
+    argv = ["examples/digits_horovod.py", "--epochs", "2", "--save", str(path)]
+    result = run_world("horovodrun", 2, argv, backend="horovod")
+    assert result.returncode == 0 and "epoch 2/2" in result.output, result.output
+    weights: dict[str, torch.Tensor] = torch.load(path)
+    return weights
 
 
 @pytest.fixture(scope="session")
