@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -10,8 +11,24 @@ import torch
 from tests.support import slurm
 from tests.support.worlds import IN_WORLD, LEGACY, run_world, shown
 
+#: What starts worlds, here and in the product.
+STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.multiprocessing.start_processes")
 # What runs inside a world is collected only there.
 collect_ignore = [] if IN_WORLD in os.environ else ["contract", "hvd", "process_group"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that is marked as a unit starts no world, nor do its fixtures."""
+
+    def refuse(*args: object, **options: object) -> NoReturn:
+        raise AssertionError(f"{item.nodeid} is marked unit, and would start a world")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("unit"):
+            for name in STARTERS:
+                patch.setattr(name, refuse)
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -152,6 +152,7 @@ def drop_in(code: str, ranks: int = 1, launcher: str = "torchrun", **env: str) -
         Path(file.name).unlink()
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
 def test_averages_of_whole_numbers_are_exact_on_any_number_of_ranks(dtype: torch.dtype) -> None:
     for size in range(1, 200):  # the product of 49 and 1 / 49 is below 1
@@ -443,6 +444,7 @@ def test_init_again_after_shutdown() -> None:
     assert result.returncode == 0 and result.output.count("THRICE") == 2, result.output
 
 
+@pytest.mark.unit
 def test_the_suite_calls_every_public_name() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "tests/hvd").glob("*.py"))
     # Its own test has it: run() starts a world.

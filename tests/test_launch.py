@@ -22,6 +22,7 @@ from unidist.backends import rendezvous
 PLACE = "tests/programs/place.py"
 
 
+@pytest.mark.unit
 def test_the_launchers_server_is_asked_until_it_answers() -> None:
     class Late(BaseHTTPRequestHandler):
         asked = 0
@@ -111,6 +112,15 @@ def test_variables_set_by_hand(options: dict[str, Any]) -> None:
     ended = by_hand(options, 2, **env)
     assert [process.returncode for process in ended] == [0, 0], ended
     assert places("".join(process.stdout for process in ended)) == expected("env", "gloo", 2)
+
+
+@pytest.mark.unit
+def test_a_unit_starts_no_world() -> None:
+    import unidist
+
+    for start in (lambda: run_world("torchrun", 2, [PLACE]), lambda: unidist.spawn(os.getpid, 1)):
+        with pytest.raises(AssertionError, match="is marked unit, and would start a world"):
+            start()
 
 
 # ------------------------------------------------------------------------------------ the guard
@@ -249,6 +259,7 @@ NONSENSE: list[tuple[dict[str, str], str]] = [
 ]
 
 
+@pytest.mark.unit
 def test_nonsense_environments_give_one_clear_error_at_once() -> None:
     """Each error comes from ``init()`` in under a second, and leaves nothing behind that the next would meet."""
     code = (
@@ -299,6 +310,7 @@ def test_spawn_returns_the_results_and_takes_a_notebooks_function() -> None:
     assert "pip install cloudpickle" in of_function
 
 
+@pytest.mark.unit
 def test_spawn_bad_input() -> None:
     import unidist
 

@@ -47,5 +47,7 @@ for cycle in range(cycles):
         memory = psutil.Process().memory_info().rss
 grown = (psutil.Process().memory_info().rss - memory) / 2**20
 threads = sum(thread.name.startswith("unidist") for thread in threading.enumerate())
-sys.stdout.write(f"rank {rank}: {cycles} cycles, {threads} threads left, {grown:.0f} MiB grown, most communicators: {most}\n")
+sys.stdout.write(
+    f"rank {rank}: {cycles} cycles, {threads} threads left, {grown:.0f} MiB grown, most communicators: {most}\n"
+)
 unidist.shutdown()
