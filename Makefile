@@ -1,4 +1,5 @@
-# make demo: train the example on 2 ranks.  make test: everything that CI runs.  make bench: docs/performance.md's table.
+# make demo: train the example on 2 ranks.  make bench: docs/performance.md's table.
+# make unit: the tests that start no world, in under a minute.  make test: everything that CI runs, with Horovod's build.
 # make test-torch TORCH=2.15.0: what another PyTorch may break, in an environment of its own, which takes some gigabytes.
 VENV ?= .venv
 # What pip is held to.
@@ -10,13 +11,17 @@ PROGRAMS := g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld
 # Engines, their process groups, the drop-in, weights, data, checkpoints, comparisons: all that calls PyTorch's own parts.
 TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint compare launch)
 
-.PHONY: demo test test-torch bench lint system clean
+.PHONY: demo unit test test-torch bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
 
-test: $(VENV)/test.stamp lint
-	$(BIN)/pytest
+unit: $(VENV)/pip.stamp
+	$(BIN)/pytest -m unit
+
+# Prerequisites are made in this order: what answers soonest comes first.
+test: lint unit $(VENV)/test.stamp
+	$(BIN)/pytest -m "not unit" --durations=10
 
 test-torch: TORCH_VENV = .venv-torch-$(TORCH)
 test-torch:
@@ -27,7 +32,7 @@ test-torch:
 bench: $(VENV)/test.stamp
 	$(BIN)/unidist bench all --quick --json bench.json --plot bench.png
 
-lint: $(VENV)/test.stamp
+lint: $(VENV)/pip.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -42,9 +47,12 @@ $(VENV)/demo.stamp: $(BIN)/python setup.cfg constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[examples]"
 	touch $@
 
-# Horovod's wheel is cached outside the checkout (UNIDIST_CACHE, default ~/.cache/unidist).
-$(VENV)/test.stamp: $(BIN)/python setup.cfg constraints.txt | system
+$(VENV)/pip.stamp: $(BIN)/python setup.cfg constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[bench,cli,horovod,mpi,examples,test]"
+	touch $@
+
+# Horovod's wheel is cached outside the checkout (UNIDIST_CACHE, default ~/.cache/unidist).
+$(VENV)/test.stamp: $(VENV)/pip.stamp | system
 	$(BIN)/unidist build-horovod --install
 	touch $@
 

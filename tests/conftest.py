@@ -3,14 +3,32 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import torch
 
 from tests.support import slurm
 from tests.support.worlds import IN_WORLD, LEGACY, run_world, shown
 
+#: What starts worlds, here and in the product.
+STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.multiprocessing.start_processes")
 # What runs inside a world is collected only there.
 collect_ignore = [] if IN_WORLD in os.environ else ["contract", "hvd", "process_group"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that is marked as a unit starts no world, nor do its fixtures."""
+
+    def refuse(*args: object, **options: object) -> NoReturn:
+        raise AssertionError(f"{item.nodeid} is marked unit, and would start a world")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("unit"):
+            for name in STARTERS:
+                patch.setattr(name, refuse)
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -28,6 +46,17 @@ def srun_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
         pytest.skip(absent)
     with slurm.slurm(tmp_path_factory.mktemp("slurm")) as env:
         yield env
+
+
+@pytest.fixture(scope="session")
+def digits_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of examples/digits_horovod.py after two epochs under Horovod."""
+    path = tmp_path_factory.mktemp("digits") / "horovod.pt"
+    argv = ["examples/digits_horovod.py", "--epochs", "2", "--save", str(path)]
+    result = run_world("horovodrun", 2, argv, backend="horovod")
+    assert result.returncode == 0 and "epoch 2/2" in result.output, result.output
+    weights: dict[str, torch.Tensor] = torch.load(path)
+    return weights
 
 
 @pytest.fixture(scope="session")

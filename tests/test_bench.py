@@ -137,6 +137,7 @@ def test_a_forced_launcher_does_not_reach_the_worlds(tmp_path: Path) -> None:
     assert done.returncode != 0 and "sees no launcher" in done.stderr
 
 
+@pytest.mark.unit
 def test_figures() -> None:
     case = Case("step", "w", "n", {"unidist": [1.0, 2.0, 6.0], "raw": [4.0, 4.0, 4.0]})
     assert (case.median(), case.ratio("raw"), case.spread("raw")) == (2.0, 0.5, 0.0)
@@ -148,6 +149,7 @@ def test_figures() -> None:
     assert all(speed > 1e7 for speed in machine.limits().values())
 
 
+@pytest.mark.unit
 def test_a_contender_that_is_missing_in_a_row_leaves_a_gap(tmp_path: Path) -> None:
     rows = [Case("step", "w", "a", {"unidist": [1.0], "x": [1.0]}), Case("step", "w", "b", {"unidist": [1.0]})]
     ((_, table),) = tables(rows)
@@ -156,6 +158,7 @@ def test_a_contender_that_is_missing_in_a_row_leaves_a_gap(tmp_path: Path) -> No
     assert (tmp_path / "x.png").exists()
 
 
+@pytest.mark.unit
 def test_help_does_not_need_the_peers() -> None:
     code = "import sys, unidist.cli.bench; assert not {'ignite', 'accelerate', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment("python", {}))

@@ -23,9 +23,9 @@ import unidist
 from unidist.cli import build_horovod, main, toolchain
 from unidist.cli.toolchain import Target
 
+pytestmark = pytest.mark.unit
 TARGET = Target("2.13.0+cpu", "openmpi4.1.4", cxx="20")
 WHEEL = f"horovod-{build_horovod.VERSION}-cp311-cp311-linux_x86_64.whl"
-# What Python makes of `unidist` is another file's business: these look at what the command line adds.
 # Plays pip: "downloads" a source, then "builds" a wheel that holds the CMakeLists.txt it was given.
 PIP = """
 import io, os, sys, tarfile, time, zipfile

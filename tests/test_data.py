@@ -27,6 +27,8 @@ from unidist.data import ShardLoader, ShardSampler, ShardStream
 from unidist.data.sharding import Sharding
 from unidist.data.stream import WorkerInit
 
+pytestmark = pytest.mark.unit
+
 
 class SplitStream(Stream):
     """Splits itself among the workers, as torch's documentation shows."""

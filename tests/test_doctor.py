@@ -1,16 +1,20 @@
 """``unidist doctor``."""
 
 import json
+import shutil
 import subprocess
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from tests.support.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, run_world, shown
 from tests.test_topology import HOROVODRUN_MPI
-from unidist.cli import checkup
+from unidist.cli import checkup, main
 from unidist.cli.doctor import attempt, reason
-from unidist.launchers.table import COMMANDS, ENGINES
+from unidist.launchers.table import COMMANDS, ENGINES, known_launchers
 from unidist.topology import LAUNCHERS
 
 
@@ -42,38 +46,55 @@ def test_one_screen(columns: str) -> None:
     assert "0.28.1 for torch 2." in done.stdout and "gloo, mpi" in done.stdout
 
 
-def test_matrix(srun_env: dict[str, str]) -> None:
-    """Every launcher with every engine that needs no GPU, for real."""
-    done = doctor("--run", "--json", LD_LIBRARY_PATH=str(mpich_for_mpi4py()), **srun_env)
+def test_run(tmp_path: Path) -> None:
+    """Every launcher with every engine, on a machine that has no MPI and no Slurm."""
+    for name in ("env", "sh"):  # horovodrun starts the ranks through them
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    done = doctor("--run", "--json", PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     pairs = json.loads(done.stdout)["pairs"]
-    assert len(pairs) == len(COMMANDS) * len(ENGINES)
+    assert [(pair["launcher"], pair["engine"]) for pair in pairs] == list(product(COMMANDS, ENGINES))
     for pair in pairs:
-        shown.setdefault("doctor --run", []).append(
+        command = COMMANDS[pair["launcher"]]
+        shown.setdefault("doctor --run, without MPI and Slurm", []).append(
             f"{pair['launcher']:18} {pair['engine']:8} {pair['state']:5} {pair['text']}"
         )
-        if pair["engine"] == "nccl" and torch.cuda.device_count() < 2:
-            assert (pair["state"], pair["text"]) == (
-                "none",
-                f"2 ranks on nccl need 2 GPUs, {torch.cuda.device_count()} are visible",
-            )
-        elif pair["engine"] == "mpi" and not COMMANDS[pair["launcher"]].mpi:
-            assert pair["state"] == "none" and "needs its own launchers" in pair["text"], pair
+        expected = "none"
+        if pair["engine"] == "mpi" and not command.mpi:
+            assert "needs its own launchers: horovodrun-mpi, openmpi, mpich" in pair["text"], pair
+        elif command.programs:
+            assert f"{command.programs[-1]} is not on PATH" in pair["text"], pair
+        elif pair["engine"] == "nccl" and torch.cuda.device_count() < 2:
+            assert pair["text"] == f"2 ranks on nccl need 2 GPUs, {torch.cuda.device_count()} are visible"
         else:
-            assert pair["state"] == "ok", pair
+            expected = "ok"
+        assert pair["state"] == expected, pair
 
 
-def test_need_sets_the_exit_status() -> None:
-    assert doctor("--need", "gloo").returncode == 0
-    both = doctor("--need", "horovod@openmpi", "--need", "gloo@horovodrun", "--json")
-    assert both.returncode == 0 and len(json.loads(both.stdout)["pairs"]) == 2
+def test_need_sets_the_exit_status(srun_env: dict[str, str]) -> None:
+    needed = [("horovod", "openmpi"), ("mpi", "mpich"), ("gloo", "slurm")]
+    options = [option for engine, launcher in needed for option in ("--need", f"{engine}@{launcher}")]
+    done = doctor(*options, "--json", LD_LIBRARY_PATH=str(mpich_for_mpi4py()), **srun_env)
+    assert done.returncode == 0, done.stdout
+    pairs = json.loads(done.stdout)["pairs"]
+    assert [(pair["engine"], pair["launcher"], pair["state"]) for pair in pairs] == [(*pair, "ok") for pair in needed]
     broken = doctor("--need", "gloo", GLOO_SOCKET_IFNAME="nosuch0", COLUMNS="200")
     assert broken.returncode == 1 and "GLOO_SOCKET_IFNAME=nosuch0, but no such interface is up" in broken.stdout
     if torch.cuda.device_count() < 2:
-        lacking = doctor("--need", "nccl", COLUMNS="200")
-        assert lacking.returncode == 1 and "nccl need 2 GPUs" in lacking.stdout
-    unknown = doctor("--need", "gloo@ssh")
-    assert unknown.returncode == 2 and "'ssh' is not a launcher: use one of torchrun, spawn" in unknown.stderr
+        none = doctor("--need", "nccl", COLUMNS="200")
+        assert none.returncode == 1 and "nccl need 2 GPUs" in none.stdout
+
+
+@pytest.mark.unit
+def test_names_are_checked() -> None:
+    for pair, message in (
+        ("gloo@ssh", "'ssh' is not a launcher: use one of torchrun, spawn (unidist.spawn), horovodrun"),
+        ("gloo@mpirun", "'mpirun' is not a launcher: use one of"),
+        ("tcp", "'tcp' is not an engine: use one of gloo, nccl, mpi, horovod"),
+    ):
+        result = CliRunner().invoke(main, ["doctor", "--need", pair])
+        assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
+    assert "openmpi (mpirun), mpich (mpiexec), slurm (srun)" in known_launchers()
 
 
 def test_a_world_without_a_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +111,14 @@ def test_under_a_launcher_it_tells_what_a_rank_sees() -> None:
     assert texts[0].startswith("openmpi: rank 0 of 1 (OMPI_COMM_WORLD_RANK=0")
 
 
+CHECKS = {
+    "launched by": checkup.here, "engine": checkup.here, "timeout": checkup.here,
+    "network": checkup.network, "ports": checkup.network, "cores": checkup.limits,
+}  # fmt: skip
+
+
 def found(env: dict[str, str], subject: str) -> list[tuple[str, str, str]]:
-    return [(f.state, f.text, f.remedy) for f in checkup.findings(env) if f.subject == subject]
+    return [(f.state, f.text, f.remedy) for f in CHECKS[subject](env) if f.subject == subject]
 
 
 TORCHRUN = {
@@ -100,6 +127,7 @@ TORCHRUN = {
 }  # fmt: skip
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("env", "state", "text"),
     [
@@ -120,6 +148,7 @@ def test_where_this_process_stands(env: dict[str, str], state: str, text: str) -
     assert any(s == state and text in t for s, t, _ in found(env, "launched by")), found(env, "launched by")
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("env", "subject", "state", "text"),
     [
@@ -139,22 +168,29 @@ def test_settings(env: dict[str, str], subject: str, state: str, text: str) -> N
     assert not any("one process" in t for _, t, _ in found(env, "launched by")) or "RANK" not in env
 
 
-def test_traps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.unit
+def test_warnings() -> None:
     assert found({}, "cores")[0][0] == "warning" and "OMP_NUM_THREADS is not set" in found({}, "cores")[0][1]
     assert found({"OMP_NUM_THREADS": "1"}, "cores")[0][0] == "ok"
     assert found({"MASTER_PORT": "http"}, "ports") == [
         ("error", "MASTER_PORT=http is not a TCP port", "use a free one from 1024 to 65535")
     ]
+
+
+def test_a_horovod_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkup, "built_for_torch", lambda: "2.0.1")
-    ((state, text, remedy),) = found({}, "Horovod")
-    assert state == "warning" and "built for torch 2.0.1" in text and remedy == "unidist build-horovod --install"
+    (finding,) = checkup.horovod()
+    assert finding.state == "warning" and "built for torch 2.0.1" in finding.text
+    assert finding.remedy == "unidist build-horovod --install"
 
 
+@pytest.mark.unit
 def test_a_launcher_has_one_name() -> None:
     """A world is started by the name that its ranks detect."""
     assert COMMANDS.keys() <= {launcher.name for launcher in LAUNCHERS}
 
 
+@pytest.mark.unit
 def test_reason_is_the_line_that_helps() -> None:
     output = '[rank0]: Traceback\n[rank0]:   File "x"\n[rank0]: OSError: first\nunidist.errors.BackendError: do this\nW0 noise'
     assert reason(output) == "BackendError: do this"

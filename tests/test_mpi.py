@@ -12,7 +12,7 @@ PLACE = "tests/programs/place.py"
 LIBRARIES = ["openmpi", "mpich"]
 
 
-@pytest.mark.parametrize(("launcher", "size"), [("openmpi", 1), ("openmpi", 2), ("openmpi", 3), ("mpich", 2)])
+@pytest.mark.parametrize(("launcher", "size"), [("openmpi", 1), ("openmpi", 3), ("mpich", 2)])
 def test_process_group(launcher: str, size: int, tmp_path: Path) -> None:
     shown.setdefault("process group suite", []).append(run_suite("process_group", launcher, size, "mpi", tmp_path))
 
@@ -36,15 +36,15 @@ def test_an_mpi_without_threads_is_refused() -> None:
     assert "needs an MPI with thread level 'multiple', and this one gave 'serialized'" in result.output, result.output
 
 
-@pytest.mark.parametrize(("launcher", "cycles"), [("openmpi", 200), ("mpich", 1000)])
-def test_many_worlds_leave_nothing_behind(launcher: str, cycles: int) -> None:
-    """MPICH runs out of communicators at about 2,000, and each world has two."""
-    result = run_world(launcher, 2, ["tests/programs/mpi_cycles.py", str(cycles)], timeout=300)
+@pytest.mark.parametrize(("launcher", "cycles", "spare"), [("openmpi", 100, 0), ("mpich", 60, 20)])
+def test_many_worlds_leave_nothing_behind(launcher: str, cycles: int, spare: int) -> None:
+    """MPICH has about 2,000 communicators, of which 20 are left; each world needs two. Open MPI has far more."""
+    result = run_world(launcher, 2, ["tests/programs/mpi_cycles.py", str(cycles), str(spare)], timeout=300)
     assert result.returncode == 0, result.output
     told = re.findall(rf"{cycles} cycles, (\d+) threads left, (-?\d+) MiB grown", result.output)
     assert len(told) == 2, result.output
     # The watch, those of the last world and one that is just ending.
-    assert all(int(threads) < 6 and int(grown) < 50 for threads, grown in told), told
+    assert all(int(threads) < 6 and int(grown) < 5 for threads, grown in told), told
     shown.setdefault("worlds one after another", []).append(f"{launcher:16} {cycles}: {told}, {result.seconds:.0f} s")
 
 

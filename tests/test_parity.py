@@ -9,7 +9,7 @@ from tests.support.parity import CASES
 from tests.support.worlds import run_world, shown
 
 TOLERANCE = 1e-5
-#: Each rank normalises its own part of the batch, so that only worlds of one size are alike.
+#: Each rank normalises its own part of the batch, so that one process has other weights.
 BETWEEN_ENGINES = {"BatchNorm, buffers of rank 0"}
 ENGINES = {
     "gloo": ("torchrun", "gloo"), "horovod-gloo": ("horovodrun", "horovod"), "horovod-mpi": ("openmpi", "horovod"),
@@ -24,8 +24,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], W
     folder = tmp_path_factory.mktemp("parity")
     found = {}
     worlds = [("single", "python", "single", 1)]
-    worlds += [(engine, *place, 2) for engine, place in ENGINES.items()]
-    worlds += [(engine, *ENGINES[engine], 3) for engine in ("gloo", "horovod-gloo", "mpi")]
+    worlds += [(engine, *how, 3) for engine, how in ENGINES.items()]
     for engine, launcher, backend, size in worlds:
         path = folder / f"{engine}{size}.pt"
         program = ["-m", "tests.support.parity", str(path)]

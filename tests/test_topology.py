@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from unidist.errors import LaunchError
 from unidist.topology import LAUNCHERS, Launch, Topology, detect, first_host, locate
 
+pytestmark = pytest.mark.unit
+
 SLURM = {
     "SLURM_PROCID": "3",
     "SLURM_STEP_NUM_TASKS": "4",

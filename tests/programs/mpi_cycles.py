@@ -1,4 +1,7 @@
-"""Make and end many worlds with a group each: ``mpi_cycles.py CYCLES``. Communicators that leak run out at about 2,000."""
+"""Make and end many worlds with a group each: ``mpi_cycles.py CYCLES SPARE``.
+
+With SPARE above 0, only so many communicators of the MPI library are left: worlds that leak them run out.
+"""
 
 import sys
 import threading
@@ -9,11 +12,27 @@ import torch.distributed as dist
 
 import unidist
 
-cycles = int(sys.argv[1])
+cycles, spare = map(int, sys.argv[1:])
 unidist.init("mpi")
 rank, size = unidist.rank(), unidist.world_size()
 backend, store = dist.get_backend(), dist.distributed_c10d._get_default_store()
-memory = 0
+
+
+def use_up_communicators() -> int:
+    """Make communicators until there are no more, and free some; how many could be made."""
+    from mpi4py import MPI  # not before init(), which picks the library
+
+    made = []
+    try:
+        while True:
+            made.append(MPI.COMM_WORLD.Dup())
+    except MPI.Exception:
+        for comm in made[-spare:]:
+            comm.Free()
+    return len(made)
+
+
+memory, most = 0, use_up_communicators() if spare else None
 for cycle in range(cycles):
     dist.destroy_process_group()
     here = dist.PrefixStore(f"cycle {cycle}", store)
@@ -28,5 +47,7 @@ for cycle in range(cycles):
         memory = psutil.Process().memory_info().rss
 grown = (psutil.Process().memory_info().rss - memory) / 2**20
 threads = sum(thread.name.startswith("unidist") for thread in threading.enumerate())
-sys.stdout.write(f"rank {rank}: {cycles} cycles, {threads} threads left, {grown:.0f} MiB grown\n")
+sys.stdout.write(
+    f"rank {rank}: {cycles} cycles, {threads} threads left, {grown:.0f} MiB grown, most communicators: {most}\n"
+)
 unidist.shutdown()

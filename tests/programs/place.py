@@ -1,7 +1,12 @@
-"""Print this rank's place as JSON, after a collective call, and the ports at which other hosts find the meeting point."""
+"""Print every rank's place in the world as JSON: ``place.py [INIT OPTIONS AS JSON] | place.py SCRIPT.py ARGS...``.
+
+With a script, that runs first, as it stands, and the world is the one that it started. Printed too are the ports at which
+other hosts reach the meeting point.
+"""
 
 import json
 import os
+import runpy
 import socket
 import sys
 from contextlib import suppress
@@ -9,18 +14,22 @@ from contextlib import suppress
 import torch
 
 import unidist
+from unidist import context
 from unidist.backends import rendezvous
 
-options = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
-if "rank_from" in options:
-    options["rank"] = int(os.environ[options.pop("rank_from")])
-unidist.init(**options)
+NAMES = ("rank", "world_size", "local_rank", "local_size", "node_rank", "num_nodes", "backend_name")
+arguments = sys.argv[1:]
+if arguments and arguments[0].endswith(".py"):
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+else:
+    options = json.loads(arguments[0]) if arguments else {}
+    if "rank_from" in options:
+        options["rank"] = int(os.environ[options.pop("rank_from")])
+    unidist.init(**options)
 total = unidist.all_reduce(torch.tensor(unidist.rank())).item()
-place = {
-    name: getattr(unidist, name)()
-    for name in ("rank", "world_size", "local_rank", "local_size", "node_rank", "num_nodes", "backend_name")
-}
-places = unidist.all_gather_object({**place, "sum": total})
+place = {name: getattr(unidist, name)() for name in NAMES}
+places = unidist.all_gather_object({**place, "launcher": context.current().topology.launcher, "sum": total})
 if unidist.is_main():
     print("PLACES", json.dumps(places), flush=True)
     for store in rendezvous._stores.values():

@@ -56,8 +56,8 @@ VARIANTS: dict[str, Callable[[int, Sequence[str]], list[list[str]]]] = {
     # Without a flag, horovodrun takes MPI where Horovod has it, and becomes an mpirun.
     "horovodrun-mpi by default": _horovodrun,
     # As the launcher of an MPI library: Open MPI's, MPICH's.
-    "slurm pmix": lambda n, argv: [["slurm", "--mpi=pmix", *command_line("slurm", n, argv)[1:]]],
-    "slurm pmi2": lambda n, argv: [["slurm", "--mpi=pmi2", *command_line("slurm", n, argv)[1:]]],
+    "slurm pmix": lambda n, argv: [["srun", "--mpi=pmix", *command_line("slurm", n, argv)[1:]]],
+    "slurm pmi2": lambda n, argv: [["srun", "--mpi=pmi2", *command_line("slurm", n, argv)[1:]]],
 }
 
 

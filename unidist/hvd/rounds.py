@@ -33,7 +33,7 @@ class Round(NamedTuple):
     number: int
 
 
-class Reducer(Protocol):
+class JoinableReducer(Protocol):
     """Reduces the gradients of one optimizer."""
 
     def reduce_zeros(self) -> None:
@@ -50,14 +50,14 @@ class GradientRounds:
     def __init__(self, send: Callable[[tuple[Round, ...]], None]) -> None:
         self._send = send
         self._lock = threading.Lock()
-        self._reducers: dict[ReducerId, weakref.ref[Reducer]] = {}
+        self._reducers: dict[ReducerId, weakref.ref[JoinableReducer]] = {}
         self._counts: dict[ReducerId, int] = {}
         self._history: deque[Round] = deque(maxlen=_HISTORY)
         self._announcing = False
         #: For ``wait_for_join``: rounds of other ranks; the last rank to join; or why not all will.
         self._inbox: queue.SimpleQueue[tuple[Round, ...] | int | Exception] = queue.SimpleQueue()
 
-    def add(self, reducer: Reducer, set_id: int) -> ReducerId:
+    def add(self, reducer: JoinableReducer, set_id: int) -> ReducerId:
         """The id of a new reducer: the same on every rank that makes its optimizers in the same order."""
         with self._lock:
             key = ReducerId(set_id, sum(known.set_id == set_id for known in self._reducers))
