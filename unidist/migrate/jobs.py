@@ -6,12 +6,12 @@ An offer, not a need: unidist runs under horovodrun and mpirun as well.
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import dropwhile, pairwise
-from pathlib import PurePosixPath
+from itertools import dropwhile
 from typing import NamedTuple
+
+from unidist.migrate.shell import Command, Word, find_commands, on_one_line, unquoted
 
 
 @dataclass(frozen=True)
@@ -29,232 +29,20 @@ class LaunchLine:
 
 
 def find_launches(text: str) -> list[LaunchLine]:
-    """The launches in a shell script: all by horovodrun, and those of Python by mpirun or mpiexec.
-
-    Comments and here-documents are passed over, unless a shell or sbatch reads the latter; strings are read where they are code
-    (``bash -c "..."``, ``eval "..."``, ``COMMAND="..."``).
-    """
-    text = text.replace("\r\n", "\n")
-    commands = sorted(_commands(text), key=lambda words: words[0].start)
-    return [launch for words in commands if (launch := _launch(text, words))]
-
-
-# The shell's language, as far as it is needed.
-
-
-@dataclass(frozen=True)
-class _Word:
-    start: int
-    end: int
-    #: As it is written, quotes included.
-    text: str
-    kind: str = "word"  # or "redirection", or "broken": a quote or a bracket that nothing closes
-
-    @property
-    def value(self) -> str:
-        return _unquoted(self.text)
-
-    @property
-    def name(self) -> str:
-        return PurePosixPath(self.value).name
-
-
-def _unquoted(word: str) -> str:
-    """A word without its quotes; variables stay."""
-    try:
-        parts = shlex.split(word)
-    except ValueError:
-        return word
-    return parts[0] if len(parts) == 1 else word
-
-
-class _Unclosed(Exception):
-    """A quote or a bracket that nothing closes."""
-
-
-REDIRECTION = re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>\||[<>]&|<>|[<>])(?!\()")
-ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
-KEYWORDS = {"if", "then", "else", "elif", "while", "until", "do", "!", "{"}
-SHELLS = {"bash", "sh", "zsh", "ksh", "ssh", "sbatch", "qsub", "bsub"}
-DEEPEST = 40
-
-
-def _commands(text: str, place: int = 0, depth: int = 0) -> list[list[_Word]]:
-    """The words of each simple command from a place on; those in substitutions are commands too."""
-    scanner = _Scanner(text, depth)
-    while place < len(text) and depth <= DEEPEST:
-        try:
-            place = scanner.commands(place, "", depth)
-        except _Unclosed:
-            place = scanner.give_up()
-    return scanner.found
-
-
-class _Scanner:
-    def __init__(self, text: str, outermost: int) -> None:
-        self.text = text
-        self.outermost = outermost
-        self.found: list[list[_Word]] = []
-        #: Bodies that begin on the next line: the delimiter, whether tabs are cut off, whether it is code.
-        self.here_documents: list[tuple[str, bool, bool]] = []
-        # Where to go on after something unclosed: the outermost command's words, its next word, what was found before it.
-        self.words: list[_Word] = []
-        self.word_start = 0
-        self.found_before = 0
-
-    def commands(self, i: int, closing: str, depth: int) -> int:
-        """Read commands to the end or behind ``closing``, and return that place."""
-        if depth > DEEPEST:
-            raise _Unclosed
-        words: list[_Word] = []
-        while i < len(self.text):
-            if depth == self.outermost:
-                self.words, self.word_start, self.found_before = words, i, len(self.found)
-            char = self.text[i]
-            redirection = REDIRECTION.match(self.text, i)
-            if char in " \t\r":
-                i += 1
-            elif self.text.startswith("\\\n", i):
-                i += 2
-            elif char == "#":
-                i = self._line_end(i)
-            elif self.text.startswith("((", i):
-                i = self._find("))", i + 2) + 2
-            elif redirection:
-                i = self._redirection(i, redirection, words, depth)
-            elif char not in "\n;&|()":
-                start, i = i, self._word(i, depth)
-                words.append(_Word(start, i, self.text[start:i]))
-            else:
-                self._end(words, depth)
-                words = []
-                i += 1
-                if char == "\n":
-                    i = self._bodies(i, depth)
-                elif char == "(":
-                    i = self.commands(i, ")", depth + 1)
-                elif char == closing:
-                    return i
-        if closing:
-            raise _Unclosed
-        self._end(words, depth)
-        return i
-
-    def give_up(self) -> int:
-        """Take the rest of the line for one broken word, and return the next line's place."""
-        end = self._line_end(self.word_start)
-        del self.found[self.found_before :]
-        self.here_documents.clear()
-        self.found.append([*self.words, _Word(self.word_start, end, self.text[self.word_start : end], "broken")])
-        return end + 1
-
-    def _end(self, words: list[_Word], depth: int) -> None:
-        if words:
-            self.found.append(words)
-            for start, end in _code_in_strings(words):
-                self.found += _commands(self.text[:end], start, depth + 1)
-
-    def _word(self, i: int, depth: int) -> int:
-        while i < len(self.text) and (end := self._piece(i, depth)) > i:
-            i = end
-        return i
-
-    def _piece(self, i: int, depth: int) -> int:
-        """The end of the character, quotation or substitution at i; i itself if the word ends there."""
-        char, two = self.text[i], self.text[i : i + 2]
-        if self.text.startswith("$((", i):
-            return self._find("))", i + 3) + 2
-        if two in ("$(", "<(", ">("):
-            return self.commands(i + 2, ")", depth + 1)
-        if two == "${":
-            return self._quoted(i + 2, "}", "\\`$\"'", depth + 1)
-        if char == "\\":
-            return min(i + 2, len(self.text))
-        if char == "'":
-            return self._find("'", i + 1) + 1
-        if char == '"':
-            return self._quoted(i + 1, '"', "\\`$", depth + 1)
-        if char == "`":
-            end = self._find("`", i + 1)
-            self.found += _commands(self.text[:end], i + 1, depth + 1)
-            return end + 1
-        return i if char in " \t\r\n;&|()<>" else i + 1
-
-    def _quoted(self, i: int, closing: str, special: str, depth: int) -> int:
-        if depth > DEEPEST:
-            raise _Unclosed
-        while i < len(self.text):
-            if self.text[i] == closing:
-                return i + 1
-            i = self._piece(i, depth) if self.text[i] in special else i + 1
-        raise _Unclosed
-
-    def _find(self, closing: str, i: int) -> int:
-        place = self.text.find(closing, i)
-        if place < 0:
-            raise _Unclosed
-        return place
-
-    def _line_end(self, i: int) -> int:
-        place = self.text.find("\n", i)
-        return len(self.text) if place < 0 else place
-
-    def _redirection(self, i: int, match: re.Match[str], words: list[_Word], depth: int) -> int:
-        start = match.end()
-        while self.text[start : start + 1] in (" ", "\t"):
-            start += 1
-        end = self._word(start, depth)
-        if match[0].endswith(("<<", "<<-")):
-            delimiter = _unquoted(self.text[start:end])
-            code = any(word.name in SHELLS for word in words)
-            self.here_documents.append((delimiter, match[0].endswith("-"), code))
-        words.append(_Word(i, end, self.text[i:end], "redirection"))
-        return end
-
-    def _bodies(self, i: int, depth: int) -> int:
-        """The place behind the here-documents that begin at i."""
-        for delimiter, tabs, code in self.here_documents:
-            start = i
-            while i < len(self.text):
-                line = self.text[i : self._line_end(i)]
-                if (line.lstrip("\t") if tabs else line) == delimiter:
-                    break
-                i = self._line_end(i) + 1
-            if code:
-                self.found += _commands(self.text[:i], start, depth + 1)
-            i = min(self._line_end(min(i, len(self.text))) + 1, len(self.text))
-        self.here_documents.clear()
-        return i
-
-
-def _code_in_strings(words: Sequence[_Word]) -> Iterator[tuple[int, int]]:
-    """Where strings are code: ``COMMAND="..."``, ``eval "..."``, ``bash -c "..."``."""
-    assignments = all(ASSIGNMENT.match(word.text) for word in words)
-    for before, word in pairwise([_Word(0, 0, ""), *words]):
-        cut = word.text.find("=") + 1 if assignments else 0
-        quote = word.text[cut : cut + 1]
-        code = assignments or before.text == "eval" or re.fullmatch(r"-[a-z]*c", before.text)
-        if code and quote in ("'", '"') and len(word.text) > cut + 1 and word.text.endswith(quote):
-            yield word.start + cut + 1, word.end - 1
-
-
-def _verbatim(text: str, words: Sequence[_Word]) -> str:
-    """The words as they are written, on one line."""
-    parts = [word.text for word in words[:1]]
-    for before, word in pairwise(words):
-        between = text[before.end : word.start]
-        parts += [" " if "\n" in between else between, word.text]
-    return "".join(parts)
+    """The launches in a shell script: all by horovodrun, and those of Python by mpirun or mpiexec."""
+    nodes = max(map(int, BATCH_NODES.findall(text)), default=1)
+    return [launch for command in find_commands(text) if (launch := _launch(command, nodes))]
 
 
 # Launchers and their options.
 
 LAUNCHER = re.compile(r"horovodrun|orterun|mpi(run|exec)(\.\w+)?")
-#: What names a launcher and does not start it.
-TALKS_OF_IT = {
+#: Commands that may name a launcher and do not start it.
+STARTS_NO_LAUNCHER = {
     "echo", "printf", "grep", "egrep", "pgrep", "pkill", "killall", "which", "type", "command", "hash", "man", "whereis", "pip",
-    "pip3", "for", "case", "select", "[", "[[", "test",
+    "pip3",
 }  # fmt: skip
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 PYTHON = re.compile(r"(python|pypy)[\d.]*")
 PYTHON_VARIABLE = re.compile(r'"?\$\{?\w*(python|py\b|py_)\w*\}?"?', re.IGNORECASE)
 VARIABLE = re.compile(r'"?\$(\w+|\{[^}]*\}|@)"?')
@@ -343,74 +131,64 @@ class _Options:
     notes: list[str] = field(default_factory=list)
 
 
-def _launch(text: str, words: Sequence[_Word]) -> LaunchLine | None:
-    words = list(dropwhile(lambda word: word.text in KEYWORDS, words))
-    place = _launcher_place(words)
-    if place is None:
-        return _broken_launch(text, words)
-    command = _verbatim(text, words)
-    if words[place].name != "horovodrun" and not re.search(r"python|pypy|\.py\b", command, re.IGNORECASE):
+def _launch(command: Command, batch_nodes: int) -> LaunchLine | None:
+    text = on_one_line(command.words)
+    if command.is_broken:
+        named = re.search(r"(?<![\w.-])(horovodrun|mpirun|mpiexec)\s", text)
+        is_launch = named and (named[1] == "horovodrun" or "python" in text)
+        return LaunchLine(command.line, text, None, (UNCLOSED,)) if is_launch else None
+    index = _launcher_index(command.words)
+    if index is None:
         return None
-    line = text.count("\n", 0, words[0].start) + 1
+    if command.words[index].name != "horovodrun" and not re.search(r"python|pypy|\.py\b", text, re.IGNORECASE):
+        return None
     try:
-        torchrun, notes = _replacement(text, words, place)
+        torchrun, notes = _replacement(command.words, index, batch_nodes)
     except _NoReplacement as why:
-        return LaunchLine(line, command, None, tuple(map(str, why.args)))
-    return LaunchLine(line, command, torchrun, tuple(notes))
+        return LaunchLine(command.line, text, None, tuple(map(str, why.args)))
+    return LaunchLine(command.line, text, torchrun, tuple(notes))
 
 
-def _launcher_place(words: Sequence[_Word]) -> int | None:
-    """Where the launcher stands: first, or with its options behind a command that starts it."""
+def _launcher_index(words: Sequence[Word]) -> int | None:
+    """Which word is the launcher: the command itself, or followed by its options behind a command that starts it."""
     first = next((i for i, word in enumerate(words) if not ASSIGNMENT.match(word.text)), len(words))
-    places = [i for i in range(first, len(words)) if LAUNCHER.fullmatch(words[i].name)]
-    if not places or places[0] == first:
-        return places[0] if places else None
-    started = [i for i in places if i + 1 < len(words) and words[i + 1].value.startswith(("-", "$"))]
-    return started[0] if started and words[first].name not in TALKS_OF_IT else None
+    indices = [i for i in range(first, len(words)) if LAUNCHER.fullmatch(words[i].name)]
+    if not indices or indices[0] == first:
+        return indices[0] if indices else None
+    started = [i for i in indices if i + 1 < len(words) and words[i + 1].value.startswith(("-", "$"))]
+    return started[0] if started and words[first].name not in STARTS_NO_LAUNCHER else None
 
 
-def _broken_launch(text: str, words: Sequence[_Word]) -> LaunchLine | None:
-    if not words or words[-1].kind != "broken":
-        return None
-    command = _verbatim(text, words)
-    named = re.search(r"(?<![\w.-])(horovodrun|mpirun|mpiexec)\s", command)
-    if not named or (named[1] != "horovodrun" and "python" not in command):
-        return None
-    return LaunchLine(text.count("\n", 0, words[0].start) + 1, command, None, (UNCLOSED,))
-
-
-def _replacement(text: str, words: Sequence[_Word], place: int) -> tuple[str | None, list[str]]:
-    if words[-1].kind == "broken":
-        raise _NoReplacement(UNCLOSED)
-    options, start = _read_options(words, place + 1)
-    program, notes = _program(text, words[start:])
-    spread = _spread(options, words[place].name == "horovodrun", _batch_nodes(text))
-    prefix = _prefix(text, words[:place], options.assignments)
-    lines = [f"{prefix}torchrun {how} {program}" for how in spread.options]
-    notes = [*spread.notes, *options.notes, *notes]
-    if options.exported and len(spread.hosts) != 1:
+def _replacement(words: Sequence[Word], index: int, batch_nodes: int) -> tuple[str | None, list[str]]:
+    options, start = _read_options(words, index + 1)
+    program, notes = _program(words[start:])
+    layout = _layout(options, words[index].name == "horovodrun", batch_nodes)
+    prefix = _prefix(words[:index], options.assignments)
+    lines = [f"{prefix}torchrun {how} {program}" for how in layout.options]
+    notes = [*layout.notes, *options.notes, *notes]
+    if options.exported and len(layout.hosts) != 1:
         notes.append(f"set on every host: {', '.join(options.exported)}")
-    if not spread.hosts:
-        return None, [*notes, f"on every host, with the capitals filled in: {lines[0]}"]
+    if not layout.hosts:
+        return None, [*notes, f"on every host, with the words in capitals filled in: {lines[0]}"]
     if len(lines) > 1:
-        return None, [*notes, *(f"on {host}: {line}" for host, line in zip(spread.hosts, lines))]
+        return None, [*notes, *(f"on {host}: {line}" for host, line in zip(layout.hosts, lines))]
     return lines[0], notes
 
 
-def _prefix(text: str, before: Sequence[_Word], assignments: Sequence[str]) -> str:
+def _prefix(before: Sequence[Word], assignments: Sequence[str]) -> str:
     """What stands before torchrun: what stood before the launcher, and variables that it set."""
     # Behind another command, or in quotes, only env takes them.
     plain = all(ASSIGNMENT.match(written) for written in [*(word.text for word in before), *assignments])
     env = ["env"] if assignments and not plain else []
-    return "".join(f"{part} " for part in [*([_verbatim(text, before)] if before else []), *env, *assignments])
+    return "".join(f"{part} " for part in [*([on_one_line(before)] if before else []), *env, *assignments])
 
 
-def _read_options(words: Sequence[_Word], i: int) -> tuple[_Options, int]:
+def _read_options(words: Sequence[Word], i: int) -> tuple[_Options, int]:
     """The launcher's options from word i on, and the place of the program."""
     options = _Options()
     while i < len(words):
         word = words[i]
-        if word.kind == "redirection":
+        if word.is_redirection:
             raise _NoReplacement(f"{word.text} stands among the options: move it to the end")
         if not word.value.startswith("-"):
             if not _holds_options(words, i):
@@ -419,7 +197,7 @@ def _read_options(words: Sequence[_Word], i: int) -> tuple[_Options, int]:
             i += 1
             continue
         flag, equals, value = word.text.partition("=")
-        name = _unquoted(flag).lstrip("-")
+        name = unquoted(flag).lstrip("-")
         i += 1
         if name not in WITH_VALUE | FLAGS:
             raise _NoReplacement(f"the option {word.text} is not known here")
@@ -435,7 +213,7 @@ def _read_options(words: Sequence[_Word], i: int) -> tuple[_Options, int]:
     raise _NoReplacement("it starts no program")
 
 
-def _holds_options(words: Sequence[_Word], i: int) -> bool:
+def _holds_options(words: Sequence[Word], i: int) -> bool:
     """Whether word i is a variable that holds options, as more options or Python come behind it."""
     if not VARIABLE.fullmatch(words[i].text) or PYTHON_VARIABLE.fullmatch(words[i].text) or i + 1 == len(words):
         return False
@@ -491,7 +269,7 @@ def _export(options: _Options, name: str, values: Sequence[str]) -> None:
 # Processes over hosts.
 
 
-class _Spread(NamedTuple):
+class _Layout(NamedTuple):
     #: torchrun's options: one set for all hosts, or one for each.
     options: list[str]
     #: None of them: not known.
@@ -499,7 +277,7 @@ class _Spread(NamedTuple):
     notes: list[str]
 
 
-def _spread(options: _Options, horovod: bool, batch_nodes: int) -> _Spread:
+def _layout(options: _Options, horovod: bool, batch_nodes: int) -> _Layout:
     per_node, count = _number(options.per_node), _number(options.count)
     unknown = options.host_file or (options.hosts if _hides_hosts(options.hosts) else "")
     if unknown:
@@ -514,18 +292,18 @@ def _spread(options: _Options, horovod: bool, batch_nodes: int) -> _Spread:
         return _template(f"{options.per_node} processes on each host", nodes, options.per_node)
     if not options.count:
         return _template("the number of processes is not in the command", "NODES", "PROCESSES")
-    return _Spread([f"--standalone --nproc-per-node {options.count}"], ["localhost"], [])
+    return _Layout([f"--standalone --nproc-per-node {options.count}"], ["localhost"], [])
 
 
-def _template(why: str, nodes: str, processes: str) -> _Spread:
-    return _Spread([_several(nodes, processes, "FIRSTHOST")], [], [why])
+def _template(why: str, nodes: str, processes: str) -> _Layout:
+    return _Layout([_several(nodes, processes, "FIRSTHOST")], [], [why])
 
 
 def _several(nodes: str, processes: str, first: str) -> str:
     return f"--nnodes {nodes} --nproc-per-node {processes} --rdzv-backend c10d --rdzv-endpoint {first}:{PORT}"
 
 
-def _over_hosts(options: _Options, horovod: bool) -> _Spread:
+def _over_hosts(options: _Options, horovod: bool) -> _Layout:
     slots = _slots(options.hosts)
     shares, notes = _shares(options, slots, horovod)
     hosts = list(shares)
@@ -533,20 +311,20 @@ def _over_hosts(options: _Options, horovod: bool) -> _Spread:
         notes.append(f"not needed for {options.count} processes: {', '.join(list(slots)[len(hosts) :])}")
     if len(hosts) == 1:
         where = [] if hosts[0] in LOCAL else [f"start it on {hosts[0]}"]
-        return _Spread([f"--standalone --nproc-per-node {shares[hosts[0]]}"], hosts, [*where, *notes])
+        return _Layout([f"--standalone --nproc-per-node {shares[hosts[0]]}"], hosts, [*where, *notes])
     notes.insert(
         0,
         f"start it once on each of {', '.join(hosts)} (ssh, pdsh, or srun --nodes={len(hosts)} --ntasks-per-node=1); "
         "rank 0 may be on any of them",
     )
     lines = [_several(str(len(hosts)), share, hosts[0]) for share in shares.values()]
-    return _Spread(lines if len(set(lines)) > 1 else lines[:1], hosts, notes)
+    return _Layout(lines if len(set(lines)) > 1 else lines[:1], hosts, notes)
 
 
 def _slots(hosts: str) -> dict[str, str]:
     """Each host's slots; a host without a number has one, as often as it is named."""
     slots: dict[str, str] = {}
-    for entry in _unquoted(hosts).split(","):
+    for entry in unquoted(hosts).split(","):
         host, _, number = entry.strip().partition(":") if "$" not in entry else entry.strip().rpartition(":")
         before = _number(slots.get(host, "0"))
         here = _number(number or "1")
@@ -585,36 +363,32 @@ def _hides_hosts(hosts: str) -> bool:
 
 
 def _number(written: str) -> int | None:
-    value = _unquoted(written)
+    value = unquoted(written)
     return int(value) if value.isascii() and value.isdigit() else None
-
-
-def _batch_nodes(text: str) -> int:
-    return max(map(int, BATCH_NODES.findall(text)), default=1)
 
 
 # The program.
 
 
-def _program(text: str, words: Sequence[_Word]) -> tuple[str, list[str]]:
+def _program(words: Sequence[Word]) -> tuple[str, list[str]]:
     """The program as torchrun takes it, and notes."""
     if any(word.text == ":" for word in words):
         raise _NoReplacement("several programs in one world")
     first = words[0]
     if first.name.endswith(".py"):
-        return _verbatim(text, words), []
-    whole = f"--no-python {_verbatim(text, words)}"
+        return on_one_line(words), []
+    whole = f"--no-python {on_one_line(words)}"
     if not (PYTHON.fullmatch(first.name) or PYTHON_VARIABLE.fullmatch(first.text)):
         if VARIABLE.fullmatch(first.text):
             raise _NoReplacement(f"the program is in {first.text}: torchrun wants the script, without python")
         return whole, [f"every rank starts {first.text}; better, name the Python script that it starts to torchrun"]
     notes = [f"it must be the torchrun of {first.text}"] if re.search(r"[/$]", first.text) else []
     rest = list(dropwhile(lambda word: word.text == "-u", words[1:]))
-    script = next((word for word in rest if word.kind == "word"), None)
+    script = next((word for word in rest if not word.is_redirection), None)
     if not script or script.text == "-":
         raise _NoReplacement("Python reads its program from standard input: put it into a file")
     if script is rest[0] and script.text in ("-m", "-um"):
-        return f"-m {_verbatim(text, rest[1:])}", notes
+        return f"-m {on_one_line(rest[1:])}", notes
     if script.text.startswith("-"):
         return whole, [f"Python's option {script.text} stays: torchrun starts the whole command on every rank"]
-    return _verbatim(text, rest), notes
+    return on_one_line(rest), notes
