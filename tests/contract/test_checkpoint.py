@@ -171,7 +171,7 @@ def test_an_error_of_any_rank_is_raised_on_all(folder: Path) -> None:
         unidist.save_checkpoint(path / "below.pt", x=1)
     with pytest.raises(unidist.CheckpointError, match=r"rank 0: FileNotFoundError"):
         unidist.load_checkpoint(folder / "none.pt")
-    with pytest.raises(unidist.CheckpointError, match=r"it has \['x', 'y'\], and not \['model'\]"):
+    with pytest.raises(unidist.CheckpointError, match=r"contains \['x', 'y'\], but not \['model'\]"):
         unidist.load_checkpoint(path, model=make_model())
     with pytest.raises(unidist.CheckpointError, match="x=int has no load_state_dict"):
         unidist.load_checkpoint(path, x=3)

@@ -192,7 +192,7 @@ def test_a_group_of_its_own() -> None:
             model(torch.ones(1, 1)).sum().backward()
             assert model.module.weight.grad.item() == pytest.approx(len(left) / len(group.ranks))
             if len(group.ranks) > 1:
-                with pytest.raises(unidist.UnidistError, match="calls inside take its group"):
+                with pytest.raises(unidist.UnidistError, match="calls inside the block must use its group"):
                     unidist.all_reduce(torch.ones(1))
 
 

@@ -127,7 +127,7 @@ def test_different_structures_are_told_on_every_rank() -> None:
         (1j, {}, TypeError, "complex"),
         (torch.ones(1, dtype=torch.complex64), {}, TypeError, "complex64"),
         (1.0, {"op": "average"}, ValueError, "use 'mean'"),
-        (1.0, {"op": "sum", "weight": 2}, ValueError, "op='mean' only"),
+        (1.0, {"op": "sum", "weight": 2}, ValueError, "needs op='mean'"),
         (1.0, {"weight": -1}, ValueError, "weight=-1"),
         (1.0, {"weight": math.nan}, ValueError, "weight=nan"),
         (2**53 + 1, {"op": "max"}, ValueError, "not exact"),

@@ -208,10 +208,10 @@ class OwnLoader(DataLoader[int]):
 @pytest.mark.parametrize(
     ("loader", "options", "error", "match"),
     [
-        (DataLoader(Stream(4)), {"shuffle": True}, TypeError, "its own order"),
+        (DataLoader(Stream(4)), {"shuffle": True}, TypeError, "an order of its own"),
         (DataLoader(Numbers(4), sampler=SubsetRandomSampler([1, 2])), {"shuffle": True}, TypeError, "SubsetRandomSampler"),
         (DataLoader(Numbers(4), sampler=(i for i in (1, 2))), {}, TypeError, "no length"),
-        (DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 2, 0)), {}, TypeError, "DistributedSampler's work"),
+        (DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 2, 0)), {}, TypeError, "replaces DistributedSampler"),
         (DataLoader(Numbers(4), 2, drop_last=True), {"pad": True}, ValueError, "not both"),
         (OwnLoader(Numbers(4)), {}, TypeError, "OwnLoader.__iter__"),
         (DataLoader(TensorDataset(torch.empty(0)), 2), {}, ValueError, "empty"),
