@@ -69,13 +69,13 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_imports_point_down(path: Path) -> None:
-    folder = path.parent.name
-    layer = path.stem if folder == "unidist" else folder
+    directory = path.parent.name
+    layer = path.stem if directory == "unidist" else directory
     for name in imported(path):
         if name.startswith("unidist."):
             assert name.split(".")[1] in BELOW[layer], f"{path.name} imports {name}"
         for library, homes in LIBRARIES.items():
-            if f"{folder}/{path.name}" in LOOKING:
+            if f"{directory}/{path.name}" in LOOKING:
                 continue
             if name == library or name.startswith(f"{library}."):
                 assert path.name in homes, f"{path.name} imports {name}"
