@@ -1,4 +1,7 @@
-"""Two kinds of tests: those here start worlds; those in ``contract``, ``hvd`` and ``process_group`` run inside one, on every rank."""
+"""Unit tests and tests that start worlds; ``contract``, ``hvd`` and ``process_group`` run inside one, on every rank.
+
+``support`` has what is not a test, ``programs`` what tests run.
+"""
 
 import os
 from collections.abc import Iterator
@@ -62,8 +65,8 @@ def digits_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 @pytest.fixture(scope="session")
 def legacy_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the scripts of tests/legacy save under Horovod, at 2 ranks."""
-    folder = tmp_path_factory.mktemp("legacy")
-    argv = ["tests/programs/run_legacy.py", str(folder), *map(str, LEGACY)]
+    directory = tmp_path_factory.mktemp("legacy")
+    argv = ["tests/programs/run_legacy.py", str(directory), *map(str, LEGACY)]
     result = run_world("horovodrun", 2, argv, backend="horovod")
     assert result.returncode == 0, result.output
-    return folder
+    return directory

@@ -30,11 +30,12 @@ WHEEL = f"horovod-{build_horovod.VERSION}-cp311-cp311-linux_x86_64.whl"
 PIP = """
 import io, os, sys, tarfile, time, zipfile
 name = "horovod-0.28.1"
+TEXTS = {"setup.py": b"'RelWithDebInfo'", "cmake/Modules/FindPytorch.cmake": b"(torch.version.cuda is not None)"}
 if sys.argv[1] == "download":
     with tarfile.open(name + ".tar.gz", "w:gz") as tar:
-        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", "cmake/Modules/FindPytorch.cmake"):
+        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", "cmake/Modules/FindPytorch.cmake", "setup.py"):
             entry = tarfile.TarInfo(f"{name}/{path}")
-            text = b"(torch.version.cuda is not None)" if "Find" in path else b"set(CMAKE_CXX_STANDARD 14)"
+            text = TEXTS.get(path, b"set(CMAKE_CXX_STANDARD 14)")
             entry.size = len(text)
             tar.addfile(entry, io.BytesIO(text))
 else:
@@ -46,7 +47,7 @@ else:
         time.sleep(600)
     os.mkdir("wheel")
     with zipfile.ZipFile(f"wheel/{name}-cp311-cp311-linux_x86_64.whl", "w") as wheel:
-        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", "cmake/Modules/FindPytorch.cmake"):
+        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", "cmake/Modules/FindPytorch.cmake", "setup.py"):
             wheel.write(sys.argv[-1] + "/" + path, path)
 """
 
@@ -63,23 +64,23 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Call it with name=shell script: the PATH then has these programs and no other."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    monkeypatch.setenv("PATH", str(directory))
     for name in ("CXX", "CC", "HOROVOD_CMAKE"):
         monkeypatch.delenv(name, raising=False)
 
     def add(**scripts: str) -> None:
         for name, script in scripts.items():
-            (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-            (folder / name).chmod(0o755)
+            (directory / name).write_text(f"#!/bin/sh\n{script}\n")
+            (directory / name).chmod(0o755)
 
     return add
 
 
 @pytest.fixture
 def has_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_horovod, "lacking_modules", lambda: iter(()))
+    monkeypatch.setattr(build_horovod, "missing_modules", lambda: iter(()))
 
 
 def call(*args: str) -> Result:
@@ -139,7 +140,7 @@ def test_missing_modules_come_with_the_missing_tools(
 
 def test_setuptools_can_be_imported_after_the_search_for_modules() -> None:
     """A CUDA build of PyTorch needs it to say where CUDA is."""
-    done = python("from unidist.cli import toolchain; list(toolchain.lacking_modules()); import setuptools")
+    done = python("from unidist.cli import toolchain; list(toolchain.missing_modules()); import setuptools")
     assert done.returncode == 0, done.stderr
 
 
@@ -148,19 +149,19 @@ def test_a_compiler_that_does_not_compile_is_missing(
 ) -> None:
     tools(broken="exit 1")
     monkeypatch.setenv("CXX", "broken -O2")
-    assert any("broken -O2 does not compile C++17" in line for line in toolchain.lacking_tools(""))
+    assert any("broken -O2 does not compile C++17" in line for line in toolchain.missing_tools(""))
 
 
 def test_an_old_cmake_is_named_with_its_version(tools: Callable[..., None]) -> None:
     tools(cmake="echo cmake version 3.10.2")
-    assert any("version 3.10 found" in line for line in toolchain.lacking_tools(""))
+    assert any("version 3.10 found" in line for line in toolchain.missing_tools(""))
 
 
 def test_mpicxx_without_headers(tools: Callable[..., None]) -> None:
     tools(mpicxx='test "$1" = --showme:version && echo "mpicxx: Open MPI 4.1.4 (Language: C++)"')
     assert toolchain.find_mpi() == "openmpi4.1.4"
-    assert any("headers are missing" in line for line in toolchain.lacking_tools("openmpi4.1.4"))
-    assert not any("headers are missing" in line for line in toolchain.lacking_tools(""))
+    assert any("headers are missing" in line for line in toolchain.missing_tools("openmpi4.1.4"))
+    assert not any("headers are missing" in line for line in toolchain.missing_tools(""))
 
 
 @pytest.mark.parametrize(
@@ -256,10 +257,10 @@ def test_a_wheel_in_the_cache_needs_no_tools(tools: Callable[..., None], tmp_pat
 
 def cached_wheel(cache: Path) -> Path:
     """What an earlier build for this Python and torch left in the cache."""
-    folder = cache / "horovod" / toolchain.find_target("").key()
-    build_horovod.make_private(cache, folder)
+    directory = cache / "horovod" / toolchain.find_target("").key()
+    build_horovod.make_private(cache, directory)
     (cache / WHEEL).write_bytes(b"a wheel")
-    return build_horovod.publish(cache / WHEEL, folder)
+    return build_horovod.publish(cache / WHEEL, directory)
 
 
 @pytest.mark.usefixtures("has_modules")
@@ -268,7 +269,7 @@ def test_a_wheel_that_is_not_the_one_that_was_built_is_not_used(tools: Callable[
     wheel.write_bytes(b"another")
     result = call("--cache-dir", str(tmp_path))
     assert result.exit_code == 1 and "cmake 3.13" in result.output  # builds, which needs the tools
-    assert f"{wheel} does not have a sha256 that {wheel.name}.sha256 records" in result.output
+    assert f"{wheel} has no sha256 that {wheel.name}.sha256 records" in result.output
 
 
 @pytest.mark.usefixtures("has_modules")
@@ -284,7 +285,7 @@ def test_a_cache_that_others_can_write_is_refused(tools: Callable[..., None], tm
 
 
 @pytest.mark.usefixtures("has_modules")
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
 def test_a_cache_of_another_user_is_refused(tools: Callable[..., None], tmp_path: Path) -> None:
     os.chown(cached_wheel(tmp_path).parent, 12345, -1)
     result = call("--cache-dir", str(tmp_path))
@@ -297,7 +298,11 @@ def test_the_build_raises_the_standard_and_publishes_one_wheel(
 ) -> None:
     wheel = build_horovod.build(TARGET, tmp_path / "cache", 1)
     with zipfile.ZipFile(wheel) as content:
-        assert {content.read(name) for name in content.namelist()} == {b"set(CMAKE_CXX_STANDARD 20)", b"False"}
+        assert {content.read(name) for name in content.namelist()} == {
+            b"set(CMAKE_CXX_STANDARD 20)",
+            b"False",
+            b"'Release'",
+        }
     assert sorted(path.name for path in wheel.parent.iterdir()) == ["build.log", WHEEL, f"{WHEEL}.sha256"]
     assert " 50 % common.cc\n" in capfd.readouterr().err
 
@@ -347,11 +352,11 @@ def driver(pip: list[str], cache: Path) -> list[str]:
     return [sys.executable, "-c", "\n".join(lines)]
 
 
-def make_wheel(folder: Path, digest: str) -> Path:
-    with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
+def make_wheel(directory: Path, digest: str) -> Path:
+    with zipfile.ZipFile(directory / WHEEL, "w") as wheel:
         record = f"horovod/torch/mpi_lib_v2.so,sha256={digest},9\nhorovod/__init__.py,sha256=x,1\n"
         wheel.writestr(f"horovod-{build_horovod.VERSION}.dist-info/RECORD", record)
-    return folder / WHEEL
+    return directory / WHEEL
 
 
 def test_the_same_wheel_is_known_by_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +374,7 @@ def test_installed_and_working_is_left_alone(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_horovod_that_does_not_import_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_horovod, "WHAT_IT_HAS", "raise ImportError('no libmpi')")
+    monkeypatch.setattr(build_horovod, "CONTROLLERS_CODE", "raise ImportError('no libmpi')")
     with pytest.raises(click.ClickException, match="does not import: ImportError: no libmpi"):
         build_horovod.controllers()
 
@@ -380,6 +385,6 @@ def test_the_lines_that_are_shown() -> None:
     assert step("  [100%] Linking CXX shared library /x/mpi_lib_v2.so") == (100, "mpi_lib_v2.so")
     assert step("  [100%] Built target pytorch") is None
     lines = [f"line {number}" for number in range(50)]
-    assert build_horovod.telling(lines) == lines[30:]
+    assert build_horovod.relevant(lines) == lines[30:]
     lines[7] = "x.cc:3: error: gone"
-    assert build_horovod.telling(lines) == lines[7:27]
+    assert build_horovod.relevant(lines) == lines[7:27]

@@ -10,18 +10,18 @@ from pathlib import Path
 
 from tests.support.worlds import run_world, shown
 
-#: The engine's library, and the names under which the class is run: it chooses by name what applies. A test counts under the
-#: first name under which it is not skipped. What it has for mpi alone needs three ranks.
+#: The engine's library, and the names under which the class is run: it chooses by name what applies. A test counts
+#: under the first name under which it is not skipped. What it has for mpi alone needs three ranks.
 LABELS = {"gloo": ("gloo", "mpi"), "mpi4py": ("mpi4py", "gloo", "mpi")}
 #: Tests that fail here and not on gloo: a name, a colon, the reason.
 DIFFERENCES = Path(__file__).with_name("c10d_differences.txt")
 
 
-def outcomes(library: str, size: int, folder: Path, chosen: Collection[str] = ()) -> dict[str, str]:
+def outcomes(library: str, size: int, directory: Path, chosen: Collection[str] = ()) -> dict[str, str]:
     """Each test's, or some tests': passed, skipped or failed, with the reason."""
     found: dict[str, str] = {}
     for label in LABELS[library] if size > 2 else LABELS[library][:-1]:
-        place = folder / f"{library}-{label}"
+        place = directory / f"{library}-{label}"
         place.mkdir()
         file = place / "outcomes.jsonl"
         wanted = [name for name, outcome in found.items() if outcome.startswith("skipped")] or chosen

@@ -17,8 +17,8 @@ SCRIPT = "examples/digits_resume.py"
 ENGINES = [("torchrun", "gloo"), ("horovodrun", "horovod")]
 
 
-def train(launcher: str, backend: str, size: int, folder: Path, *options: str) -> Result:
-    return run_world(launcher, size, [SCRIPT, "--checkpoints", str(folder), *options], backend=backend)
+def train(launcher: str, backend: str, size: int, directory: Path, *options: str) -> Result:
+    return run_world(launcher, size, [SCRIPT, "--checkpoints", str(directory), *options], backend=backend)
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -81,15 +81,15 @@ def test_a_rank_killed_in_the_middle_changes_nothing(launcher: str, backend: str
     assert whole.output.splitlines()[-1] == second.output.splitlines()[-1]
 
 
-def run_killed(launcher: str, backend: str, folder: Path) -> Result:
+def run_killed(launcher: str, backend: str, directory: Path) -> Result:
     killed: list[int] = []
 
     def on_line(line: str) -> None:
         if "step 40/" in line and not killed:
-            killed.append(kill_rank_1(folder))
+            killed.append(kill_rank_1(directory))
 
     result = run(
-        commands(launcher, 2, [SCRIPT, "--checkpoints", str(folder)]),
+        commands(launcher, 2, [SCRIPT, "--checkpoints", str(directory)]),
         environment(launcher, {"UNIDIST_BACKEND": backend}),
         timeout=120,
         cwd=ROOT,
@@ -99,20 +99,20 @@ def run_killed(launcher: str, backend: str, folder: Path) -> Result:
     return result
 
 
-def kill_rank_1(folder: Path) -> int:
+def kill_rank_1(directory: Path) -> int:
     """SIGKILL the second rank of the run that writes there, wherever it is; how many processes that were."""
     killed = 0
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             ranks = [process.environ().get(name) for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")]
-            if SCRIPT in process.cmdline() and str(folder) in process.cmdline() and "1" in ranks:
+            if SCRIPT in process.cmdline() and str(directory) in process.cmdline() and "1" in ranks:
                 process.kill()
                 killed += 1
     return killed
 
 
 def test_a_run_goes_on_on_other_engines_and_world_sizes(tmp_path: Path) -> None:
-    """Horovod at 2 ranks, gloo at 3, one process, Horovod over MPI at 3: the losses are those of one unbroken process."""
+    """Horovod at 2 ranks, gloo at 3, one process, Horovod on MPI at 3: with the losses of one unbroken process."""
     options = ("--no-amp", "--dropout", "0", "--every", "1")
     unbroken = train("python", "single", 1, tmp_path / "unbroken", *options)
     assert unbroken.returncode == 0, unbroken.output
@@ -134,7 +134,7 @@ def test_a_run_goes_on_on_other_engines_and_world_sizes(tmp_path: Path) -> None:
     worst = max(abs(found[step] - expected[step]) for step in expected)
     final = distance(weights(tmp_path / "unbroken" / "step-144.pt"), weights(tmp_path / "moved" / "step-144.pt"))
     shown.setdefault(TITLE, []).append(
-        "Horovod at 2 ranks -> gloo at 3 -> one process -> Horovod/MPI at 3, each in the middle of an epoch: 144 losses at most "
-        f"{worst:.0e} from one unbroken process, the final weights {final:.0e}"
+        "Horovod at 2 ranks -> gloo at 3 -> one process -> Horovod/MPI at 3, each in the middle of an epoch: "
+        f"144 losses at most {worst:.0e} from one unbroken process, the final weights {final:.0e}"
     )
     assert worst <= 1e-5 and final <= 1e-5

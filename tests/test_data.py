@@ -149,7 +149,8 @@ def sources(n: int) -> dict[str, Any]:
 @given(
     kind=st.sampled_from(["sequential", "shuffled", "weighted", "stream"]),
     n=st.integers(1, 40), batch_sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    worlds=st.tuples(st.integers(1, 4), st.integers(1, 4)), epoch=st.integers(0, 3), steps=st.integers(0, 6), pad=st.booleans(),
+    worlds=st.tuples(st.integers(1, 4), st.integers(1, 4)), epoch=st.integers(0, 3), steps=st.integers(0, 6),
+    pad=st.booleans(),
 )  # fmt: skip
 def test_each_remaining_sample_once_on_any_other_world(
     kind: str, n: int, batch_sizes: tuple[int, int], worlds: tuple[int, int], epoch: int, steps: int, pad: bool

@@ -192,8 +192,8 @@ def test_a_launcher_has_one_name() -> None:
 
 @pytest.mark.unit
 def test_reason_is_the_line_that_helps() -> None:
-    output = '[rank0]: Traceback\n[rank0]:   File "x"\n[rank0]: OSError: first\nunidist.errors.BackendError: do this\nW0 noise'
-    assert reason(output) == "BackendError: do this"
+    trace = '[rank0]: Traceback\n[rank0]:   File "x"\n[rank0]: OSError: first\n'
+    assert reason(trace + "unidist.errors.BackendError: do this\nW0 noise") == "BackendError: do this"
     assert reason("[1,0]<stderr>:ImportError: no") == "ImportError: no"
     assert reason("srun: error: nothing there") == "srun: error: nothing there"
     assert reason("") == ""

@@ -58,12 +58,12 @@ def test_random_programs(tmp_path: Path) -> None:
     (tmp_path / "programs.json").write_text(json.dumps(programs))
     results = {}
     for launcher, backend in [HOROVOD[0], *DROP_IN]:
-        folder = tmp_path / f"{backend} {launcher}"
-        folder.mkdir()
-        argv = ["-m", "tests.support.hvd_programs", str(tmp_path / "programs.json"), str(folder)]
+        directory = tmp_path / f"{backend} {launcher}"
+        directory.mkdir()
+        argv = ["-m", "tests.support.hvd_programs", str(tmp_path / "programs.json"), str(directory)]
         result = run_world(launcher, size, argv, backend=backend, env=DYNAMIC, timeout=300)
         assert result.returncode == 0, result.output
-        results[backend] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+        results[backend] = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(size)]
     operations = 0
     for backend in ("gloo", "mpi"):
         for rank in range(size):
@@ -109,7 +109,7 @@ def test_unmodified_scripts(launcher: str, backend: str, legacy_under_horovod: P
     result = run_world(launcher, 2, argv, backend=backend)
     assert result.returncode == 0, result.output
     for script in LEGACY:
-        theirs, ours = (torch.load(folder / f"{script.stem}.pt") for folder in (legacy_under_horovod, tmp_path))
+        theirs, ours = (torch.load(directory / f"{script.stem}.pt") for directory in (legacy_under_horovod, tmp_path))
         assert ours.keys() == theirs.keys()
         far = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in theirs)
         line = f"{script.stem:32} on {backend}: {far:.0e}"

@@ -1,4 +1,4 @@
-"""Installs as people make them, seen from a folder beside the checkout: by Python, by mypy and by pyright."""
+"""Installs as people make them, seen from a directory beside the checkout: by Python, by mypy and by pyright."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ print("FOUND", unidist.__file__, unidist.world_size())
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of this checkout in a folder called unidist, with scripts beside it."""
+    """A copy of this checkout in a directory called unidist, with scripts beside it."""
     work = tmp_path_factory.mktemp("work")
     files = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -41,13 +41,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def archives(checkout: Path) -> Path:
-    """The folder with the wheel and the source archive of that checkout."""
+    """The directory with the wheel and the source archive of that checkout."""
     run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(checkout.parent / "dist"), str(checkout)])
     return checkout.parent / "dist"
 
 
-def run(command: Sequence[str], folder: Path | None = None) -> str:
-    done = subprocess.run(command, cwd=folder, env=environment("python", {}), capture_output=True, text=True)
+def run(command: Sequence[str], directory: Path | None = None) -> str:
+    done = subprocess.run(command, cwd=directory, env=environment("python", {}), capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 

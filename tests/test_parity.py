@@ -21,12 +21,12 @@ Weights = dict[str, dict[str, torch.Tensor]]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Weights]:
     """The final weights of every case in every world."""
-    folder = tmp_path_factory.mktemp("parity")
+    directory = tmp_path_factory.mktemp("parity")
     found = {}
     worlds = [("single", "python", "single", 1)]
     worlds += [(engine, *how, 3) for engine, how in ENGINES.items()]
     for engine, launcher, backend, size in worlds:
-        path = folder / f"{engine}{size}.pt"
+        path = directory / f"{engine}{size}.pt"
         program = ["-m", "tests.support.parity", str(path)]
         argv = ["-m", "mpi4py", *program] if launcher in ("openmpi", "mpich") else program
         result = run_world(launcher, size, argv, backend=backend, timeout=300)

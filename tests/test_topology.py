@@ -156,10 +156,12 @@ def test_nonsense(env: dict[str, str], told: str) -> None:
     assert told in str(caught.value)
 
 
+FIELDS = ("rank", "world_size", "local_rank", "local_size", "node_rank", "num_nodes")
 NAMES = sorted(
-    {name for row in LAUNCHERS for name in (row.rank, row.world_size, row.local_rank, row.local_size, row.node_rank, row.num_nodes, *row.marks) if name}
+    {getattr(row, field) for row in LAUNCHERS for field in FIELDS} - {""}
+    | {mark for row in LAUNCHERS for mark in row.marks}
     | {"MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_RESV_PORTS"}
-)  # fmt: skip
+)
 VALUES = st.one_of(
     st.integers(-2, 10).map(str),
     st.sampled_from(["", "none", "slurm", "env", "a[1-2]", "[", "0x1", "1.5", " 1", "1e3", "99999999999999999999"]),

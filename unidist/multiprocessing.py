@@ -1,4 +1,7 @@
-"""Starting the processes of a world from Python, on this host."""
+"""``spawn``: the processes of a world, started from Python on this host.
+
+Not called ``spawn.py``: importing a module of that name would bind it over the function ``unidist.spawn``.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def spawn(
 
     ``init(backend)`` is called in each before ``fn``, so that ``fn`` may call ``unidist.rank()`` and the like (and
     ``unidist.init()``, as it would under a launcher). As with ``torch.multiprocessing.spawn``, ``fn``, ``args`` and the
-    results must pickle, and a script needs ``if __name__ == "__main__":`` around the call. Functions of a notebook, lambdas
-    and local functions need cloudpickle.
+    results must pickle, and a script needs ``if __name__ == "__main__":`` around the call. Functions of a notebook,
+    lambdas and local functions need cloudpickle.
 
     Args:
         fn: called with ``args`` alone.
@@ -51,18 +54,18 @@ def spawn(
         payload = _pickled((fn, args))
     except Exception as error:
         raise UnidistError(
-            f"spawn({getattr(fn, '__qualname__', fn)}): new processes cannot have this function or its arguments: {error}. Put the "
-            "function into a .py file and import it from there, or pip install cloudpickle."
+            f"spawn({getattr(fn, '__qualname__', fn)}): new processes cannot have this function or its arguments: "
+            f"{error}. Put the function into a .py file and import it from there, or pip install cloudpickle."
         ) from error
     # The children's meeting point, for as long as they run.
     store = rendezvous.open_on_free_port(address=rendezvous.LOOPBACK)
-    with tempfile.TemporaryDirectory(prefix="unidist-spawn-") as folder:
-        start_processes(_run, args=(nprocs, store.port, payload, folder, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]
-        return [_result(Path(folder) / str(rank)) for rank in range(nprocs)]
+    with tempfile.TemporaryDirectory(prefix="unidist-spawn-") as directory:
+        start_processes(_run, args=(nprocs, store.port, payload, directory, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]
+        return [_result(Path(directory) / str(rank)) for rank in range(nprocs)]
 
 
 def _pickled(value: object) -> bytes:
-    """By cloudpickle where pickle fails, or refers to a notebook's cells, of which another process knows nothing."""
+    """By cloudpickle where pickle fails, or refers to a notebook's cells, which another process cannot import."""
     interactive = not hasattr(sys.modules["__main__"], "__file__")
     try:
         data = pickle.dumps(value)
@@ -88,7 +91,7 @@ def _result(path: Path) -> Any:
         ) from error
 
 
-def _run(index: int, nprocs: int, port: int, payload: bytes, folder: str, backend: context.BackendName) -> None:
+def _run(index: int, nprocs: int, port: int, payload: bytes, directory: str, backend: context.BackendName) -> None:
     os.environ.update(
         {
             knobs.LAUNCHER: "spawn",
@@ -100,7 +103,7 @@ def _run(index: int, nprocs: int, port: int, payload: bytes, folder: str, backen
             "GROUP_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            # torch's own name for: the parent listens there, do not.
+            # To torch this says: the parent is the store's server, so rank 0 connects to it.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
@@ -117,4 +120,4 @@ def _run(index: int, nprocs: int, port: int, payload: bytes, folder: str, backen
             ) from error
     finally:
         context.shutdown()
-    (Path(folder) / str(index)).write_bytes(data)
+    (Path(directory) / str(index)).write_bytes(data)

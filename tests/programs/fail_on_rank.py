@@ -1,4 +1,7 @@
-"""Train until one rank fails in the middle: ``fail_on_rank.py RANK raise|exit|leave|sleep``; before it sleeps, save to a slow disk."""
+"""Train until one rank fails in the middle: ``fail_on_rank.py RANK raise|exit|leave|sleep``.
+
+Before it sleeps, save to a slow disk.
+"""
 
 import os
 import sys
@@ -17,7 +20,7 @@ if how == "sleep":
     sync, read = os.fsync, Path.read_bytes
 
     def slow_sync(file: int) -> None:
-        time.sleep(2.5)  # of the file, and of its folder
+        time.sleep(2.5)  # of the file, and of its directory
         sync(file)
 
     def slow_read(path: Path) -> bytes:
@@ -25,9 +28,9 @@ if how == "sleep":
         return read(path)
 
     os.fsync, Path.read_bytes = slow_sync, slow_read  # type: ignore[assignment,method-assign]
-    with tempfile.TemporaryDirectory() as folder:
-        unidist.save_checkpoint(Path(folder, "slow.pt"), step=1)
-        assert unidist.load_checkpoint(Path(folder, "slow.pt")) == {"step": 1}
+    with tempfile.TemporaryDirectory() as directory:
+        unidist.save_checkpoint(Path(directory, "slow.pt"), step=1)
+        assert unidist.load_checkpoint(Path(directory, "slow.pt")) == {"step": 1}
     print("the disk was slow", flush=True)
 model = unidist.wrap_model(nn.Linear(4, 1))
 for step in range(100_000):

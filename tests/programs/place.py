@@ -1,7 +1,7 @@
 """Print every rank's place in the world as JSON: ``place.py [INIT OPTIONS AS JSON] | place.py SCRIPT.py ARGS...``.
 
-With a script, that runs first, as it stands, and the world is the one that it started. Printed too are the ports at which
-other hosts reach the meeting point.
+With a script, that runs first, as it stands, and the world is the one that it started. Also prints the ports at which
+other hosts reach the rendezvous.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Run the scripts of tests/legacy one after another in this world: ``run_legacy.py FOLDER SCRIPT ...``."""
+"""Run the scripts of tests/legacy one after another in this world: ``run_legacy.py DIRECTORY SCRIPT ...``."""
 
 import runpy
 import sys
 from pathlib import Path
 
-folder, *scripts = sys.argv[1:]
+directory, *scripts = sys.argv[1:]
 for script in scripts:
-    sys.argv = [script, f"{folder}/{Path(script).stem}.pt"]
+    sys.argv = [script, f"{directory}/{Path(script).stem}.pt"]
     runpy.run_path(script, run_name="__main__")

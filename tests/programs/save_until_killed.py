@@ -1,6 +1,6 @@
 """Saves checkpoints in forked processes, each killed at a random moment, and looks at what is left.
 
-python tests/programs/save_until_killed.py FOLDER TIMES
+python tests/programs/save_until_killed.py DIRECTORY TIMES
 """
 
 import os
@@ -17,16 +17,16 @@ import unidist
 SIZE = 500_000  # numbers: a save takes some milliseconds
 
 
-def save_for_ever(folder: Path, step: int) -> None:
+def save_for_ever(directory: Path, step: int) -> None:
     while True:
         step += 1
         unidist.save_checkpoint(
-            folder / f"step-{step}.pt", keep_last=2, weights=torch.full((SIZE,), float(step)), step=step
+            directory / f"step-{step}.pt", keep_last=2, weights=torch.full((SIZE,), float(step)), step=step
         )
 
 
 def main() -> None:
-    folder, times = Path(sys.argv[1]), int(sys.argv[2])
+    directory, times = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     unidist.init("single")
     dice = random.Random(0)
@@ -34,23 +34,24 @@ def main() -> None:
     for _ in range(times):
         child = os.fork()
         if child == 0:
-            save_for_ever(folder, step)
-        while not (folder / f"step-{step + 1}.pt").exists():  # the first of this child
+            save_for_ever(directory, step)
+        while not (directory / f"step-{step + 1}.pt").exists():  # the first of this child
             time.sleep(0.001)
         time.sleep(dice.uniform(0, 0.05))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        amid += any(folder.glob(".*.unfinished"))
-        latest = unidist.latest_checkpoint(folder)
+        amid += any(directory.glob(".*.unfinished"))
+        latest = unidist.latest_checkpoint(directory)
         assert latest is not None
         found = unidist.load_checkpoint(latest)
         assert found["step"] > step and latest.name == f"step-{found['step']}.pt"
         assert torch.equal(found["weights"], torch.full((SIZE,), float(found["step"])))
         step = found["step"]
         loaded += 1
-    left = len(list(folder.glob("step-*.pt")))
+    left = len(list(directory.glob("step-*.pt")))
     print(
-        f"killed {times} times, {amid} of them amid a file; {loaded} times a whole checkpoint was there; {step} saved, {left} kept"
+        f"killed {times} times, {amid} of them amid a file; {loaded} times a whole checkpoint was there; "
+        f"{step} saved, {left} kept"
     )
 
 

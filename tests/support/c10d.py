@@ -1,8 +1,8 @@
-"""PyTorch's own test class for process groups, in one world: ``python -m tests.support.c10d LIBRARY LABEL FOLDER``.
+"""PyTorch's own test class for process groups, in one world: ``python -m tests.support.c10d LIBRARY LABEL DIRECTORY``.
 
-The class starts a world for each test; this one gives every test a process group of its own in the same processes. LIBRARY is what the groups
-are made of, LABEL the name by which the class chooses the tests that apply. Rank 0 appends all ranks' outcomes to a file in FOLDER,
-so that a world that dies can be gone on with.
+The class starts a world for each test; this one gives every test a process group of its own in the same processes.
+LIBRARY is the backend of the groups, LABEL the name by which the class chooses the tests that apply. Rank 0 appends all
+ranks' outcomes to a file in DIRECTORY, so that another world can continue where one has died.
 """
 
 import importlib
@@ -30,10 +30,10 @@ LIMIT = 120
 TIMEOUT = timedelta(seconds=60)
 
 
-def load(label: str, size: int, folder: Path) -> Any:
-    os.environ.update(BACKEND=label, WORLD_SIZE=str(size), TEMP_DIR=str(folder), MASTER_ADDR="127.0.0.1")
+def load(label: str, size: int, directory: Path) -> Any:
+    os.environ.update(BACKEND=label, WORLD_SIZE=str(size), TEMP_DIR=str(directory), MASTER_ADDR="127.0.0.1")
     for name in ("barrier", "test_dir", "init_dir"):
-        (folder / name).mkdir(exist_ok=True)
+        (directory / name).mkdir(exist_ok=True)
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_distributed import DistTestCases
 
@@ -61,7 +61,7 @@ def run(case: Any, name: str) -> str:
     return "passed"
 
 
-def main(library: str, label: str, folder: Path, wanted: set[str]) -> None:
+def main(library: str, label: str, directory: Path, wanted: set[str]) -> None:
     launch = detect(os.environ)
     rank, size = launch.rank, launch.world_size
     mpi.world(launch)
@@ -70,7 +70,7 @@ def main(library: str, label: str, folder: Path, wanted: set[str]) -> None:
 
         process_group.register()
     store, _ = rendezvous.join(Start(launch))
-    suite = load(label, size, folder)
+    suite = load(label, size, directory)
     for names in (suite.PROFILING_SUPPORTED_BACKENDS, suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
         names.append("mpi4py")
 
@@ -79,7 +79,7 @@ def main(library: str, label: str, folder: Path, wanted: set[str]) -> None:
 
     from torch.testing._internal import common_utils
 
-    outcomes = folder / "outcomes.jsonl"
+    outcomes = directory / "outcomes.jsonl"
     done = {json.loads(line)["name"] for line in outcomes.read_text().splitlines()} if outcomes.exists() else set()
     names = unittest.TestLoader().getTestCaseNames(Cases)
     for index, name in enumerate(sorted(names, key=lambda name: "timeout" in name)):
@@ -100,7 +100,7 @@ def main(library: str, label: str, folder: Path, wanted: set[str]) -> None:
         suite.Barrier.barrier_id = 1000 * index
         case = Cases(name)
         case.rank = rank
-        case.file_name = tempfile.mktemp(dir=folder)
+        case.file_name = tempfile.mktemp(dir=directory)
         common_utils.set_rng_seed(1234)
         outcome = run(case, name)
         # The others may have fared otherwise.

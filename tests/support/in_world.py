@@ -13,7 +13,7 @@ import torch
 import unidist
 from tests.support.worlds import IN_WORLD
 
-# pytest clears old temporary folders away at its end; ranks that share a parent folder would do it under each other.
+# pytest removes old temporary directories at its end: ranks that share a parent would remove each other's.
 os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="rank-", dir=os.environ[IN_WORLD])
 
 counts = {"passed": 0, "skipped": 0}

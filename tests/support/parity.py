@@ -241,7 +241,7 @@ for _reentrant in (False, True):
 
 
 class Branches(nn.Module):
-    """Each sample goes through one of three branches; a rank's samples may leave some unused, the third is never used."""
+    """Each sample goes through one of three branches; a rank may use some of them, and nobody the third."""
 
     def __init__(self) -> None:
         super().__init__()

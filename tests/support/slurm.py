@@ -25,10 +25,10 @@ def missing() -> str | None:
 
 
 @contextmanager
-def slurm(folder: Path) -> Iterator[dict[str, str]]:
+def slurm(directory: Path) -> Iterator[dict[str, str]]:
     """Start munged, slurmctld and slurmd; yields the environment for srun. Ends them all."""
     host = socket.gethostname()
-    conf = folder / "slurm.conf"
+    conf = directory / "slurm.conf"
     conf.write_text(
         f"""
         ClusterName=test
@@ -38,7 +38,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         SlurmUser=root
         SlurmdUser=root
         AuthType=auth/munge
-        AuthInfo=socket={folder}/munge.socket
+        AuthInfo=socket={directory}/munge.socket
         CredType=cred/munge
         ProctrackType=proctrack/linuxproc
         TaskPlugin=task/none
@@ -46,27 +46,27 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         SelectTypeParameters=CR_Core
         MpiDefault=none
         ReturnToService=2
-        StateSaveLocation={folder}/state
-        SlurmdSpoolDir={folder}/spool
-        SlurmctldPidFile={folder}/slurmctld.pid
-        SlurmdPidFile={folder}/slurmd.pid
-        SlurmctldLogFile={folder}/slurmctld.log
-        SlurmdLogFile={folder}/slurmd.log
+        StateSaveLocation={directory}/state
+        SlurmdSpoolDir={directory}/spool
+        SlurmctldPidFile={directory}/slurmctld.pid
+        SlurmdPidFile={directory}/slurmd.pid
+        SlurmctldLogFile={directory}/slurmctld.log
+        SlurmdLogFile={directory}/slurmd.log
         NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=2000 State=UNKNOWN
         PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
         """
     )
     for name in ("state", "spool"):
-        (folder / name).mkdir()
+        (directory / name).mkdir()
     env = {**os.environ, "SLURM_CONF": str(conf)}
     running: list[subprocess.Popen[bytes]] = []
     try:
-        running.append(_munged(folder))
+        running.append(_munged(directory))
         for program in ("slurmctld", "slurmd"):
             running.append(
                 subprocess.Popen([program, "-D"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
-        _wait_until_idle(env, folder)
+        _wait_until_idle(env, directory)
         yield {"SLURM_CONF": str(conf)}
     finally:
         for process in reversed(running):
@@ -75,22 +75,22 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
             process.wait(timeout=30)
 
 
-def _munged(folder: Path) -> subprocess.Popen[bytes]:
-    key = folder / "munge.key"
+def _munged(directory: Path) -> subprocess.Popen[bytes]:
+    key = directory / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    # --force: a temporary folder is not as guarded as /etc/munge.
+    # --force: a temporary directory is not as guarded as /etc/munge.
     names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-    options = [f"--{option}={folder}/munge.{name}" for option, name in names.items()]
+    options = [f"--{option}={directory}/munge.{name}" for option, name in names.items()]
     return subprocess.Popen(["munged", "--foreground", "--force", *options], stderr=subprocess.DEVNULL)
 
 
-def _wait_until_idle(env: dict[str, str], folder: Path) -> None:
+def _wait_until_idle(env: dict[str, str], directory: Path) -> None:
     end = time.monotonic() + 60
     while time.monotonic() < end:
         state = subprocess.run(["sinfo", "-h", "-o", "%T"], env=env, capture_output=True, text=True).stdout.strip()
         if state == "idle":
             return
         time.sleep(0.2)
-    logs = "\n".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
+    logs = "\n".join(path.read_text()[-2000:] for path in directory.glob("*.log"))
     raise TimeoutError(f"the node did not become idle, but {state!r}:\n{logs}")

@@ -85,19 +85,19 @@ def environment(launcher: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 def mpich_for_mpi4py() -> Path:
     """A directory with Debian's libmpich.so.12 under the name that mpi4py's wheel asks for (docs/launchers.md)."""
-    folder = Path(sys.prefix) / "lib" / "mpich"
-    link = folder / "libmpi.so.12"
+    directory = Path(sys.prefix) / "lib" / "mpich"
+    link = directory / "libmpi.so.12"
     if not link.exists():
         library = next(Path("/usr/lib").glob("*/libmpich.so.12"))
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         link.symlink_to(library)
-    return folder
+    return directory
 
 
 def run_suite(
-    folder: str, launcher: str, size: int, backend: str, place: Path, env: Mapping[str, str] | None = None
+    directory: str, launcher: str, size: int, backend: str, place: Path, env: Mapping[str, str] | None = None
 ) -> str:
-    """Run the tests of a folder inside one world; the line that tells of it.
+    """Run the tests of a directory inside one world; the line that tells of it.
 
     Raises:
         AssertionError: a test failed, or the ranks did not come to the same verdict.
@@ -105,7 +105,7 @@ def run_suite(
     suite = [
         "-m",
         "pytest",
-        f"tests/{folder}",
+        f"tests/{directory}",
         "-q",
         "--color=no",
         "-p",

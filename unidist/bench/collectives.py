@@ -32,14 +32,14 @@ def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
                 return ours(tensor)
 
             seconds = alternate({OURS: call, **dict(peers.collectives(operation, tensor))}, rounds)
-            bus = nbytes * bus_share(operation, unidist.world_size())
+            bus = nbytes * bus_factor(operation, unidist.world_size())
             yield Case("collectives", world, f"{operation} {size_name(nbytes)}", seconds, bus)
 
 
-def bus_share(operation: str, ranks: int) -> float:
-    """Share of a message that crosses each link, by nccl-tests' doc/PERFORMANCE.md."""
-    shares = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": (ranks - 1) / ranks, "broadcast": 1.0}
-    return shares[operation]
+def bus_factor(operation: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth, by nccl-tests' doc/PERFORMANCE.md."""
+    factors = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": (ranks - 1) / ranks, "broadcast": 1.0}
+    return factors[operation]
 
 
 def size_name(nbytes: int) -> str:

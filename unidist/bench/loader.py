@@ -1,4 +1,4 @@
-"""Iterating over a rank's share of a dataset in memory."""
+"""Iterating over a rank's shard of a dataset in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paired measurements: contenders take turns within one world, so that a noisy machine is noisy for all of them."""
+"""Paired measurements: contenders take turns within one world, so that a noisy machine affects all of them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Case:
     unit: Literal["s", "B"] = "s"
 
     def median(self, contender: str = OURS) -> float:
-        """A contender's middle figure."""
+        """A contender's median."""
         return statistics.median(self.samples[contender])
 
     def spread(self, contender: str = OURS) -> float:
-        """Half the distance between the quartiles, as a share of the median."""
+        """Half the interquartile range, relative to the median."""
         values = self.samples[contender]
         if len(values) < 2:
             return 0.0
@@ -89,7 +89,7 @@ def alternate(contenders: Mapping[str, Callable[[], object]], rounds: int) -> di
 
 
 def _calls(call: Callable[[], object]) -> int:
-    """Warm up, and settle on rank 0's number of calls a turn."""
+    """Warm up; rank 0's number of calls in a turn, on every rank."""
     for _ in range(3):
         once = _turn(call, 1)
     return unidist.broadcast_object(max(1, min(1000, int(TURN_S / once))))

@@ -20,14 +20,14 @@ from unidist.launchers.table import unavailable
 from unidist.launchers.world import run_world
 
 #: Launcher, engine, and the raw wrappers beside ours.
-WORLDS = {"gloo": ("torchrun", ["DDP", "DDP bucket view"]), "horovod": ("horovodrun", ["hvd"])}
+CONTENDERS = {"gloo": ("torchrun", ["DDP", "DDP bucket view"]), "horovod": ("horovodrun", ["hvd"])}
 WIDTH, LAYERS = 2048, 12
 
 
 def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str]) -> Iterator[Case]:
     """Growth of a rank's resident memory while it trains a model of 192 MiB with momentum."""
     ddp: list[float] = []
-    for engine, (launcher, raw) in WORLDS.items():
+    for engine, (launcher, raw) in CONTENDERS.items():
         if engine not in engines or unavailable(launcher, engine, ranks or 2):
             continue
         samples = {

@@ -28,8 +28,8 @@ def over_horovod() -> bool:
     return unidist.backend_name() == "horovod"
 
 
-def known_to_all() -> bool:
-    """Whether the layers over torch.distributed know this world's engine."""
+def supported_by_peers() -> bool:
+    """Whether the layers over torch.distributed support this world's engine."""
     return unidist.backend_name() in ("gloo", "nccl")
 
 
@@ -48,11 +48,11 @@ def trainers() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer], Prepare
     found["hvd" if over_horovod() else "DDP"] = _horovod if over_horovod() else _ddp
     if unidist.backend_name() == "mpi":
         found["DDP on gloo"] = _ddp_on_gloo
-    if find_spec("ignite") and (over_horovod() or known_to_all()):
+    if find_spec("ignite") and (over_horovod() or supported_by_peers()):
         found["ignite"] = _ignite
-    if find_spec("accelerate") and known_to_all():
+    if find_spec("accelerate") and supported_by_peers():
         found["Accelerate"] = _accelerate
-    if find_spec("lightning_fabric") and known_to_all():
+    if find_spec("lightning_fabric") and supported_by_peers():
         found["Fabric"] = _fabric
     return found
 
@@ -111,11 +111,11 @@ def _launched_fabric() -> Any:
 
 # -------------------------------------------------------------------------------------- metrics
 def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
-    """How each takes the mean of some figures over the ranks; the first is the bare collective."""
+    """How each averages some figures over the ranks; the first is the bare collective."""
     import torch.distributed as dist
 
     device = unidist.device()
-    numbers = torch.zeros(len(figures), device=device)  # its sum in place stays what it is
+    numbers = torch.zeros(len(figures), device=device)  # summed in place, zeros stay zeros
     if over_horovod():
         import horovod.torch as hvd
 
@@ -124,7 +124,7 @@ def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
         yield "all_reduce", lambda: dist.all_reduce(numbers)
     if find_spec("torchmetrics") and not over_horovod():
         yield "torchmetrics", _torchmetrics(figures)
-    if find_spec("ignite") and (over_horovod() or known_to_all()):
+    if find_spec("ignite") and (over_horovod() or supported_by_peers()):
         import ignite.distributed as idist
 
         def ignite() -> list[float]:
@@ -132,10 +132,10 @@ def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
             return [number / unidist.world_size() for number in total.tolist()]
 
         yield "ignite", ignite
-    if find_spec("accelerate") and known_to_all():
+    if find_spec("accelerate") and supported_by_peers():
         accelerator = _accelerator()
         yield "Accelerate", lambda: _numbers(accelerator.reduce(_tensors(figures), "mean"))
-    if find_spec("lightning_fabric") and known_to_all():
+    if find_spec("lightning_fabric") and supported_by_peers():
         fabric = _launched_fabric()
         yield "Fabric", lambda: _numbers(fabric.all_reduce(_tensors(figures), reduce_op="mean"))
 
@@ -165,12 +165,12 @@ def _torchmetrics(figures: dict[str, float]) -> Call:
 
 # ----------------------------------------------------------------------------------------- data
 def loaders(make: Callable[..., DataLoader[Any]]) -> Iterator[tuple[str, DataLoader[Any]]]:
-    """Each one's loader over this rank's share of what ``make()`` loads."""
+    """Each one's loader of this rank's shard of what ``make()`` loads."""
     plain = make(shuffle=True)
-    share: DistributedSampler[Any] = DistributedSampler(
+    sampler: DistributedSampler[Any] = DistributedSampler(
         plain.dataset, num_replicas=unidist.world_size(), rank=unidist.rank()
     )
-    yield "torch", make(sampler=share)
+    yield "torch", make(sampler=sampler)
     if find_spec("ignite"):
         import ignite.distributed as idist
 
@@ -180,9 +180,9 @@ def loaders(make: Callable[..., DataLoader[Any]]) -> Iterator[tuple[str, DataLoa
                 plain.dataset, batch_size=(plain.batch_size or 1) * unidist.world_size(), shuffle=True
             ),
         )
-    if find_spec("accelerate") and known_to_all():
+    if find_spec("accelerate") and supported_by_peers():
         yield "Accelerate", _accelerator().prepare(make(shuffle=True))
-    if find_spec("lightning_fabric") and known_to_all():
+    if find_spec("lightning_fabric") and supported_by_peers():
         yield "Fabric", _launched_fabric().setup_dataloaders(make(shuffle=True))
 
 

@@ -12,19 +12,20 @@ from rich.table import Table
 
 from unidist.bench.measure import OURS, Case
 
-WHAT = {
+#: What each suite measures.
+SUBJECTS = {
     "collectives": "one call",
     "step": "zero_grad, forward, backward, optimizer step",
     "hvd": "one training step, one call, all of the operations",
     "metric": "the mean over the ranks",
-    "loader": "iterating over a rank's share",
+    "loader": "iterating over a rank's shard",
     "startup": "raw: import torch.distributed; torchrun + init_process_group; horovodrun + hvd.init",
     "memory": "growth of the largest rank's resident memory",
 }
 
 
 def tables(cases: Sequence[Case]) -> Iterable[tuple[str, Table]]:
-    """A title and a table for each suite and world; the second line of a cell is ours over the other's, or our spread."""
+    """A title and a table for each suite and world; a cell's second line is ours over the other's, or our spread."""
     for (suite, world), group in groupby(cases, key=lambda case: (case.suite, case.world)):
         rows = list(group)
         others = list(dict.fromkeys(name for case in rows for name in case.samples if name != OURS))
@@ -38,11 +39,11 @@ def tables(cases: Sequence[Case]) -> Iterable[tuple[str, Table]]:
             cells += [versus(case, name) for name in others]
             cells += [f"{case.bus_bytes / case.median() / 1e9:.2f} GB/s"] if case.bus_bytes else []
             table.add_row(case.name, *cells)
-        yield f"[bold]{suite}[/bold] ({WHAT[suite]}), {world}", table
+        yield f"[bold]{suite}[/bold] ({SUBJECTS[suite]}), {world}", table
 
 
 def versus(case: Case, other: str) -> str:
-    """Another's figure, and how ours stands to it."""
+    """Another's figure, and the ratio of ours to it."""
     if other not in case.samples:
         return "-"
     ratio = case.ratio(other)
@@ -51,14 +52,14 @@ def versus(case: Case, other: str) -> str:
 
 
 def amount(value: float, unit: str) -> str:
-    """Seconds or bytes in a handy unit."""
+    """Seconds or bytes in a readable unit."""
     steps = [(1, "s"), (1e-3, "ms"), (1e-6, "us")] if unit == "s" else [(2**30, "GiB"), (2**20, "MiB"), (1, "B")]
     size, name = next((step for step in steps if value >= step[0]), steps[-1])
     return f"{value / size:.3g} {name}"
 
 
 def plot(cases: Sequence[Case], limits: dict[str, float], path: Path) -> None:
-    """Collectives as bandwidth by size beside the machine's own limits, the other suites as ratios; written to ``path``.
+    """Write a plot: collectives as bandwidth by size beside the machine's own limits, the other suites as ratios.
 
     Args:
         cases: what was measured.

@@ -35,7 +35,9 @@ def _ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> peers.Prepared:
     return unidist.wrap_model(model), optimizer, Tensor.backward
 
 
-def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, backward: peers.Backward, inputs: Tensor, labels: Tensor) -> Step:  # fmt: skip
+def training_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, backward: peers.Backward, inputs: Tensor, labels: Tensor
+) -> Step:
     """What is measured."""
 
     def step() -> None:

@@ -19,7 +19,7 @@ from unidist import __version__
 from unidist.errors import UnidistError
 
 # The help lines are here, so that `unidist --help` imports no command.
-COMMANDS = {
+HELP = {
     "migrate": "Turn code that uses Horovod into unidist's, with a diff and a report.",
     "bench": "Measure unidist beside the raw libraries and its peers.",
     "compare": "Train on two engines, and show where they first differ.",
@@ -32,10 +32,10 @@ class LazyCommands(click.Group):
     """A group that imports a command's module when the command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(HELP)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in HELP:
             return None
         command: click.Command = import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
         return command
@@ -48,7 +48,7 @@ class LazyCommands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl(list(HELP.items()))
 
 
 main = click.version_option(__version__, prog_name="unidist", message="%(prog)s %(version)s")(

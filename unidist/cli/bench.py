@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -27,6 +26,7 @@ INSIDE = ("collectives", "step", "metric", "loader")
 OUTSIDE = ("hvd", "startup", "memory")
 #: Where the former run.
 WORLDS = [*((launcher, engine) for engine, launcher in ENGINES.items()), ("openmpi", "horovod")]
+FILE = click.Path(path_type=Path, dir_okay=False)
 #: What a rank in a world of ours prints before the name of each case that is done.
 PROGRESS = "unidist bench: "
 
@@ -42,9 +42,9 @@ PROGRESS = "unidist bench: "
 @click.option(
     "--ranks", "asked", type=click.IntRange(min=2), help="Processes of each world.  [default: 2; startup: 2, 4, 8, 16]"
 )
-@click.option("--backend", "engines", multiple=True, type=click.Choice(list(ENGINES)), help="Only worlds on these.")  # fmt: skip
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="Draw them here (.png, .svg, .pdf).")  # fmt: skip
+@click.option("--backend", "engines", multiple=True, type=click.Choice(list(ENGINES)), help="Only worlds on these.")
+@click.option("--json", "json_path", type=FILE, help="Write all figures here.")
+@click.option("--plot", "plot_path", type=FILE, help="Draw them here (.png, .svg, .pdf).")
 @click.option("--world", hidden=True, help="Name of the world that this process is in.")
 def command(
     suites: tuple[str, ...],
@@ -76,11 +76,11 @@ def command(
     failed: list[str] = []
     launched = detect(os.environ).launcher is not NONE
     if world and not launched:
-        raise click.ClickException("this rank sees no launcher: start it with one")
+        raise click.ClickException("no launcher's variables are set in this rank of a world: start it with a launcher")
     if launched:
         if asked or engines:
             raise click.UsageError(
-                "--ranks and --backend choose the worlds to start; under a launcher there is one already"
+                "--ranks and --backend choose the worlds to start; under a launcher, the world is given"
             )
         wanted = [name for name in wanted if name in INSIDE]
         if not wanted:
@@ -92,14 +92,11 @@ def command(
     else:
         cases, failed = _measure_in_worlds(wanted, rounds, quick, asked, engines)
     limits = machine.limits() if "collectives" in wanted and not world else {}
-    report: dict[str, Any] = {
-        "machine": machine.describe(),
-        "limits": limits,
-        "cases": [case.as_json() for case in cases],
-    }
+    facts = machine.describe()
+    report = {"machine": facts, "limits": limits, "cases": [case.as_json() for case in cases]}
     if json_path:
         json_path.write_text(json.dumps(report, indent=1))
-    show(report["machine"], limits, cases)
+    show(facts, limits, cases)
     if plot_path and cases:
         plot(cases, limits, plot_path)
     if failed:

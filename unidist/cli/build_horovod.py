@@ -24,12 +24,12 @@ from typing import TextIO
 import click
 
 from unidist import knobs
-from unidist.cli.toolchain import Target, find_mpi, find_target, lacking_modules, lacking_tools, last_line, remedy
+from unidist.cli.toolchain import Target, find_mpi, find_target, last_line, missing_modules, missing_tools, remedy
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-WHAT_IT_HAS = """
+CONTROLLERS_CODE = """
 import horovod.torch as hvd
 built = {"gloo": hvd.gloo_built(), "mpi": hvd.mpi_built(), "nccl": hvd.nccl_built()}
 print(", ".join(name for name in built if built[name]))
@@ -42,19 +42,22 @@ def stop_if(problems: Iterable[str]) -> None:
 
 
 def notes(target: Target) -> Iterator[str]:
-    """What the build will do without, though nothing is wrong."""
+    """What the wheel will not have, though nothing is wrong."""
     if not shutil.which("mpicxx"):
         install = remedy("libopenmpi-dev openmpi-bin", "brew install open-mpi")
         yield f"Without MPI, with Gloo only; for MPI, have mpicxx on the PATH ({install}) and build again."
     if "+cu" in target.torch and not target.cuda:
-        yield "For CPU tensors only: CUDA's nvcc and headers are not found; install the CUDA toolkit or set CUDA_HOME, and build again."
+        yield (
+            "For CPU tensors only: CUDA's nvcc and headers are not found; install the CUDA toolkit or set CUDA_HOME, "
+            "and build again."
+        )
     if target.cuda and not target.nccl:
         yield "Without NCCL: nccl.h is not found; install NCCL's headers or set HOROVOD_NCCL_HOME, and build again."
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yields a function that takes the build's lines and shows how far it is."""
+    """Yields a function that is called with each line of the build, and shows its progress."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -93,7 +96,7 @@ def cmake_step(line: str) -> tuple[int, str] | None:
 
 
 def run_step(command: list[str], cwd: Path, env: dict[str, str], log: TextIO, show: Callable[[str], None]) -> None:
-    """Run the command with its output in the log; interrupted, end it and all that it started."""
+    """Run the command with its output in the log. When interrupted, end it and all that it started."""
     lines: list[str] = []
     # In a session of its own, one signal reaches every compiler.
     with subprocess.Popen(
@@ -114,24 +117,24 @@ def run_step(command: list[str], cwd: Path, env: dict[str, str], log: TextIO, sh
                 show(line)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
-            process.stdout.read()  # ends when the last compiler has: nobody writes any more
+            process.stdout.read()  # returns when the last compiler has ended
             raise
     if process.returncode:
-        raise click.ClickException("\n".join([*telling(lines), f"The build failed; the whole log: {log.name}"]))
+        raise click.ClickException("\n".join([*relevant(lines), f"The build failed; the whole log: {log.name}"]))
 
 
-def telling(lines: Sequence[str], count: int = 20) -> list[str]:
+def relevant(lines: Sequence[str], count: int = 20) -> list[str]:
     """The lines that say why: from the first error on, else the last ones."""
     errors = (at for at, line in enumerate(lines) if re.search(r"\berror: |CMake Error|No space left", line))
     start = next(errors, max(0, len(lines) - count))
     return [line.rstrip()[:200] for line in lines[start : start + count]]
 
 
-def build(target: Target, folder: Path, jobs: int) -> Path:
-    """Build the wheel in a temporary folder, then put it into the cache's."""
-    log = folder / f"build-{platform.node()}-{os.getpid()}.log"  # its own: another build may run
-    click.echo(f"Building Horovod {VERSION} for {target.key()}: some minutes; log: {log}", err=True)
-    on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended like with Ctrl-C: nothing stays behind
+def build(target: Target, directory: Path, jobs: int) -> Path:
+    """Build the wheel in a temporary directory, then move it into the cache's."""
+    log = directory / f"build-{platform.node()}-{os.getpid()}.log"  # a name of its own: another build may run
+    click.echo(f"Building Horovod {VERSION} for {target.key()}; this takes minutes. Log: {log}", err=True)
+    on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C, nothing is left behind
     try:
         with (
             tempfile.TemporaryDirectory(prefix="unidist-") as work,
@@ -139,13 +142,13 @@ def build(target: Target, folder: Path, jobs: int) -> Path:
             progress() as show,
         ):
             built = compile_wheel(Path(work), target, target.env(os.environ, jobs) | {"TMPDIR": work}, out, show)
-            wheel = publish(built, folder)
+            wheel = publish(built, directory)
     except KeyboardInterrupt:
         log.unlink()
         raise
     finally:
         signal.signal(signal.SIGTERM, on_term)
-    log.replace(folder / "build.log")
+    log.replace(directory / "build.log")
     return wheel
 
 
@@ -160,7 +163,7 @@ def compile_wheel(work: Path, target: Target, env: dict[str, str], log: TextIO, 
 
 
 def unpack(archive: Path, target: Target) -> Path:
-    """The source beside the archive, corrected."""
+    """The source beside the archive, corrected for this PyTorch."""
     with tarfile.open(archive) as tar:
         # Pythons that know the filter warn without it; 3.10.0 does not know it.
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
@@ -168,6 +171,8 @@ def unpack(archive: Path, target: Target) -> Path:
     source = archive.parent / archive.name.removesuffix(".tar.gz")
     for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
         replace(source / path, "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {target.cxx})")
+    # Without debugging symbols: they take a fifth of the build's time and nine tenths of the wheel.
+    replace(source / "setup.py", "'RelWithDebInfo'", "'Release'")
     if not target.cuda:  # a PyTorch with CUDA would have Horovod look for the CUDA toolkit
         replace(source / "cmake/Modules/FindPytorch.cmake", "(torch.version.cuda is not None)", "False")
     return source
@@ -177,25 +182,25 @@ def replace(path: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
-def publish(wheel: Path, folder: Path) -> Path:
-    """Move the wheel into the folder in one step, so that nobody ever reads half of it."""
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as staging:
+def publish(wheel: Path, directory: Path) -> Path:
+    """Move the wheel into the directory in one step, so that nobody ever reads a part of it."""
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as staging:
         new = Path(shutil.copy(wheel, staging))
-        # Before the wheel is there, and beside those of earlier builds: two builds may run at once.
-        with record(folder / wheel.name).open("a") as digests:
+        # Written before the wheel, and beside those of earlier builds: two builds may run at once.
+        with record(directory / wheel.name).open("a") as digests:
             digests.write(f"{sha256(new)}\n")
-        return new.replace(folder / wheel.name)
+        return new.replace(directory / wheel.name)
 
 
-def cached(folder: Path) -> Path | None:
-    """The wheel in the folder, if it is one that was built there."""
-    wheel = next(folder.glob(f"horovod-{VERSION}-*.whl"), None)
+def cached(directory: Path) -> Path | None:
+    """The wheel in the directory, if a build put it there."""
+    wheel = next(directory.glob(f"horovod-{VERSION}-*.whl"), None)
     if wheel is None:
         return None
     digests = record(wheel).read_text().split() if record(wheel).exists() else []
     if sha256(wheel) in digests:
         return wheel
-    click.echo(f"{wheel} does not have a sha256 that {record(wheel).name} records: building it again.", err=True)
+    click.echo(f"{wheel} has no sha256 that {record(wheel).name} records: building it again.", err=True)
     return None
 
 
@@ -208,33 +213,33 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def make_private(cache: Path, folder: Path) -> None:
-    """Make the folders from ``cache`` down to ``folder``, and see that nobody else can put a wheel there.
+def make_private(cache: Path, directory: Path) -> None:
+    """Create the directories from ``cache`` down to ``directory``, and check that nobody else can put a wheel there.
 
     Raises:
-        ClickException: a folder belongs to another user (other than root), or others can write to it.
+        ClickException: a directory belongs to another user (other than root), or others can write to it.
     """
     cache.parent.mkdir(parents=True, exist_ok=True)
-    for each in reversed([folder, *(above for above in folder.parents if above.is_relative_to(cache))]):
+    for each in reversed([directory, *(above for above in directory.parents if above.is_relative_to(cache))]):
         each.mkdir(mode=0o755, exist_ok=True)
         found = each.stat()
         if found.st_uid not in (0, os.getuid()):
-            wrong, first = f"{each} belongs to another user (uid {found.st_uid})", ""
+            problem, fix = f"{each} belongs to another user (uid {found.st_uid})", ""
         elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            wrong, first = (
+            problem, fix = (
                 f"{each} can be written by others (mode {stat.S_IMODE(found.st_mode):o})",
                 f"chmod -R go-w {cache}, or ",
             )
         else:
             continue
         raise click.ClickException(
-            f"{wrong}, who could replace the wheels that are installed from there: {first}choose another folder with "
-            "--cache-dir or UNIDIST_CACHE."
+            f"{problem}, who could replace the wheels that are installed from there: {fix}choose another directory "
+            "with --cache-dir or UNIDIST_CACHE."
         )
 
 
 def install(wheel: Path) -> str:
-    """Install the wheel unless it is installed and works; returns the controllers it has."""
+    """Install the wheel unless it is installed and works; returns the controllers that it was built with."""
     if is_installed(wheel):
         with suppress(click.ClickException):
             return controllers()
@@ -242,7 +247,7 @@ def install(wheel: Path) -> str:
         [*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)], stdout=PIPE, stderr=STDOUT, text=True
     )
     if done.returncode:
-        raise click.ClickException("\n".join([*telling(done.stdout.splitlines()), f"pip did not install {wheel}"]))
+        raise click.ClickException("\n".join([*relevant(done.stdout.splitlines()), f"pip did not install {wheel}"]))
     return controllers()
 
 
@@ -257,8 +262,8 @@ def is_installed(wheel: Path) -> bool:
 
 def controllers() -> str:
     """Import Horovod in a new process and ask it what was built in."""
-    # From another folder, lest one of the name `horovod` in this one be imported.
-    done = subprocess.run([sys.executable, "-c", WHAT_IT_HAS], capture_output=True, text=True, cwd=sys.prefix)
+    # In another directory: this one may have one called `horovod`.
+    done = subprocess.run([sys.executable, "-c", CONTROLLERS_CODE], capture_output=True, text=True, cwd=sys.prefix)
     if done.returncode:
         raise click.ClickException(
             f"Horovod is installed but does not import: {last_line(done)}; try again with --force."
@@ -267,9 +272,9 @@ def controllers() -> str:
 
 
 @click.command()
-@click.option("--install", "wanted", is_flag=True, help="Install the wheel into this Python, and try it.")
+@click.option("--install", "wanted", is_flag=True, help="Install the wheel into this Python, and import it.")
 @click.option("--force", is_flag=True, help="Build even if the cache has the wheel.")
-@click.option("--jobs", type=click.IntRange(min=1), default=min(os.cpu_count() or 1, 16), help="Compilers at a time.")
+@click.option("--jobs", type=click.IntRange(min=1), default=min(os.cpu_count() or 1, 16), help="Parallel compilers.")
 @click.option("--without-mpi", is_flag=True, help="Gloo only, even if mpicxx is found.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), help=f"Where wheels are kept. [default: ${knobs.CACHE}]")
 def command(wanted: bool, force: bool, jobs: int, without_mpi: bool, cache_dir: Path | None) -> None:
@@ -290,20 +295,20 @@ def get_wheel(force: bool, jobs: int, mpi: str, cache: Path) -> Path:
     """The wheel for what is installed here, from the cache or newly built."""
     if platform.system() not in ("Linux", "Darwin"):
         raise click.ClickException(f"Horovod is for Linux and macOS, not for {platform.system()}.")
-    problems = list(lacking_modules())
+    problems = list(missing_modules())
     if problems:
-        stop_if([*problems, *lacking_tools(mpi)])
+        stop_if([*problems, *missing_tools(mpi)])
     target = find_target(mpi)
     cache = cache.absolute()
-    folder = cache / "horovod" / target.key()
-    if folder.exists():
-        make_private(cache, folder)
-    wheel = None if force else cached(folder)
+    directory = cache / "horovod" / target.key()
+    if directory.exists():
+        make_private(cache, directory)
+    wheel = None if force else cached(directory)
     if wheel:
         click.echo(f"Found in the cache: {target.key()}", err=True)
         return wheel
-    stop_if(lacking_tools(mpi, target.cxx))
+    stop_if(missing_tools(mpi, target.cxx))
     for note in notes(target):
         click.echo(note, err=True)
-    make_private(cache, folder)
-    return build(target, folder, jobs)
+    make_private(cache, directory)
+    return build(target, directory, jobs)

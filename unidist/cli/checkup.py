@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import unidist
 from unidist import knobs
-from unidist.cli.build_horovod import WHAT_IT_HAS
+from unidist.cli.build_horovod import CONTROLLERS_CODE
 from unidist.cli.toolchain import last_line
 from unidist.context import BACKENDS
 from unidist.errors import UnidistError
@@ -78,7 +78,7 @@ def horovod() -> Iterator[Finding]:
         yield Finding("Horovod", "none", "not installed", "unidist build-horovod --install")
         return
     built_for = built_for_torch()
-    asked = run_python(WHAT_IT_HAS)
+    asked = run_python(CONTROLLERS_CODE)
     version = metadata.version("horovod")
     if asked.returncode:
         text = f"{version}, built for torch {built_for}, does not import: {last_line(asked)}"

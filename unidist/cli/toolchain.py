@@ -25,7 +25,7 @@ MODULES = ("setuptools", "wheel", "cffi", "cloudpickle", "packaging", "psutil", 
 MPI_NAMES = {"Open MPI": "openmpi", "MVAPICH2": "mvapich", "MPICH": "mpich", "Intel(R) MPI Library": "intelmpi"}
 CXX17 = "#include <optional>\nint main() { if constexpr (true) return std::optional<int>(0).value(); }\n"
 MPI_H = "#include <mpi.h>\nint main() { return MPI_Init(nullptr, nullptr); }\n"
-# Set in a shell, or by a `make` around this, these would build something else than the key says.
+# If they are set in a shell, or by a `make` around this, these make the build another than the key says.
 BUILD_SWITCHES = re.compile("HOROVOD_(WITH|GPU|CPU|SKIP|DEBUG|LOCAL_VERSION|ALLOW)|CMAKE_GENERATOR|MAKE")
 
 
@@ -41,7 +41,7 @@ class Target:
     cxx: str = "17"
 
     def key(self) -> str:
-        """Name of the wheel's folder in the cache."""
+        """Name of the wheel's directory in the cache."""
         python = f"cp{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
         system = re.sub(r"[-.]", "_", sysconfig.get_platform())
         gpu = self.cuda and f"{'nccl' if self.nccl else 'cuda'}{self.cuda}"
@@ -86,16 +86,16 @@ def cxx_standard(torch: Path) -> str:
 
 
 def has_toolkit(cuda_home: Path) -> bool:
-    """Whether CUDA's compiler and its headers are there."""
+    """Whether CUDA's compiler and its headers are installed."""
     headers = [cuda_home / "include", *cuda_home.glob("targets/*/include")]
-    return (cuda_home / "bin/nvcc").exists() and any((folder / "cuda_runtime.h").exists() for folder in headers)
+    return (cuda_home / "bin/nvcc").exists() and any((directory / "cuda_runtime.h").exists() for directory in headers)
 
 
 def has_nccl(env: Mapping[str, str], cuda_home: str) -> bool:
     """Whether NCCL's header is where Horovod's CMake files look for it."""
     homes = [env.get("HOROVOD_NCCL_HOME"), cuda_home, "/usr", "/usr/local"]
-    folders = [env.get("HOROVOD_NCCL_INCLUDE"), *(f"{home}/include" for home in homes if home)]
-    return any(Path(folder, "nccl.h").exists() for folder in folders if folder)
+    directories = [env.get("HOROVOD_NCCL_INCLUDE"), *(f"{home}/include" for home in homes if home)]
+    return any(Path(directory, "nccl.h").exists() for directory in directories if directory)
 
 
 def find_mpi() -> str:
@@ -109,22 +109,22 @@ def find_mpi() -> str:
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Where a program that failed says why."""
+    """The line in which a program that failed says why."""
     return (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
 
 
 def compiles(compiler: Sequence[str], source: str, suffix: str = ".cc") -> bool:
-    """Whether the compiler makes a program of the source."""
-    with tempfile.TemporaryDirectory() as folder, suppress(OSError):
-        path = Path(folder, f"try{suffix}")
+    """Whether the compiler can make a program of the source."""
+    with tempfile.TemporaryDirectory() as directory, suppress(OSError):
+        path = Path(directory, f"try{suffix}")
         path.write_text(source)
-        command = [*compiler, str(path), "-o", f"{folder}/try"]
+        command = [*compiler, str(path), "-o", f"{directory}/try"]
         return subprocess.run(command, capture_output=True).returncode == 0
     return False
 
 
 def compiler_of(variable: str, *names: str) -> list[str]:
-    """The compiler that CMake will take: the variable's, else the first of the names that is found."""
+    """The compiler that CMake will use: the variable's, else the first of the names that is found."""
     found = [name for name in names if shutil.which(name)]
     return shlex.split(os.environ.get(variable, "")) or found[:1] or [names[0]]
 
@@ -135,11 +135,12 @@ def remedy(linux: str, mac: str) -> str:
 
 def is_installed(name: str) -> bool:
     """Whether there is a module of this name."""
-    # Before Python 3.12, a search for pip through all finders makes setuptools' finder give its distutils up, and its import fail.
+    # Before Python 3.12, a search for pip through all finders makes setuptools' finder give up its distutils, and then
+    # the import of setuptools fails.
     return (PathFinder.find_spec(name) if name == "pip" else find_spec(name)) is not None
 
 
-def lacking_modules() -> Iterator[str]:
+def missing_modules() -> Iterator[str]:
     """Python packages that are missing, each line with its remedy."""
     if not is_installed("torch"):
         yield "PyTorch is not installed: pip install torch"
@@ -149,7 +150,7 @@ def lacking_modules() -> Iterator[str]:
         yield f"Python modules {', '.join(missing)} are missing: pip install 'unidist-torch[horovod]'"
 
 
-def lacking_tools(mpi: str, standard: str = "17") -> Iterator[str]:
+def missing_tools(mpi: str, standard: str = "17") -> Iterator[str]:
     """Tools and headers that are missing, each line with its remedy."""
     cxx, cc = compiler_of("CXX", "c++", "g++", "clang++"), compiler_of("CC", "cc", "gcc", "clang")
     if not compiles([*cxx, f"-std=c++{standard}"], CXX17):
