@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from tests.worlds import PYTHON, ROOT, environment
+from unidist.compare.comparison import Comparison, Side, notes, verdict
 from unidist.compare.difference import Difference, Tolerance, differences, drift, match
 from unidist.compare.naming import names
 from unidist.compare.recorder import Recorder
 from unidist.compare.recording import Rank, Recording, Trained, read
-from unidist.compare.comparison import Comparison, Side, notes, verdict
 from unidist.compare.series import final, largest, points
 from unidist.compare.sketch import distance, gap, sketches
 
@@ -295,8 +295,11 @@ def test_names_are_the_models_own() -> None:
     del wrapped
     twins = model(), model()
     assert names(torch.optim.SGD([param for net in twins for param in net[2].parameters()], lr=1.0)) == [
-        "2.weight", "2.bias", "2.weight #2", "2.bias #2"
-    ]  # fmt: skip
+        "2.weight",
+        "2.bias",
+        "2.weight #2",
+        "2.bias #2",
+    ]
 
 
 def test_the_script_is_not_disturbed(tmp_path: Path) -> None:

@@ -175,9 +175,10 @@ def test_random_scripts(tmp_path: Path) -> None:
     assert result.returncode == 0, result.output[-6000:]
     rows = [json.loads(line) for line in report.read_text().splitlines()]
     wrong = [
-        row for row in rows
+        row
+        for row in rows
         if any(each["errors"] != [None, None] or each["distance"] > 2e-5 or not each["settled"] for each in row)
-    ]  # fmt: skip
+    ]
     assert len(rows) == 120 and not wrong, wrong
     native = sum(not row[0]["drop_in"] for row in rows)
     shown.setdefault(
@@ -192,8 +193,11 @@ def test_random_scripts(tmp_path: Path) -> None:
 def unidist_migrate(*arguments: str, cwd: Path, status: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "unidist", "migrate", *arguments],
-        cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + (done.stderr if status else "")
 
@@ -234,7 +238,7 @@ def test_a_diff_and_a_report_and_nothing_changed(project: Path) -> None:
     assert "+import unidist\n" in output and "-import horovod.torch as hvd\n" in output
     assert "torchrun --standalone --nproc-per-node 4 train.py --lr 0.1" in output
     assert "elastic training is not in the drop-in" in output
-    assert "4 files with Horovod: 2 would change, 2 stay, 0 could not be read" in output
+    assert "4 files with Horovod: 2 would change, 2 unchanged, 0 could not be read" in output
     # The diff is one that git takes.
     subprocess.run(["git", "apply", "--check", "-"], cwd=project, input=output, text=True, check=True)
 
@@ -253,7 +257,7 @@ def test_write(project: Path) -> None:
 def test_changes_that_are_not_committed(project: Path) -> None:
     (project / "other.py").write_text("print('changed')\n")
     before = texts(project)
-    assert "not committed" in unidist_migrate("--write", ".", cwd=project, status=1)
+    assert "uncommitted" in unidist_migrate("--write", ".", cwd=project, status=1)
     assert texts(project) == before
     unidist_migrate("--write", "--force", ".", cwd=project)
     assert texts(project) != before
@@ -286,8 +290,8 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     said = unidist_migrate("--write", ".", cwd=tmp_path, status=1)
     assert "changed a.py\n" in said and "changed c.py\n" in said and f"changed {long}" not in said
     assert (
-        "it cannot be written, and is as it was: File name too long" in said
-        and "2 changed, 0 stay, 1 could not be" in said
+        "it cannot be written, and is unchanged: File name too long" in said
+        and "2 changed, 0 unchanged, 1 could not be" in said
     )
     assert (tmp_path / long).read_text() == script and "import unidist\n" in (tmp_path / "c.py").read_text()
     status = (tmp_path / "a.py").stat()
@@ -412,16 +416,32 @@ def test_a_notebook(tmp_path: Path) -> None:
     book = {
         "cells": [
             cell("# Training with horovod, é", kind="markdown"),
-            cell("%matplotlib inline\n", "import horovod.torch as hvd\n", "import torch\n", "!pip list | grep horovod\n", "hvd.init()"),
+            cell(
+                "%matplotlib inline\n",
+                "import horovod.torch as hvd\n",
+                "import torch\n",
+                "!pip list | grep horovod\n",
+                "hvd.init()",
+            ),
             cell(),
             cell("%%bash\n", "horovodrun -np 2 python train.py"),
-            cell("model = torch.nn.Linear(2, 1)\n", "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n", "files = !ls"),
-            cell("optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n", "hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # all\n", "model(x).backward()"),
+            cell(
+                "model = torch.nn.Linear(2, 1)\n",
+                "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
+                "files = !ls",
+            ),
+            cell(
+                "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n",
+                "hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # all\n",
+                "model(x).backward()",
+            ),
             cell("this is broken (horovod"),
             cell("%time handle = hvd.rank()\n", "h = hvd.allreduce_async(torch.ones(1))\n", "model?"),
         ],
-        "metadata": {}, "nbformat": 4, "nbformat_minor": 5,
-    }  # fmt: skip
+        "metadata": {},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
     path = tmp_path / "train.ipynb"
     path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n")
     report = json.loads(unidist_migrate("--write", "--json", "train.ipynb", cwd=tmp_path))["files"][0]
@@ -470,8 +490,12 @@ def test_the_page_shows_the_proof(tmp_path: Path) -> None:
     arguments = ["legacy.py", "migrated.py", "--left", "horovod", "--right", "gloo", "-np", "2", "--", "--epochs", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "unidist", "compare", *arguments],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
     # Other processors round otherwise, and take their time.

@@ -18,10 +18,10 @@ from rich.markup import escape
 from unidist.cli import worlds
 from unidist.cli.bench import cannot, describe
 from unidist.cli.doctor import Pair
+from unidist.compare.comparison import Comparison, Side, notes, tables, verdict
 from unidist.compare.difference import Tolerance
 from unidist.compare.picture import plot
 from unidist.compare.recording import read
-from unidist.compare.comparison import Comparison, Side, notes, tables, verdict
 
 DROP_IN = "drop-in"
 #: What becomes of a side's name in the script's arguments.

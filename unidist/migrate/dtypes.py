@@ -9,17 +9,54 @@ import libcst as cst
 from unidist.migrate.flow import assignments, callees, is_parameter, parameter_of
 from unidist.migrate.syntax import SyntaxTree, argument, full_name
 
-_FLOAT_METHODS = {"float", "double", "half", "bfloat16", "mean", "std", "var", "norm", "softmax", "log_softmax", "sigmoid", "exp", "log", "sqrt"}  # fmt: skip
+_FLOAT_METHODS = {
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "mean",
+    "std",
+    "var",
+    "norm",
+    "softmax",
+    "log_softmax",
+    "sigmoid",
+    "exp",
+    "log",
+    "sqrt",
+}
 _INT_METHODS = {"int", "long", "short", "argmax", "argmin", "size", "numel", "dim"}
 #: Methods and attributes that keep the dtype.
-_SAME = {"detach", "clone", "cpu", "cuda", "sum", "view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "max", "min", "abs", "item", "data", "grad", "T", "requires_grad_"}  # fmt: skip
+_SAME = {
+    "detach",
+    "clone",
+    "cpu",
+    "cuda",
+    "sum",
+    "view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "flatten",
+    "contiguous",
+    "max",
+    "min",
+    "abs",
+    "item",
+    "data",
+    "grad",
+    "T",
+    "requires_grad_",
+}
 _MAKERS = {"zeros", "ones", "rand", "randn", "empty", "linspace", "eye"}
 _VALUES = {"tensor", "as_tensor", "FloatTensor", "full", "Tensor"}
 _LOSSES = re.compile(r"(^|\.)(\w*loss\w*|criterion|cross_entropy|\w*Loss)$", re.IGNORECASE)
 _PARAMETERS = re.compile(r"\.(named_)?parameters\(")
 
 
-def is_floating(tree: SyntaxTree, node: cst.BaseExpression, *, made_of_numbers: bool = False, depth: int = 6) -> bool | None:
+def is_floating(
+    tree: SyntaxTree, node: cst.BaseExpression, *, made_of_numbers: bool = False, depth: int = 6
+) -> bool | None:
     """True or False if the code shows it, else None.
 
     Args:
@@ -98,7 +135,9 @@ def _variable(tree: SyntaxTree, node: cst.BaseExpression, made_of_numbers: bool,
     for value, target in assignments(tree):
         if tree.variable(target) == variable:
             unpacked = isinstance(tree.parent(target), cst.Element) and not isinstance(tree.parent(value), cst.Element)
-            kinds.append(None if unpacked else is_floating(tree, value, made_of_numbers=made_of_numbers, depth=depth - 1))
+            kinds.append(
+                None if unpacked else is_floating(tree, value, made_of_numbers=made_of_numbers, depth=depth - 1)
+            )
     for loop in tree.all(cst.For):
         targets = [each for each in tree.all(cst.Name, inside=loop.target) if tree.variable(each) == variable]
         if targets:

@@ -76,7 +76,9 @@ class Edits:
         return self.tree.module.visit(_ApplyEdits(self)).code
 
     # -------------------------------------------------------------------------------- one block
-    def new_body(self, original: Sequence[Any], updated: dict[cst.CSTNode, Any]) -> tuple[list[Any], list[cst.EmptyLine]]:
+    def new_body(
+        self, original: Sequence[Any], updated: dict[cst.CSTNode, Any]
+    ) -> tuple[list[Any], list[cst.EmptyLine]]:
         """A block's statements after removals and insertions, and the comments of those removed at its end."""
         result: list[Any] = []
         above: list[cst.EmptyLine] = []

@@ -27,7 +27,9 @@ class Flow:
     assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = field(default_factory=list)
 
 
-def follow(tree: SyntaxTree, variables: Iterable[str], skip: Callable[[cst.CSTNode], bool] = lambda node: False) -> Flow:
+def follow(
+    tree: SyntaxTree, variables: Iterable[str], skip: Callable[[cst.CSTNode], bool] = lambda node: False
+) -> Flow:
     """Follow what some variables hold.
 
     Args:
@@ -172,9 +174,10 @@ def callees(tree: SyntaxTree, call: cst.Call) -> list[cst.FunctionDef]:
         return [function for function in found if function is not None]
     if isinstance(call.func, cst.Attribute) and not tree.imported(call.func):
         return [
-            function for function in tree.functions.values()
+            function
+            for function in tree.functions.values()
             if function.name.value == call.func.attr.value and tree.is_method(function)
-        ]  # fmt: skip
+        ]
     return []
 
 

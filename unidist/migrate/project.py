@@ -139,7 +139,12 @@ def _job_script_report(path: Path, data: bytes) -> FileReport:
     for launch in find_launches(data.decode("utf-8", errors="replace")):
         why = "; ".join(["unidist runs under this launcher as well as under torchrun", *launch.notes])
         remarks.append(
-            Remark(launch.line, launch.command.splitlines()[0], why, launch.torchrun or "no single torchrun line can replace it")
+            Remark(
+                launch.line,
+                launch.command.splitlines()[0],
+                why,
+                launch.torchrun or "no single torchrun line can replace it",
+            )
         )
     return FileReport(path, "unchanged", remarks)
 

@@ -62,7 +62,11 @@ def _inner_loop(context: Context, optimizer: Flow) -> Found | None:
     counter, whole = loop.target, loop.iter
     if not isinstance(counter, cst.Name) or not isinstance(whole, cst.Call) or full_name(whole.func) != "range":
         return None
-    if _may_skip_step(context, loop) or not isinstance(loop.body, cst.IndentedBlock) or _is_set(context, counter, loop.body):
+    if (
+        _may_skip_step(context, loop)
+        or not isinstance(loop.body, cst.IndentedBlock)
+        or _is_set(context, counter, loop.body)
+    ):
         return None
     values = [arg.value for arg in whole.args]
     if any(arg.keyword or arg.star for arg in whole.args) or not all(map(_is_invariant, values)):
@@ -124,5 +128,6 @@ def _is_set(context: Context, name: cst.Name, block: cst.CSTNode) -> bool:
     targets = (cst.AssignTarget, cst.AugAssign)
     return any(
         isinstance(node, targets) and isinstance(node.target, cst.Name) and node.target.value == name.value
-        for node in context.tree.nodes if context.tree.is_inside(node, block)
-    )  # fmt: skip
+        for node in context.tree.nodes
+        if context.tree.is_inside(node, block)
+    )

@@ -52,9 +52,10 @@ _SYNCHRONIZING = {
     "allgather_object",
 }
 _UNEVEN = (
-    "ranks may reach join() after different numbers of steps, and a rank in hvd.join() takes part in the drop-in's calls "
-    "alone: all optimizers and collective calls of this file stay on the drop-in, and those of other files must",
-    "unidist.barrier() if all ranks get here together; else train in `with unidist.join(model):`, see docs/semantics.md",
+    "ranks may reach join() after different numbers of steps, and a rank in hvd.join() takes part in the drop-in's "
+    "calls alone: all optimizers and collective calls of this file stay on the drop-in, and those of other files must",
+    "unidist.barrier() if all ranks get here together; else train in `with unidist.join(model):`, see "
+    "docs/semantics.md",
 )
 #: What a call between two synchronizing ones may begin with: none of these communicates.
 _HARMLESS = ("os", "sys", "time", "logging", "print", "torch", "json", "shutil", "pathlib", "Path", "len", "str", "int")
@@ -71,7 +72,11 @@ def is_barrier(context: Context, call: cst.Call) -> bool:
 def _has_uneven_calls(context: Context) -> bool:
     """Whether a loop that may have different numbers of iterations on the ranks makes collective calls."""
     tree = context.tree
-    uses = [use for use in context.names.symbols if _is_collective(context.names.symbols[use]) and context.symbol(use) != "join"]
+    uses = [
+        use
+        for use in context.names.symbols
+        if _is_collective(context.names.symbols[use]) and context.symbol(use) != "join"
+    ]
     called = {function for use in uses if isinstance(function := tree.function(use), cst.FunctionDef)}
     calls = [call for call in tree.all(cst.Call) if not called.isdisjoint(callees(tree, call))]
     for loop in (*tree.all(cst.For), *tree.all(cst.While)):
@@ -88,7 +93,9 @@ def _follows_collective(context: Context, statement: cst.CSTNode) -> bool:
         return False
     index = next(index for index, each in enumerate(block.body) if each is statement)
     for each in reversed(block.body[:index]):
-        if any(isinstance(node, (cst.For, cst.While)) for node in context.tree.nodes if context.tree.is_inside(node, each)):
+        if any(
+            isinstance(node, (cst.For, cst.While)) for node in context.tree.nodes if context.tree.is_inside(node, each)
+        ):
             return False
         calls = list(context.tree.all(cst.Call, inside=each))
         top = isinstance(each, cst.SimpleStatementLine)

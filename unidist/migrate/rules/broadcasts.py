@@ -74,7 +74,9 @@ def _is_module(context: Context, node: cst.BaseExpression) -> bool:
 def _is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:
     """Whether an optimizer is visibly one on which a step with zero gradients has no effect."""
     variable = context.tree.variable(optimizer)
-    made = [value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable]
+    made = [
+        value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
+    ]
     made = [value for value in made if not (isinstance(value, cst.Call) and context.symbol(value.func))]
     return bool(made) and all(
         isinstance(value, cst.Call)

@@ -42,7 +42,11 @@ def change_collectives(context: Context) -> None:
         _replace_call(context, call, name, [arguments[first], arguments.get("root_rank")], values)
     for call in list(context.calls("broadcast_")):
         arguments = context.arguments(call)
-        if arguments is None or set(arguments) - {"tensor", "root_rank", *_WITHOUT_EFFECT} or not _can_copy_into(context, arguments):
+        if (
+            arguments is None
+            or set(arguments) - {"tensor", "root_rank", *_WITHOUT_EFFECT}
+            or not _can_copy_into(context, arguments)
+        ):
             continue
         source: Options = [] if is_constant(arguments["root_rank"], 0) else [("src", arguments["root_rank"])]
         _replace_in_place_call(context, call, arguments["tensor"], "broadcast", source)
@@ -114,7 +118,9 @@ def _is_name(context: Context, node: cst.BaseExpression, depth: int = 3) -> bool
     if re.search(r"(^|[._])name$", context.text(node)):
         return True
     variable = context.tree.variable(node)
-    values = [value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable]
+    values = [
+        value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
+    ]
     known = bool(values) and not is_parameter(context.tree, variable) and depth > 0
     return known and all(_is_name(context, value, depth - 1) for value in values)
 
@@ -122,12 +128,19 @@ def _is_name(context: Context, node: cst.BaseExpression, depth: int = 3) -> bool
 def _is_metric(context: Context, call: cst.Call, tensor: cst.BaseExpression) -> bool:
     """Whether a call averages a metric: no gradient flows through it, and training does not use the result."""
     text = context.text(tensor)
-    above = [node.name.value for node in context.tree.parents(call) if isinstance(node, (cst.FunctionDef, cst.ClassDef))]
+    above = [
+        node.name.value for node in context.tree.parents(call) if isinstance(node, (cst.FunctionDef, cst.ClassDef))
+    ]
     if "grad" in text or any("grad" in name.lower() for name in above):
         return False
     parent = context.tree.parent(call)
     item = isinstance(parent, cst.Attribute) and parent.attr.value in ("item", "tolist")
-    return item or ".detach()" in text or ".item()" in text or is_floating(context.tree, tensor, made_of_numbers=True) is not None
+    return (
+        item
+        or ".detach()" in text
+        or ".item()" in text
+        or is_floating(context.tree, tensor, made_of_numbers=True) is not None
+    )
 
 
 def _may_be_bool(context: Context, tensor: cst.BaseExpression) -> bool:
@@ -145,11 +158,14 @@ def _can_copy_into(context: Context, arguments: Arguments) -> bool:
     return made_of_numbers is not None
 
 
-def _replace_call(context: Context, call: cst.Call, name: str, kept: list[cst.BaseExpression | None], values: list[cst.Arg]) -> None:
+def _replace_call(
+    context: Context, call: cst.Call, name: str, kept: list[cst.BaseExpression | None], values: list[cst.Arg]
+) -> None:
     """Replace a call by one of unidist's; edits inside its arguments apply too."""
     context.keep_comments(call, *(each for each in kept if each is not None))
     context.edits.replace(
-        call, lambda updated: _rebuilt(context, call, updated, cst.Call(context.unidist_name_for(call.func, name), values))
+        call,
+        lambda updated: _rebuilt(context, call, updated, cst.Call(context.unidist_name_for(call.func, name), values)),
     )
     context.mark_handled(call.func)
     for argument in call.args:
@@ -157,7 +173,9 @@ def _replace_call(context: Context, call: cst.Call, name: str, kept: list[cst.Ba
             context.mark_handled(argument)
 
 
-def _replace_in_place_call(context: Context, call: cst.Call, tensor: cst.BaseExpression, name: str, options: Options) -> None:
+def _replace_in_place_call(
+    context: Context, call: cst.Call, tensor: cst.BaseExpression, name: str, options: Options
+) -> None:
     context.keep_comments(call)
     values = [cst.Arg(tensor.deep_clone()), *(keyword(*option) for option in options)]
     copy = cst.Attribute(tensor.deep_clone(), cst.Name("copy_"))
@@ -169,6 +187,7 @@ def _rebuilt(context: Context, original: cst.Call, updated: cst.Call, new: cst.C
     """The new call, with each argument of the original one replaced by its updated form."""
     updated_values = {before.value: after.value for before, after in zip(original.args, updated.args)}
     args = [
-        arg.with_changes(value=updated_values.get(arg.value, arg.value), comma=cst.MaybeSentinel.DEFAULT) for arg in new.args
+        arg.with_changes(value=updated_values.get(arg.value, arg.value), comma=cst.MaybeSentinel.DEFAULT)
+        for arg in new.args
     ]
     return new.with_changes(args=args, lpar=updated.lpar, rpar=updated.rpar)

@@ -59,10 +59,14 @@ class _Imports:
         #: The names of the package ``horovod`` itself, and those that are used alone, as in ``if horovod:``.
         self._packages = {
             full_name(alias.asname.name) if alias.asname else "horovod"
-            for node in self._tree.all(cst.Import) for alias in node.names if full_name(alias.name) == "horovod"
-        }  # fmt: skip
+            for node in self._tree.all(cst.Import)
+            for alias in node.names
+            if full_name(alias.name) == "horovod"
+        }
         self._used_whole = {
-            node.value for node in self._tree.all(cst.Name) if node.value in self._packages and self._is_used_whole(node)
+            node.value
+            for node in self._tree.all(cst.Name)
+            if node.value in self._packages and self._is_used_whole(node)
         }
         parts = [
             (node, name)
@@ -70,13 +74,18 @@ class _Imports:
             for name in self._tree.imported(node)
             if name.startswith("horovod.")
         ]
-        #: Attributes of the package that the drop-in does not have, and names of the package whose other attributes it has.
+        #: Attributes of the package that the drop-in does not have; names of the package with attributes that it has,
+        #: beside the calls.
         self._unmovable = {name for _, name in parts if drop_in_name_of(name) is None}
-        self._other_parts_used = {root_name(node) for node, name in parts if symbol_of(name) is None and self._can_move(name)}
+        self._other_parts_used = {
+            root_name(node) for node, name in parts if symbol_of(name) is None and self._can_move(name)
+        }
         self._blocks_with_unidist = {
-            id(self._tree.block(statement)) for node in self._tree.all(cst.Import)
-            if (statement := self._tree.statement(node)) and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
-        }  # fmt: skip
+            id(self._tree.block(statement))
+            for node in self._tree.all(cst.Import)
+            if (statement := self._tree.statement(node))
+            and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
+        }
         #: Imports that need ``import unidist`` beside them for code elsewhere.
         self._imports_to_extend = {each for node in context.needs_unidist for each in context.imports_for(node)}
         self._native = bool(set(context.names.symbols) - set(context.remaining_uses())) or (
@@ -107,7 +116,9 @@ class _Imports:
                 aliases.append(alias)
                 self._remark_unmovable(node, name)
         if list(node.names) != aliases or own:
-            self._replace_import(node, [node.with_changes(names=_without_trailing_comma(aliases))] if aliases else [], own)
+            self._replace_import(
+                node, [node.with_changes(names=_without_trailing_comma(aliases))] if aliases else [], own
+            )
 
     def _module(self, alias: cst.ImportAlias, name: str, bound: str | None) -> tuple[list[cst.ImportAlias], bool]:
         """What replaces ``horovod.torch``, and whether ``import unidist`` is needed beside it."""
@@ -150,7 +161,9 @@ class _Imports:
 
     def _can_move(self, name: str) -> bool:
         """Whether a name becomes the drop-in's; beside one that cannot, only those of the two supported parts do."""
-        return drop_in_name_of(name) is not None and (not self._unmovable or name.startswith(("horovod.torch", "horovod.common")))
+        return drop_in_name_of(name) is not None and (
+            not self._unmovable or name.startswith(("horovod.torch", "horovod.common"))
+        )
 
     def _is_used_whole(self, node: cst.Name) -> bool:
         parent = self._tree.parent(node)
@@ -180,7 +193,11 @@ class _Imports:
             if drop_in_name_of(module) is None and is_horovod(module):
                 self._remark_unmovable(node, f"{module}.*")
             elif is_horovod(module):
-                self._replace_import(node, [node.with_changes(module=dotted(drop_in_name_of(module) or module))], node in self._imports_to_extend)
+                self._replace_import(
+                    node,
+                    [node.with_changes(module=dotted(drop_in_name_of(module) or module))],
+                    node in self._imports_to_extend,
+                )
             return
         renamed: list[cst.Import] = []
         by_module: dict[str, list[cst.ImportAlias]] = {}
@@ -196,17 +213,18 @@ class _Imports:
             return
         statements = [
             node.with_changes(
-                module=dotted(module_name), names=aliases if len(aliases) == len(node.names) else _without_trailing_comma(aliases),
+                module=dotted(module_name),
+                names=aliases if len(aliases) == len(node.names) else _without_trailing_comma(aliases),
                 **({} if len(aliases) == len(node.names) else {"lpar": None, "rpar": None}),
             )
             for module_name, aliases in by_module.items()
-        ]  # fmt: skip
+        ]
         self._replace_import(node, [*renamed, *statements], own)
 
     def _from_import_name(
         self, node: cst.ImportFrom, module: str, alias: cst.ImportAlias
     ) -> tuple[cst.Import | tuple[str, cst.ImportAlias] | None, bool]:
-        """What replaces one of the names, as a module and a name of it, and whether ``import unidist`` is needed too."""
+        """What replaces one name, as a module and a name of it, and whether ``import unidist`` is needed too."""
         name = full_name(alias.name)
         bound = full_name(alias.asname.name) if alias.asname else name
         whole = f"{module}.{name}"
@@ -235,7 +253,9 @@ class _Imports:
             alias = alias.with_changes(name=cst.Name(last), asname=None if full_name(asname.name) == last else asname)
         return (parent, alias), own or (meaning == "" and used)
 
-    def _replace_import(self, node: cst.Import | cst.ImportFrom, statements: Sequence[cst.BaseSmallStatement], own: bool) -> None:
+    def _replace_import(
+        self, node: cst.Import | cst.ImportFrom, statements: Sequence[cst.BaseSmallStatement], own: bool
+    ) -> None:
         """Replace an import by others, and by ``import unidist`` if that is needed and not there yet."""
         statement = self._tree.statement(node)
         block = next(above for above in self._tree.parents(node) if isinstance(above, (cst.Module, cst.IndentedBlock)))
@@ -278,7 +298,11 @@ class _Imports:
         if self._is_module(node):
             self._context.edits.replace(node, cst.Name("unidist"))
             return
-        if isinstance(parent, cst.Attribute) and parent.value is node and drop_in_name_of(f"{name}.{parent.attr.value}"):
+        if (
+            isinstance(parent, cst.Attribute)
+            and parent.value is node
+            and drop_in_name_of(f"{name}.{parent.attr.value}")
+        ):
             return  # the longest name decides
         if in_import(self._tree, node):
             return
@@ -319,7 +343,11 @@ class _Imports:
         ):
             return
         becomes_unidist = self._context.aliases_are_native and self._native
-        target = "unidist.hvd" if value == "horovod" else drop_in_name_of(value) or (value if value == "unidist.hvd" else None)
+        target = (
+            "unidist.hvd"
+            if value == "horovod"
+            else drop_in_name_of(value) or (value if value == "unidist.hvd" else None)
+        )
         if becomes_unidist and (value == "horovod" or symbol_of(value) == ""):
             target = "unidist"
         if target is None:
@@ -332,7 +360,10 @@ class _Imports:
         """Add ``import unidist`` at the top for code that no import of Horovod serves, and ``import contextlib``."""
         context, module = self._context, self._tree.module
         wanted = ["contextlib"] if context.needs_contextlib and not self._imports("contextlib") else []
-        if any(not context.imports_for(node) for node in context.needs_unidist) and id(module) not in self._blocks_with_unidist:
+        if (
+            any(not context.imports_for(node) for node in context.needs_unidist)
+            and id(module) not in self._blocks_with_unidist
+        ):
             wanted.append("unidist")
         if not wanted:
             return
@@ -350,9 +381,10 @@ class _Imports:
     def _imports(self, name: str) -> bool:
         return any(
             full_name(alias.name) == name and alias.asname is None
-            for node in self._tree.all(cst.Import) for alias in node.names
+            for node in self._tree.all(cst.Import)
+            for alias in node.names
             if self._tree.block(self._tree.statement(node) or node) is self._tree.module
-        )  # fmt: skip
+        )
 
     def _longest_attributes(self) -> list[cst.Attribute]:
         found = []
@@ -369,7 +401,9 @@ class _Imports:
 
     def _remark_reexported(self, alias: cst.ImportAlias, name: str) -> None:
         if self._context.native:
-            self._context.edits.remark(alias, name, _REEXPORTED, "import unidist where it is used, then remove this line")
+            self._context.edits.remark(
+                alias, name, _REEXPORTED, "import unidist where it is used, then remove this line"
+            )
 
     def _remark_drop_in(self, node: cst.CSTNode, name: str) -> None:
         if self._context.native:

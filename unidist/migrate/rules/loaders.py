@@ -146,10 +146,19 @@ def change_loaders(context: Context) -> None:
         uses = _uses_of_sampler(context, pair)
         epochs = [use for use in uses or () if _method(context, use) == "set_epoch"]
         shuffle = not is_constant(pair.arguments.get("shuffle"), False)
-        if uses is None or not _is_equivalent(context, pair) or _uses_loader_sampler(context, pair) or not context.can_import(pair.loader):
+        if (
+            uses is None
+            or not _is_equivalent(context, pair)
+            or _uses_loader_sampler(context, pair)
+            or not context.can_import(pair.loader)
+        ):
             continue
         statements = [each for use in epochs if (each := context.tree.statement(use)) is not None]
-        if shuffle and epochs and not all(_follows_set_epoch(context, use, statements) for use in _iterations(context, pair)):
+        if (
+            shuffle
+            and epochs
+            and not all(_follows_set_epoch(context, use, statements) for use in _iterations(context, pair))
+        ):
             context.remark(pair.sampler, _NOT_EVERY_EPOCH, _BY_HAND)
             continue
         if shuffle and not epochs:
@@ -190,12 +199,18 @@ def _samplers_with_loaders(context: Context) -> list[SampledLoader]:
     tree = context.tree
     found = []
     loaders = [
-        (value, target) for value, target in assignments(tree)
+        (value, target)
+        for value, target in assignments(tree)
         if isinstance(value, cst.Call) and is_imported(context, value, _LOADERS)
-    ]  # fmt: skip
+    ]
     for value, target in assignments(tree):
         variable, statement = tree.variable(target), tree.statement(target)
-        if not isinstance(value, cst.Call) or not is_imported(context, value, _SAMPLERS) or not variable or statement is None:
+        if (
+            not isinstance(value, cst.Call)
+            or not is_imported(context, value, _SAMPLERS)
+            or not variable
+            or statement is None
+        ):
             continue
         arguments = _sampler_arguments(value)
         mine = [
@@ -316,7 +331,9 @@ def _uses_of_sampler(context: Context, pair: SampledLoader) -> list[cst.BaseExpr
 
 
 def _trains(context: Context, pair: SampledLoader) -> bool:
-    loops = [loop for loop in context.tree.all(cst.For) if context.tree.variable(_iterable_of(loop)) == pair.loader_variable]
+    loops = [
+        loop for loop in context.tree.all(cst.For) if context.tree.variable(_iterable_of(loop)) == pair.loader_variable
+    ]
     return any(_has_backward(context, loop) for loop in loops)
 
 
@@ -328,7 +345,9 @@ def _change(context: Context, pair: SampledLoader, uses: list[cst.BaseExpression
 
     def rebuilt(updated: cst.Call) -> cst.Call:
         args = [arg for arg in updated.args if arg.keyword is None or arg.keyword.value not in ("sampler", "shuffle")]
-        indices = [i for i, arg in enumerate(updated.args) if arg.keyword is not None and arg.keyword.value == "sampler"]
+        indices = [
+            i for i, arg in enumerate(updated.args) if arg.keyword is not None and arg.keyword.value == "sampler"
+        ]
         if shuffle:
             args.insert(
                 min(indices[0], len(args)),
@@ -353,7 +372,7 @@ def _change(context: Context, pair: SampledLoader, uses: list[cst.BaseExpression
 
 
 def _is_default_epoch(context: Context, pair: SampledLoader, call: cst.Call, statement: Statement) -> bool:
-    """Whether ``set_epoch`` is redundant: epochs 0, 1, 2, ..., each one whole iteration, which the loader counts itself."""
+    """Whether ``set_epoch`` is redundant: epochs 0, 1, 2, ..., each one iteration, which the loader counts itself."""
     tree = context.tree
     loop = tree.loop(statement)
     if not isinstance(loop, cst.For) or tree.loop(loop) is not None or tree.block(statement) is not loop.body:
@@ -387,9 +406,10 @@ def _iterations(context: Context, pair: SampledLoader) -> list[cst.BaseExpressio
     """The uses that iterate over the loader, or pass it to something that may."""
     tree = context.tree
     return [
-        use for use in references(tree).get(pair.loader_variable, ())
+        use
+        for use in references(tree).get(pair.loader_variable, ())
         if not is_target(tree, use) and not isinstance(tree.parent(use), cst.Attribute) and not _is_length(context, use)
-    ]  # fmt: skip
+    ]
 
 
 def _follows_set_epoch(context: Context, use: cst.CSTNode, epochs: list[Statement], depth: int = 3) -> bool:

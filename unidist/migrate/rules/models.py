@@ -26,8 +26,9 @@ from unidist.migrate.syntax import Problem, Statement, full_name
 SAME = {"parameters", "buffers", "train", "eval", "training", "zero_grad", "requires_grad_", "modules", "apply"}
 #: Attributes that only the inner model has: ``unidist.unwrap(model).state_dict()``.
 INNER = {
-    "state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules", "children", "named_children",
-    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "get_parameter", "get_submodule",
+    "state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules", "children",
+    "named_children", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "get_parameter", "get_submodule",
 }  # fmt: skip
 #: Attributes that lead to data, and to no forward pass.
 _DATA = {"weight", "bias", "grad", "data", "dtype", "device", "shape", "__class__", "__dict__", "__name__"}
@@ -36,7 +37,6 @@ _MOVES = {"to", "cuda", "cpu", "half", "float", "double", "bfloat16"}
 _ASKING = {"isinstance", "type", "len", "hasattr"}
 #: Functions that need the inner model itself: they copy it, or write all of it.
 _KEEPING = {"torch.save", "copy.deepcopy", "copy.copy", "pickle.dump"}
-
 
 
 @dataclass
@@ -81,7 +81,9 @@ def examine_model(context: Context, model: cst.BaseExpression, wrap: Statement) 
 
 def _is_before(context: Context, node: cst.CSTNode, wrap: Statement) -> bool:
     """Whether a use comes before the model is wrapped."""
-    return context.tree.function(node) is context.tree.function(wrap) and context.tree.position(node) < context.tree.position(wrap)
+    return context.tree.function(node) is context.tree.function(wrap) and context.tree.position(
+        node
+    ) < context.tree.position(wrap)
 
 
 def _verdict(context: Context, use: cst.BaseExpression, escapes: bool) -> cst.BaseExpression | str | None:
@@ -149,7 +151,9 @@ def _raw_aliases(context: Context, variable: str, wrap: Statement) -> Iterator[P
         if is_parameter(tree, name):
             yield from _callers(context, name)
     for alias in sorted(aliases - {variable}):
-        for use in follow(tree, [alias], lambda node: _is_before(context, node, wrap) or tree.is_inside(node, wrap)).uses:
+        for use in follow(
+            tree, [alias], lambda node: _is_before(context, node, wrap) or tree.is_inside(node, wrap)
+        ).uses:
             if not _is_harmless(context, use):
                 yield use, f"`{context.text(use)}` refers to the model or to a part of it, and would stay unwrapped"
 
@@ -201,7 +205,7 @@ def _kept(context: Context, use: cst.BaseExpression, variable: str) -> set[str] 
 
 
 def _kept_by_functions(context: Context, parameters: list[str]) -> set[str] | str:
-    """The variables outside of functions of this file that refer to their parameter afterwards; or why that is unknown."""
+    """The variables outside of some functions that refer to their parameters afterwards; or why that is unknown."""
     tree = context.tree
     found: set[str] = set()
     for parameter in parameters:
@@ -252,7 +256,9 @@ def _targets_of_part(context: Context, use: cst.BaseExpression) -> set[str] | st
     """``encoder`` for ``encoder = model.encoder``."""
     whole = _whole(context, use)
     found = destinations(context.tree, whole)
-    return set(found) if found else f"`{context.text(whole)}` is used before the model is wrapped, and cannot be followed"
+    return (
+        set(found) if found else f"`{context.text(whole)}` is used before the model is wrapped, and cannot be followed"
+    )
 
 
 def _moved(value: cst.BaseExpression) -> cst.BaseExpression:
@@ -392,9 +398,12 @@ def _unused_layers(context: Context) -> Iterator[Problem]:
                 continue
             uses = [node for node in reads if node.attr.value == name]
             if not uses:
-                yield target, f"no forward pass uses the layer `{name}` (Horovod takes its gradient for zeros, DDP fails)"
+                yield (
+                    target,
+                    f"no forward pass uses the layer `{name}` (Horovod takes its gradient for zeros, DDP fails)",
+                )
             elif all(_is_data_dependent(context, node, kind) for node in uses):
-                why = f"some forward passes do not use the layer `{name}` (Horovod takes its gradient for zeros, DDP fails)"
+                why = f"not all forward passes use the layer `{name}` (Horovod takes its gradient for zeros, DDP fails)"
                 yield uses[0], why
 
 
@@ -410,7 +419,9 @@ def _is_data_dependent(context: Context, node: cst.CSTNode, kind: cst.ClassDef) 
         if above is kind:
             return False
         if isinstance(above, (cst.If, cst.IfExp)) and child is not above.test:
-            roots = {each.value for each in context.tree.all(cst.Name, inside=above.test) if not _is_attribute(context, each)}
+            roots = {
+                each.value for each in context.tree.all(cst.Name, inside=above.test) if not _is_attribute(context, each)
+            }
             if roots - {"self", "None", "True", "False", "hasattr", "isinstance"}:
                 return True
         child = above

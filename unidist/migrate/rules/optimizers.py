@@ -139,7 +139,9 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
         return found
     inner = arguments["optimizer"]
     variable = context.tree.variable(inner)
-    values = [value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable]
+    values = [
+        value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
+    ]
     owners = []
     for value in values if variable else [inner]:
         first = value.args[0].value if isinstance(value, cst.Call) and value is not call and value.args else None
@@ -193,7 +195,12 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
     known = {use for each in optimizers for use in each.flow.uses}
     for node in context.tree.all(cst.Attribute):
         method = node.attr.value in ("skip_synchronize", "synchronize") and optimizers and node.value not in known
-        if method and not context.tree.imported(node) and context.symbol(node) is None and "cuda" not in context.text(node):
+        if (
+            method
+            and not context.tree.imported(node)
+            and context.symbol(node) is None
+            and "cuda" not in context.text(node)
+        ):
             raise Refusal(node, f"which optimizer `{context.text(node)}` belongs to cannot be determined")
     for text in context.tree.all(cst.SimpleString):
         if optimizers and text.evaluated_value in METHODS:
@@ -227,7 +234,9 @@ def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
     for each in optimizers:
         if each.compression is not None:
             found += _constants(context, each.call, each.compression)
-    others = [use for use in context.uses() if context.names.symbols[use].startswith("Compression") and use not in found]
+    others = [
+        use for use in context.uses() if context.names.symbols[use].startswith("Compression") and use not in found
+    ]
     outside = [use for use in others if not any(context.tree.is_inside(use, each.call) for each in optimizers)]
     if found and outside:
         raise Refusal(outside[0], "this compression is passed to something else than the optimizer")
@@ -246,7 +255,9 @@ def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> li
             )
         return [*_constants(context, call, node.body), *_constants(context, call, node.orelse)]
     variable = context.tree.variable(node)
-    values = [value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable]
+    values = [
+        value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
+    ]
     if isinstance(node, cst.Name) and values and variable and not any(value is call for value in values):
         uses = follow(context.tree, [variable]).uses
         if all(context.tree.is_inside(use, call) for use in uses):
