@@ -374,7 +374,7 @@ def main(first: int, end: int, file: str) -> None:
             "distance": distance(legacy[0], migrated[0]),
             "findings": len(remarks),
             "drop_in": "unidist.hvd" in after or "unidist import hvd" in after,
-            "settled": again == after,
+            "stable": again == after,
         }
         lines.append([told, *unidist.all_gather_object(told)][1:])
     if rank == 0:
