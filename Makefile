@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 APT_PACKAGES := g++ cmake make openmpi-bin libopenmpi-dev mpich slurm-wlm munge
 PROGRAMS := g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld slurmd munged
 # Engines, their process groups, the drop-in, weights, data, checkpoints, comparisons: all that calls PyTorch's own parts.
-TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint compare launch)
+TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint compare compare_worlds launch)
 
 .PHONY: demo unit test test-torch bench lint system clean
 

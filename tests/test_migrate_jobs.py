@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from unidist.migrate.jobs import LaunchLine, find_launches
 
+pytestmark = pytest.mark.unit
 ONE = "torchrun --standalone --nproc-per-node"
 
 
@@ -86,22 +83,22 @@ def test_one_host(command: str, torchrun: str) -> None:
         ("mpirun -H a,b,c -N 2 python t.py", f"{several(3, 2, 'a')} t.py", "each of a, b, c"),
         ("mpiexec -hosts a,b -ppn 2 -n 4 python t.py", f"{several(2, 2, 'a')} t.py", "each of a, b"),
         ("mpirun -np 4 -H a:2,b:2 -x PATH python t.py", f"{several(2, 2, 'a')} t.py", "set on every host: PATH"),
-        ("horovodrun -np $N -H a:$S,b:$S python t.py", f"{several(2, '$S', 'a')} t.py", "-np $N is taken to be all slots"),
-        ("horovodrun -np 4 -H a:4,b:4 python t.py", f"{ONE} 4 t.py", "not needed for 4 processes: b"),
+        ("horovodrun -np $N -H a:$S,b:$S python t.py", f"{several(2, '$S', 'a')} t.py", "-np $N is assumed to be the number of all slots"),
+        ("horovodrun -np 4 -H a:4,b:4 python t.py", f"{ONE} 4 t.py", "hosts not needed for 4 processes: b"),
         ("horovodrun -np 4 -H worker-1:4 python t.py", f"{ONE} 4 t.py", "start it on worker-1"),
         ("horovodrun -np 2 bash run.sh x", f"{ONE} 2 --no-python bash run.sh x", "every rank starts bash"),
         ("mpirun -np 2 singularity exec i python t.py", f"{ONE} 2 --no-python singularity exec i python t.py", "singularity"),
         ("horovodrun -np 2 python -O t.py", f"{ONE} 2 --no-python python -O t.py", "option -O"),
         ("horovodrun -np 2 /opt/bin/python t.py", f"{ONE} 2 t.py", "the torchrun of /opt/bin/python"),
         ("horovodrun -np 2 $PYTHON t.py", f"{ONE} 2 t.py", "the torchrun of $PYTHON"),
-        ("mpirun $MPI_OPTS -np 2 python t.py", f"{ONE} 2 t.py", "look at the options in $MPI_OPTS"),
+        ("mpirun $MPI_OPTS -np 2 python t.py", f"{ONE} 2 t.py", "check the options in $MPI_OPTS"),
         ("horovodrun -np 2 --timeline-filename /t.json python t.py", f"{ONE} 2 t.py", "HOROVOD_TIMELINE"),
         ("horovodrun -np 2 --fusion-threshold-mb=32 python t.py", f"{ONE} 2 t.py", "HOROVOD_FUSION_THRESHOLD"),
-        ("horovodrun -np 2 --cycle-time-ms 3.5 python t.py", f"{ONE} 2 t.py", "left out: --cycle-time-ms 3.5"),
-        ("horovodrun -np 2 --autotune --autotune-log-file f python t.py", f"{ONE} 2 t.py", "left out: --autotune-log-file f"),
+        ("horovodrun -np 2 --cycle-time-ms 3.5 python t.py", f"{ONE} 2 t.py", "dropped: --cycle-time-ms 3.5"),
+        ("horovodrun -np 2 --autotune --autotune-log-file f python t.py", f"{ONE} 2 t.py", "dropped: --autotune-log-file f"),
         ("horovodrun -np 2 --network-interfaces eth0,eth1 python t.py", f"{ONE} 2 t.py", "SOCKET_IFNAME"),
         ("horovodrun -np 2 --output-filename out python t.py", f"{ONE} 2 t.py", "--log-dir"),
-        ("horovodrun -np 2 --mpi-args='-x A=1' python t.py", f"{ONE} 2 t.py", "left out: --mpi-args='-x A=1'"),
+        ("horovodrun -np 2 --mpi-args='-x A=1' python t.py", f"{ONE} 2 t.py", "dropped: --mpi-args='-x A=1'"),
         ("mpirun -np 2 --bind-to core python t.py", f"{ONE} 2 t.py", "binds no process"),
     ],
 )  # fmt: skip
@@ -129,7 +126,7 @@ def test_with_notes(command: str, torchrun: str, words: str) -> None:
         ("horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./d.sh python t.py", "elastic"),
         ("horovodrun --check-build", "starts no training"),
         ("horovodrun -np 2", "it starts no program"),
-        ("horovodrun -np", "lacks its value"),
+        ("horovodrun -np", "has no value"),
         ("horovodrun -np 2 --unheard-of python t.py", "--unheard-of is not known"),
         ('horovodrun -np 2 "$@"', 'the program is in "$@"'),
         ("horovodrun -np 2 $CMD --lr 1", "the program is in $CMD"),
@@ -234,25 +231,36 @@ def test_a_command_over_several_lines(newline: str) -> None:
 def test_nothing_raises() -> None:
     draw = random.Random(1)
     pieces = [
-        *"'\"`\\#;|&(){}<>\n \t$", "$(", "${", "$((", "))", "<<A\n", "A\n", "\\\n", "<(", "horovodrun ", "mpirun ", "-np ", "2 ",
-        "0 ", "²", "python ", "t.py ", "bash -c ", "eval ", "-H ", "a:2,b ", "-ppn 0 ", "-x ", "=", ":", "--hosts=", "-np=",
-    ]  # fmt: skip
+        *"'\"`\\#;|&(){}<>\n \t$",
+        "$(",
+        "${",
+        "$((",
+        "))",
+        "<<A\n",
+        "A\n",
+        "\\\n",
+        "<(",
+        "horovodrun ",
+        "mpirun ",
+        "-np ",
+        "2 ",
+        "0 ",
+        "²",
+        "python ",
+        "t.py ",
+        "bash -c ",
+        "eval ",
+        "-H ",
+        "a:2,b ",
+        "-ppn 0 ",
+        "-x ",
+        "=",
+        ":",
+        "--hosts=",
+        "-np=",
+    ]
     for _ in range(3000):
         for launch in find_launches("".join(draw.choices(pieces, k=draw.randint(1, 40)))):
             assert launch.torchrun or launch.notes
     for deep in ("$(", '"${', "(", "`", "bash <<A\n", "eval \"eval '", "x=$(\n", "horovodrun \\\n"):
         find_launches(deep * 1000)
-
-
-def test_the_line_runs(tmp_path: Path) -> None:
-    """What a shell makes of the replacement: arguments and variables arrive as they did."""
-    (tmp_path / "show.py").write_text(
-        "import os, sys\n"
-        "if os.environ['RANK'] == '0': print(sys.argv[1:], os.environ['WORLD_SIZE'], os.environ['A'], flush=True)\n"
-    )
-    launch = only("mpirun -np 2 -x A='b c' python show.py 'd  e' \"$0\" f\\ g")
-    assert launch.torchrun is not None
-    line = launch.torchrun.replace("torchrun", f"{shlex.quote(sys.executable)} -m torch.distributed.run")
-    result = subprocess.run(["bash", "-c", line, "zero"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "['d  e', 'zero', 'f g'] 2 b c"

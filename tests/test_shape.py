@@ -235,7 +235,7 @@ def test_readme_commands_are_run_by_tests() -> None:
         "unidist doctor --run": "tests/test_doctor.py",
         "unidist bench all --quick": "tests/test_bench.py",
         "unidist migrate examples/digits_horovod.py": "tests/test_migrate.py",
-        "unidist compare examples/digits_horovod.py --steps 20": "tests/test_compare.py",
+        "unidist compare examples/digits_horovod.py --steps 20": "tests/test_compare_worlds.py",
         "python examples/digits.py": "tests/test_matrix.py",
         "torchrun --nproc-per-node 2 examples/digits.py": "tests/test_matrix.py",
         "horovodrun -np 2 python examples/digits.py": "tests/test_matrix.py",

@@ -21,8 +21,8 @@ from typing import Any
 import torch.distributed as dist
 
 from unidist.backends import rendezvous
-from unidist.backends.mpi import launch as mpi
 from unidist.backends.base import Start
+from unidist.backends.mpi import launch as mpi
 from unidist.topology import detect
 
 #: Seconds that one test may take on all ranks together.

@@ -110,10 +110,18 @@ def rank(text: str, draw: random.Random) -> str:
 def keywords(text: str, draw: random.Random) -> str:
     """Arguments by name or by place."""
     text = text.replace("state_dict(), root_rank=0)", draw.choice(["state_dict(), 0)", "state_dict(), root_rank = 0)"]))
-    return re.sub(r"DistributedOptimizer\(optimizer, named_parameters=([\w.]+\(\))\)", draw.choice([
-        r"DistributedOptimizer(named_parameters=\1, optimizer=optimizer)", r"DistributedOptimizer(optimizer, \1)",
-        r"DistributedOptimizer(\n    optimizer,\n    named_parameters=\1,\n)", r"DistributedOptimizer(optimizer, named_parameters=list(\1))",
-    ]), text)  # fmt: skip
+    return re.sub(
+        r"DistributedOptimizer\(optimizer, named_parameters=([\w.]+\(\))\)",
+        draw.choice(
+            [
+                r"DistributedOptimizer(named_parameters=\1, optimizer=optimizer)",
+                r"DistributedOptimizer(optimizer, \1)",
+                r"DistributedOptimizer(\n    optimizer,\n    named_parameters=\1,\n)",
+                r"DistributedOptimizer(optimizer, named_parameters=list(\1))",
+            ]
+        ),
+        text,
+    )
 
 
 def line_ends(text: str, draw: random.Random) -> str:

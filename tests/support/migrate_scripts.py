@@ -119,7 +119,9 @@ STEPS = [
     ("", "{opt}.zero_grad()\n" + _LOSS + "loss.backward()\n" + _CLIP.replace("0.5", "100.0") + "{opt}.step()"),
     (
         "",
-        "{opt}.zero_grad()\n" + _LOSS + "{self}scaler.scale(loss).backward()\n{opt}.synchronize()\n{self}scaler.unscale_({opt})\n"
+        "{opt}.zero_grad()\n"
+        + _LOSS
+        + "{self}scaler.scale(loss).backward()\n{opt}.synchronize()\n{self}scaler.unscale_({opt})\n"
         "with {opt}.skip_synchronize():\n    {self}scaler.step({opt})\n{self}scaler.update()",
     ),
     (
@@ -144,8 +146,12 @@ STEPS = [
     ),
     (
         "",
-        "{opt}.zero_grad()\n" + _LOSS + "loss.backward()\nif len(x) > 0:\n    {opt}.synchronize()\n    " + _CLIP
-        + textwrap.indent(_SKIP, "    ") + "\nelse:\n    {opt}.step()",
+        "{opt}.zero_grad()\n"
+        + _LOSS
+        + "loss.backward()\nif len(x) > 0:\n    {opt}.synchronize()\n    "
+        + _CLIP
+        + textwrap.indent(_SKIP, "    ")
+        + "\nelse:\n    {opt}.step()",
     ),
     (
         "backward_passes_per_step=2",
@@ -156,7 +162,7 @@ STEPS = [
         "backward_passes_per_step=2",
         _LOSS + "loss.backward()\nif (i + 1) % 2 == 0:\n    {opt}.step()\n    {opt}.zero_grad()",
     ),
-]  # fmt: skip
+]
 #: What the metric is made of, and how a batch's loss is kept.
 METRICS = [
     ("", "losses.append(loss.item())"),
@@ -289,9 +295,12 @@ def _training(draw: random.Random) -> str:
     )
     end = fill("out.append([p.tolist() for p in {model}.state_dict().values()])")
     head = _lines(
-        "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F", imported,
-        "from torch.utils.data import DataLoader, TensorDataset, DistributedSampler", MODELS[make][0], fill(metric[0]),
-    )  # fmt: skip
+        "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F",
+        imported,
+        "from torch.utils.data import DataLoader, TensorDataset, DistributedSampler",
+        MODELS[make][0],
+        fill(metric[0]),
+    )
     return _lines(head, _arranged(form, start, loader, setup, train, end, f"model, {opt}, scaler"))
 
 
@@ -360,9 +369,13 @@ def main(first: int, end: int, file: str) -> None:
         again = migrate_module(after, "native")[0]
         legacy, migrated = (run(code, f"{file}.{rank}.pt") for code in (before, after))
         told = {
-            "seed": seed, "errors": [legacy[1], migrated[1]], "distance": distance(legacy[0], migrated[0]),
-            "findings": len(remarks), "drop_in": "unidist.hvd" in after or "unidist import hvd" in after, "settled": again == after,
-        }  # fmt: skip
+            "seed": seed,
+            "errors": [legacy[1], migrated[1]],
+            "distance": distance(legacy[0], migrated[0]),
+            "findings": len(remarks),
+            "drop_in": "unidist.hvd" in after or "unidist import hvd" in after,
+            "stable": again == after,
+        }
         lines.append([told, *unidist.all_gather_object(told)][1:])
     if rank == 0:
         with open(file, "w") as report:

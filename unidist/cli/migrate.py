@@ -20,24 +20,28 @@ from unidist.migrate.file_report import FileReport, Remark, summary
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path(exists=True, path_type=Path))
 @click.option(
-    "--to", "level", type=click.Choice(["native", "hvd"]), default="native", show_default=True,
-    help="native: unidist's own calls, and the drop-in for what has none; hvd: the imports alone, to the drop-in.",
-)  # fmt: skip
+    "--to",
+    "level",
+    type=click.Choice(["native", "hvd"]),
+    default="native",
+    show_default=True,
+    help="native: unidist's own calls, the drop-in where there are none; hvd: only the imports change, to the drop-in.",
+)
 @click.option("--write", is_flag=True, help="Change the files.")
-@click.option("--force", is_flag=True, help="With --write: also where git knows of changes that are not committed.")
+@click.option("--force", is_flag=True, help="With --write: also if git has uncommitted changes.")
 @click.option("--check", is_flag=True, help="Exit with 1 if a file would change, cannot be read, or imports Horovod.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object, and no diff.")
 def command(paths: tuple[Path, ...], level: str, write: bool, force: bool, check: bool, as_json: bool) -> None:
     """Migrate code that uses horovod.torch.
 
-    PATH: Python files, notebooks, shell scripts, or folders of them. Prints a diff and a report of what a person must look at,
-    and changes nothing without --write. What cannot be changed safely goes on through the drop-in, unidist.hvd. Launch lines in shell
-    scripts are reported with the torchrun line that may replace them, and stay.
+    PATH: Python files, notebooks, shell scripts, or directories of them. Prints a diff and a report of what to review;
+    files change only with --write. What cannot be migrated safely uses the drop-in, unidist.hvd. Shell scripts do not
+    change: the report shows the torchrun line that can replace each launch line.
 
-    Exits with 1 if a file could not be read or written, or by --check.
+    The exit status is 1 if a file could not be read or written, and with --check if there is something to migrate.
     """
-    if not find_spec("libcst"):
-        raise click.ClickException("unidist migrate needs libcst: pip install 'unidist-torch[cli]'")
+    if missing := [name for name in ("libcst", "tree_sitter", "tree_sitter_bash") if not find_spec(name)]:
+        raise click.ClickException(f"unidist migrate needs {', '.join(missing)}: pip install 'unidist-torch[cli]'")
     from unidist.migrate import files
     from unidist.migrate.project import find_exports, migrate_files
 
@@ -54,8 +58,8 @@ def command(paths: tuple[Path, ...], level: str, write: bool, force: bool, check
     if write:
         if not force and (dirty := _uncommitted([report.path for report in changed])):
             raise click.ClickException(
-                f"git has changes that are not committed ({dirty}): commit or stash them first, so that the migration can be told "
-                "from them and undone, or pass --force"
+                f"git has uncommitted changes ({dirty}): commit or stash them first, so that the migration can be "
+                "reviewed and undone by itself, or pass --force"
             )
         for report in changed:
             _write(report)
@@ -81,21 +85,22 @@ def _show(reports: Sequence[FileReport], written: bool) -> None:
         if report.remarks:
             click.secho(f"\n{report.path}", bold=True)
         for remark in report.remarks:
-            click.echo(f"  {remark.place:>4}  {remark.what}\n        {remark.why}")
+            click.echo(f"  {remark.location:>4}  {remark.what}\n        {remark.why}")
             click.secho(f"        -> {remark.remedy}", fg="cyan")
     counts = summary(list(reports))
     verb, failed = ("changed", "read or written") if written else ("would change", "read")
     click.echo(
-        f"\n{counts['files']} files with Horovod: {counts['changed']} {verb}, {counts['unchanged']} stay, {counts['failed']} could not be "
-        f"{failed}; {counts['use_drop_in']} use the drop-in, {counts['need_horovod']} import Horovod; {counts['remarks']} places to look at"
+        f"\n{counts['files']} files with Horovod: {counts['changed']} {verb}, {counts['unchanged']} unchanged, "
+        f"{counts['failed']} could not be {failed}; {counts['use_drop_in']} use the drop-in, "
+        f"{counts['need_horovod']} import Horovod; {counts['findings']} lines to review"
     )
 
 
 def _uncommitted(paths: Sequence[Path]) -> str | None:
-    """What git knows of and has not got, in the repositories of some files; None where all is committed, or there is no git."""
+    """The first uncommitted change in the repositories of some files; None if there is none, or no git."""
     found = [path.resolve() for path in paths]
-    for folder in sorted({path.parent for path in found}):
-        if changes := _git_status(folder, "--untracked-files=no"):
+    for directory in sorted({path.parent for path in found}):
+        if changes := _git_status(directory, "--untracked-files=no"):
             return changes
     for path in found:
         if changes := _git_status(path.parent, "--", path.name):
@@ -103,13 +108,13 @@ def _uncommitted(paths: Sequence[Path]) -> str | None:
     return None
 
 
-def _git_status(folder: Path, *arguments: str) -> str:
-    """The first change that git tells of; empty where there is none, no repository, or no git.
+def _git_status(directory: Path, *arguments: str) -> str:
+    """The first change that git reports; empty if there is none, no repository, or no git.
 
     Raises:
-        click.ClickException: there is a repository, of which git tells nothing.
+        click.ClickException: git fails in a repository.
     """
-    command = ["git", "-C", str(folder), "status", "--porcelain", *arguments]
+    command = ["git", "-C", str(directory), "status", "--porcelain", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
     except FileNotFoundError:
@@ -120,13 +125,13 @@ def _git_status(folder: Path, *arguments: str) -> str:
         return ""
     why = done.stderr.strip().splitlines()[0] if done.stderr.strip() else f"exit status {done.returncode}"
     raise click.ClickException(
-        f"git status fails in {folder}, so whether all is committed is not known ({why}): nothing was written. Make git work there, "
-        "or pass --force"
+        f"git status fails in {directory}, so uncommitted changes cannot be ruled out ({why}): nothing was written. "
+        "Fix the repository, or pass --force"
     )
 
 
 def _write(report: FileReport) -> None:
-    """Change a file; of one that cannot be written, the report says so."""
+    """Change a file; if it cannot be written, report it."""
     from unidist.migrate import files
     from unidist.migrate.project import imports_horovod
 
@@ -134,5 +139,5 @@ def _write(report: FileReport) -> None:
         files.write(report.path, report.after.encode(report.encoding))
     except OSError as error:
         report.status, report.needs_horovod = "failed", imports_horovod(report.before)
-        why = f"it cannot be written, and is as it was: {error.strerror or error}"
+        why = f"it cannot be written, and is unchanged: {error.strerror or error}"
         report.remarks = [Remark(1, report.path.name, why, "make it writable, then migrate again"), *report.remarks]

@@ -76,8 +76,10 @@ def read(folder: Path, ranks: int) -> Recording:
     found = [_rank(path) if path.exists() else None for path in paths]
     whole = [rank for rank in found if rank is not None]
     if len(whole) < ranks:
-        raise ValueError(f"{ranks} ranks were started, and those that said so of themselves are "
-                         f"{[number for number, rank in enumerate(found) if rank] or 'none'}")  # fmt: skip
+        raise ValueError(
+            f"{ranks} ranks were started, and those that said so of themselves are "
+            f"{[number for number, rank in enumerate(found) if rank] or 'none'}"
+        )
     idlers = [number for number, rank in enumerate(whole) if not rank.steps]
     if idlers:
         raise ValueError(

@@ -27,8 +27,8 @@ class Context:
         names: Horovod's names in it.
         exported: names that other files import from this one.
         native: whether calls become unidist's own; else the imports alone change, to the drop-in.
-        aliases_are_native: whether variables that hold the module (``self.hvd``) will hold unidist. Else they hold the drop-in,
-            and migrated calls through them name unidist itself.
+        aliases_are_native: whether variables that hold the module (``self.hvd``) will hold unidist. Else they hold the
+            drop-in, and migrated calls through them name unidist itself.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Context:
         return isinstance(self.tree.parent(self.tree.parent(self.tree.parent(node))), cst.ClassDef)
 
     def arguments(self, call: cst.Call) -> Arguments | None:
-        """The arguments of a call of one of Horovod's functions; None if they cannot be determined, as with ``*args``."""
+        """The arguments of a call of Horovod's, by parameter; None if they cannot be determined, as with ``*args``."""
         function = getattr(unidist.hvd, self.symbol(call.func) or "", None)
         if function is None or any(arg.star for arg in call.args):
             return None

@@ -9,10 +9,45 @@ import libcst as cst
 from unidist.migrate.flow import assignments, callees, is_parameter, parameter_of
 from unidist.migrate.syntax import SyntaxTree, argument, full_name
 
-_FLOAT_METHODS = {"float", "double", "half", "bfloat16", "mean", "std", "var", "norm", "softmax", "log_softmax", "sigmoid", "exp", "log", "sqrt"}  # fmt: skip
+_FLOAT_METHODS = {
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "mean",
+    "std",
+    "var",
+    "norm",
+    "softmax",
+    "log_softmax",
+    "sigmoid",
+    "exp",
+    "log",
+    "sqrt",
+}
 _INT_METHODS = {"int", "long", "short", "argmax", "argmin", "size", "numel", "dim"}
 #: Methods and attributes that keep the dtype.
-_SAME = {"detach", "clone", "cpu", "cuda", "sum", "view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "max", "min", "abs", "item", "data", "grad", "T", "requires_grad_"}  # fmt: skip
+_SAME = {
+    "detach",
+    "clone",
+    "cpu",
+    "cuda",
+    "sum",
+    "view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "flatten",
+    "contiguous",
+    "max",
+    "min",
+    "abs",
+    "item",
+    "data",
+    "grad",
+    "T",
+    "requires_grad_",
+}
 _MAKERS = {"zeros", "ones", "rand", "randn", "empty", "linspace", "eye"}
 _VALUES = {"tensor", "as_tensor", "FloatTensor", "full", "Tensor"}
 _LOSSES = re.compile(r"(^|\.)(\w*loss\w*|criterion|cross_entropy|\w*Loss)$", re.IGNORECASE)

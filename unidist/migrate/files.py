@@ -15,16 +15,16 @@ Kind = Literal["python", "notebook", "shell"]
 #: Directories without code of the user's.
 SKIPPED = {".git", ".hg", ".svn", ".tox", ".nox", ".venv", "venv", "__pycache__", "node_modules", "site-packages"}
 SUFFIXES: dict[str, Kind] = {
-    ".py": "python", ".pyi": "python", ".pyw": "python", ".ipynb": "notebook",
-    ".sh": "shell", ".bash": "shell", ".zsh": "shell", ".slurm": "shell", ".sbatch": "shell", ".pbs": "shell", ".lsf": "shell",
+    ".py": "python", ".pyi": "python", ".pyw": "python", ".ipynb": "notebook", ".sh": "shell", ".bash": "shell",
+    ".zsh": "shell", ".slurm": "shell", ".sbatch": "shell", ".pbs": "shell", ".lsf": "shell",
 }  # fmt: skip
 
 
 def find_files(paths: Iterable[Path]) -> Iterator[Path]:
     """The files under some paths, in order, each once.
 
-    A path to a file is always included; in a directory, the files with a known suffix or first line are. Links to directories are
-    not followed.
+    Files that are given are always included; of a directory, those with a known suffix or first line. Links to
+    directories are not followed.
     """
     seen: set[Path] = set()
     for path in paths:

@@ -174,9 +174,10 @@ def callees(tree: SyntaxTree, call: cst.Call) -> list[cst.FunctionDef]:
         return [function for function in found if function is not None]
     if isinstance(call.func, cst.Attribute) and not tree.imported(call.func):
         return [
-            function for function in tree.functions.values()
+            function
+            for function in tree.functions.values()
             if function.name.value == call.func.attr.value and tree.is_method(function)
-        ]  # fmt: skip
+        ]
     return []
 
 

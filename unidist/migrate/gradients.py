@@ -1,7 +1,7 @@
 """Where gradients come from, and through which calls they flow.
 
-A wrapped model averages gradients in backward passes of its outputs, and nowhere else. In the backward passes of ``allgather`` and
-``broadcast``, Horovod averages gradients and unidist sums them.
+A wrapped model averages gradients in backward passes of its outputs, and nowhere else. In the backward passes of
+``allgather`` and ``broadcast``, Horovod averages gradients and unidist sums them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unidist.migrate.syntax import Problem, Statement, SyntaxTree, argument, ful
 
 _BY_HAND = "a gradient is assigned by hand, and wrap_model does not average it"
 _COMPUTED = "gradients are computed without backward(), and wrap_model does not average them"
-_NOT_OUTPUT = "whether this backward pass starts from the model's output cannot be determined, and wrap_model averages in no other"
+_NOT_OUTPUT = "whether this backward pass starts from the model's output, as wrap_model requires, cannot be determined"
 _SECOND = "backward(create_graph=True) fails in DistributedDataParallel"
 _INPUTS = "backward(inputs=...) skips gradients for which DistributedDataParallel waits"
 _LBFGS = "LBFGS calls the closure as often as each rank's own loss requires, so ranks would wait for each other"
@@ -30,8 +30,8 @@ _FUNCTIONAL = (
 )
 #: In-place methods that scale or clip a gradient, in the same way on all ranks.
 _SCALING = {
-    "mul_", "div_", "true_divide_", "zero_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_", "neg_", "sign_", "renorm_",
-    "masked_fill_", "detach_", "requires_grad_", "squeeze_", "unsqueeze_",
+    "mul_", "div_", "true_divide_", "zero_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_", "neg_",
+    "sign_", "renorm_", "masked_fill_", "detach_", "requires_grad_", "squeeze_", "unsqueeze_",
 }  # fmt: skip
 #: Calls whose result may contain another tensor, beside the gradient or instead of it.
 _ADDING = re.compile(
@@ -40,16 +40,18 @@ _ADDING = re.compile(
 #: Methods that weight decay may apply to a parameter before it is added to the gradient.
 _DECAY = {"data", "detach", "clone", "sign", "mul", "abs", "float", "to"}
 _RANDOM = re.compile(r"rand|normal|uniform|bernoulli|noise|dropout|multinomial")
-#: Methods that return numbers or detached tensors, all methods whose results require no gradient, functions that convert to
-#: numbers, and functions that make tensors of numbers.
+#: Methods that return numbers or detached tensors; all methods whose results require no gradient; functions that
+#: convert to numbers; functions that make tensors of numbers.
 _TO_NUMBERS = {"item", "tolist", "numpy", "detach"}
 _DETACHING = _TO_NUMBERS | {
-    "argmax", "argmin", "argsort", "long", "int", "bool", "byte", "size", "numel", "dim", "nonzero", "eq", "ne", "gt", "lt", "ge", "le", "isnan",
+    "argmax", "argmin", "argsort", "long", "int", "bool", "byte", "size", "numel", "dim", "nonzero", "eq", "ne", "gt",
+    "lt", "ge", "le", "isnan",
 }  # fmt: skip
 _CONVERSIONS = {"float", "int", "bool", "len"}
 _MAKING = {
-    "tensor", "from_numpy", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "linspace", "eye", "Tensor",
-    "FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "IntTensor", "zeros_like", "ones_like", "rand_like", "randn_like", "empty_like",
+    "tensor", "from_numpy", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm",
+    "linspace", "eye", "Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "IntTensor", "zeros_like",
+    "ones_like", "rand_like", "randn_like", "empty_like",
 }  # fmt: skip
 _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
@@ -261,8 +263,9 @@ def _is_data(tree: SyntaxTree, inputs: cst.BaseExpression) -> bool:
     made = bool(values) and all(_is_leaf(value) for value in values)
     looped = any(
         tree.variable(name) == variable and "param" in tree.text(loop.iter)
-        for loop in tree.all(cst.For) for name in tree.all(cst.Name, inside=loop.target)
-    )  # fmt: skip
+        for loop in tree.all(cst.For)
+        for name in tree.all(cst.Name, inside=loop.target)
+    )
     of_parameters = any(re.search(r"param|weight|\bbias\b", tree.text(value)) for value in values)
     return (requires_grad or made) and not looped and not of_parameters
 
@@ -353,16 +356,20 @@ class _Origins:
         return isinstance(call, cst.Call) and any(each.name.value == "__init__" for each in callees(self._tree, call))
 
     def _sources_at(self, use: cst.CSTNode, variable: str) -> Iterator[cst.CSTNode]:
-        """What a variable may come from at a use: not from what a later assignment in the same block has overwritten."""
+        """What a variable may come from at a use, without what an earlier assignment in the same block overwrote."""
         tree = self._tree
         sources = self._sources.get(variable, [])
         statement = tree.statement(use)
         block = tree.block(statement) if statement is not None else None
         before = [
-            target for target, _ in sources
-            if statement is not None and isinstance(tree.parent(target), cst.AssignTarget)
-            and (own := tree.statement(target)) is not None and tree.block(own) is block and tree.position(own) < tree.position(statement)
-        ]  # fmt: skip
+            target
+            for target, _ in sources
+            if statement is not None
+            and isinstance(tree.parent(target), cst.AssignTarget)
+            and (own := tree.statement(target)) is not None
+            and tree.block(own) is block
+            and tree.position(own) < tree.position(statement)
+        ]
         last = max(before, key=tree.position, default=None)
         for target, source in sources:
             if last is None or tree.position(last) <= tree.position(target) < tree.position(use):

@@ -1,6 +1,6 @@
 """Job scripts: the torchrun line that can replace each launch by horovodrun or mpirun.
 
-An offer, not a need: unidist runs under horovodrun and mpirun as well.
+The replacement is optional: unidist runs under horovodrun and mpirun as well.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class LaunchLine:
     line: int
     #: The command as it is written, on one line.
     command: str
-    #: What can replace it, or None.
+    #: The line that can replace it, or None.
     torchrun: str | None
-    #: What the reader must look at.
+    #: What to check or to change by hand.
     notes: tuple[str, ...]
 
 
@@ -39,8 +39,8 @@ def find_launches(text: str) -> list[LaunchLine]:
 LAUNCHER = re.compile(r"horovodrun|orterun|mpi(run|exec)(\.\w+)?")
 #: Commands that may name a launcher and do not start it.
 STARTS_NO_LAUNCHER = {
-    "echo", "printf", "grep", "egrep", "pgrep", "pkill", "killall", "which", "type", "command", "hash", "man", "whereis", "pip",
-    "pip3",
+    "echo", "printf", "grep", "egrep", "pgrep", "pkill", "killall", "which", "type", "command", "hash", "man",
+    "whereis", "pip", "pip3",
 }  # fmt: skip
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 PYTHON = re.compile(r"(python|pypy)[\d.]*")
@@ -62,20 +62,21 @@ ELASTIC = {
 EXPORT = {"x", "genv", "env", "genvlist", "envlist"}
 STARTS_NOTHING = {"check-build", "cb", "version", "V", "help", "h", "info"}
 SEVERAL_PROGRAMS = {"app", "configfile"}
-#: Left out, with a note that says what does their work, if anything does.
+#: Options that are dropped with a note, by what replaces them.
 HINTS = {
     "": {
-        "autotune", "autotune-log-file", "autotune-warmup-samples", "autotune-steps-per-sample", "autotune-bayes-opt-max-samples",
-        "autotune-gaussian-process-noise", "hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce",
-        "timeline-mark-cycles", "path", "npersocket", "gpus-per-proc", "rf", "rankfile",
+        "autotune", "autotune-log-file", "autotune-warmup-samples", "autotune-steps-per-sample",
+        "autotune-bayes-opt-max-samples", "autotune-gaussian-process-noise", "hierarchical-allreduce",
+        "hierarchical-allgather", "torus-allreduce", "timeline-mark-cycles", "path", "npersocket", "gpus-per-proc",
+        "rf", "rankfile",
     },
     "torchrun binds no process": {
         "bind-to", "bind-to-core", "bind-to-socket", "binding-args", "membind", "cpus-per-proc", "cpus-per-rank",
     },
-    "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the interface": {"network-interface", "network-interfaces", "iface"},
-    "torchrun has --log-dir FOLDER --redirects 3": {"output-filename", "outfile-pattern", "errfile-pattern"},
-    "look at what it sets": {"config-file", "mpi-args"},
-    "go to that folder first": {"wdir", "wd"},
+    "set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME to it": {"network-interface", "network-interfaces", "iface"},
+    "torchrun has --log-dir DIRECTORY --redirects 3": {"output-filename", "outfile-pattern", "errfile-pattern"},
+    "check what it sets": {"config-file", "mpi-args"},
+    "change to that directory before": {"wdir", "wd"},
     "the command timeout does the same": {"timeout"},
     "unidist.hvd reads HOROVOD_FUSION_THRESHOLD, in bytes": {"fusion-threshold-mb"},
     "unidist.hvd reads HOROVOD_CYCLE_TIME": {"cycle-time-ms"},
@@ -84,25 +85,26 @@ HINTS = {
     "unidist.hvd reads HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": {"stall-check-shutdown-time-seconds"},
 }  # fmt: skip
 HINT_OF = {name: hint for hint, names in HINTS.items() for name in names}
-#: Left out without a word, with their values.
+#: Options that are dropped with their values, without a note.
 QUIET = {
     "start-timeout", "p", "ssh-port", "i", "ssh-identity-file", "log-level", "num-nccl-streams", "thread-affinity",
-    "gloo-timeout-seconds", "cache-capacity", "mca", "gmca", "omca", "pmca", "prtemca", "am", "tune", "prefix", "launcher",
-    "launcher-exec", "rmk", "stdin", "report-uri", "ompi-server", "map-by", "rank-by", "topolib", "demux", "nameserver",
-    "usize", "localhost", "order-nodes", "prepend-pattern", "profile",
+    "gloo-timeout-seconds", "cache-capacity", "mca", "gmca", "omca", "pmca", "prtemca", "am", "tune", "prefix",
+    "launcher", "launcher-exec", "rmk", "stdin", "report-uri", "ompi-server", "map-by", "rank-by", "topolib", "demux",
+    "nameserver", "usize", "localhost", "order-nodes", "prepend-pattern", "profile",
 }  # fmt: skip
 #: Options without a value.
 FLAGS = {
-    *STARTS_NOTHING, "gloo", "mpi", "jsrun", "verbose", "disable-cache", "tcp", "mpi-threads-disable", "no-mpi-threads-disable",
-    "autotune", "no-autotune", "timeline-mark-cycles", "no-timeline-mark-cycles", "stall-check", "no-stall-check",
-    "log-with-timestamp", "log-without-timestamp", "log-hide-timestamp", "no-log-hide-timestamp", "prefix-timestamp",
-    "prefix-output-with-timestamp", "hierarchical-allreduce", "no-hierarchical-allreduce", "hierarchical-allgather",
-    "no-hierarchical-allgather", "torus-allreduce", "no-torus-allreduce", "oversubscribe", "nooversubscribe",
-    "allow-run-as-root", "tag-output", "timestamp-output", "display-map", "display-allocation", "report-bindings", "v", "q",
-    "quiet", "bynode", "byslot", "bind-to-core", "bind-to-socket", "bind-to-none", "genvall", "genvnone", "envall", "envnone",
-    "merge-stderr-to-stdout", "use-hwthread-cpus", "novm", "prepend-rank", "l", "print-all-exitcodes", "pernode",
-    "disable-auto-cleanup", "disable-hostname-propagation", "skip-launch-node", "nolocal", "enable-recovery",
-    "disable-recovery", "leave-session-attached", "debug-daemons", "enable-x", "disable-x",
+    *STARTS_NOTHING, "gloo", "mpi", "jsrun", "verbose", "disable-cache", "tcp", "mpi-threads-disable",
+    "no-mpi-threads-disable", "autotune", "no-autotune", "timeline-mark-cycles", "no-timeline-mark-cycles",
+    "stall-check", "no-stall-check", "log-with-timestamp", "log-without-timestamp", "log-hide-timestamp",
+    "no-log-hide-timestamp", "prefix-timestamp", "prefix-output-with-timestamp", "hierarchical-allreduce",
+    "no-hierarchical-allreduce", "hierarchical-allgather", "no-hierarchical-allgather", "torus-allreduce",
+    "no-torus-allreduce", "oversubscribe", "nooversubscribe", "allow-run-as-root", "tag-output", "timestamp-output",
+    "display-map", "display-allocation", "report-bindings", "v", "q", "quiet", "bynode", "byslot", "bind-to-core",
+    "bind-to-socket", "bind-to-none", "genvall", "genvnone", "envall", "envnone", "merge-stderr-to-stdout",
+    "use-hwthread-cpus", "novm", "prepend-rank", "l", "print-all-exitcodes", "pernode", "disable-auto-cleanup",
+    "disable-hostname-propagation", "skip-launch-node", "nolocal", "enable-recovery", "disable-recovery",
+    "leave-session-attached", "debug-daemons", "enable-x", "disable-x",
 }  # fmt: skip
 WITH_VALUE = {
     *COUNT, *PER_NODE, *HOSTS, *HOST_FILES, *ELASTIC, *EXPORT, *SEVERAL_PROGRAMS, *HINT_OF, *QUIET,
@@ -110,7 +112,7 @@ WITH_VALUE = {
 TWO_VALUES = {"mca", "gmca", "omca", "pmca", "prtemca", "genv", "env", "blacklist-cooldown-range"}
 
 PORT = 29500
-UNCLOSED = "a quote or a bracket is not closed"
+UNCLOSED = "the line does not parse; perhaps a quote or a bracket is not closed"
 
 
 class _NoReplacement(Exception):
@@ -119,13 +121,13 @@ class _NoReplacement(Exception):
 
 @dataclass
 class _Options:
-    """What a launcher's options ask for; counts as they are written."""
+    """The options of a launcher; counts as they are written."""
 
     count: str = ""
     per_node: str = ""
     hosts: str = ""
     host_file: str = ""
-    #: ``NAME=value`` as written, and names whose values are the shell's.
+    #: ``NAME=value`` as written, and names of variables that are passed on.
     assignments: list[str] = field(default_factory=list)
     exported: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -176,31 +178,31 @@ def _replacement(words: Sequence[Word], index: int, batch_nodes: int) -> tuple[s
 
 
 def _prefix(before: Sequence[Word], assignments: Sequence[str]) -> str:
-    """What stands before torchrun: what stood before the launcher, and variables that it set."""
-    # Behind another command, or in quotes, only env takes them.
+    """What precedes torchrun: what preceded the launcher, and the variables that it set."""
+    # After another command, or in quotes, they need env.
     plain = all(ASSIGNMENT.match(written) for written in [*(word.text for word in before), *assignments])
     env = ["env"] if assignments and not plain else []
     return "".join(f"{part} " for part in [*([on_one_line(before)] if before else []), *env, *assignments])
 
 
 def _read_options(words: Sequence[Word], i: int) -> tuple[_Options, int]:
-    """The launcher's options from word i on, and the place of the program."""
+    """The launcher's options from word i on, and the index of the program."""
     options = _Options()
     while i < len(words):
         word = words[i]
         if word.is_redirection:
-            raise _NoReplacement(f"{word.text} stands among the options: move it to the end")
+            raise _NoReplacement(f"the redirection {word.text} is among the options: move it to the end")
         if not word.value.startswith("-"):
             if not _holds_options(words, i):
                 return options, i
-            options.notes.append(f"look at the options in {word.text}")
+            options.notes.append(f"check the options in {word.text}")
             i += 1
             continue
         flag, equals, value = word.text.partition("=")
         name = unquoted(flag).lstrip("-")
         i += 1
         if name not in WITH_VALUE | FLAGS:
-            raise _NoReplacement(f"the option {word.text} is not known here")
+            raise _NoReplacement(f"the option {word.text} is not known")
         values = [value] if equals else []
         if name in WITH_VALUE and not equals:
             # MPICH takes "-genv NAME value" and "-genv NAME=value".
@@ -208,13 +210,13 @@ def _read_options(words: Sequence[Word], i: int) -> tuple[_Options, int]:
             values = [word.text for word in words[i : i + (1 if single else 2)]]
             i += len(values)
             if not values:
-                raise _NoReplacement(f"the option {flag} lacks its value")
+                raise _NoReplacement(f"the option {flag} has no value")
         _apply_option(options, name, values, " ".join([word.text, *values] if not equals else [word.text]))
     raise _NoReplacement("it starts no program")
 
 
 def _holds_options(words: Sequence[Word], i: int) -> bool:
-    """Whether word i is a variable that holds options, as more options or Python come behind it."""
+    """Whether word i is a variable with options, as more options or Python follow it."""
     if not VARIABLE.fullmatch(words[i].text) or PYTHON_VARIABLE.fullmatch(words[i].text) or i + 1 == len(words):
         return False
     behind = words[i + 1]
@@ -232,7 +234,7 @@ def _apply_option(options: _Options, name: str, values: Sequence[str], written: 
     if name in STARTS_NOTHING:
         raise _NoReplacement(f"{written} starts no training")
     if name in SEVERAL_PROGRAMS:
-        raise _NoReplacement(f"{written}: several programs in one world")
+        raise _NoReplacement(f"{written} starts several programs in one world")
     if name in ELASTIC:
         raise _NoReplacement(
             f"elastic ({written}): torchrun --nnodes MIN:MAX restarts all workers from their last checkpoint"
@@ -253,7 +255,7 @@ def _apply_option(options: _Options, name: str, values: Sequence[str], written: 
         options.per_node = ppr[1]
     elif name in HINT_OF and value != "none":
         hint = HINT_OF[name]
-        options.notes.append(f"left out: {written}" + (f" ({hint})" if hint else ""))
+        options.notes.append(f"dropped: {written}" + (f" ({hint})" if hint else ""))
 
 
 def _export(options: _Options, name: str, values: Sequence[str]) -> None:
@@ -272,7 +274,7 @@ def _export(options: _Options, name: str, values: Sequence[str]) -> None:
 class _Layout(NamedTuple):
     #: torchrun's options: one set for all hosts, or one for each.
     options: list[str]
-    #: None of them: not known.
+    #: Empty if they are unknown.
     hosts: list[str]
     notes: list[str]
 
@@ -285,11 +287,11 @@ def _layout(options: _Options, horovod: bool, batch_nodes: int) -> _Layout:
     if options.hosts:
         return _over_hosts(options, horovod)
     if not horovod and batch_nodes > 1:
-        share = str(count // batch_nodes) if count and count % batch_nodes == 0 else "PROCESSES"
-        return _template(f"the job has {batch_nodes} nodes", str(batch_nodes), options.per_node or share)
+        processes = str(count // batch_nodes) if count and count % batch_nodes == 0 else "PROCESSES"
+        return _template(f"the job has {batch_nodes} nodes", str(batch_nodes), options.per_node or processes)
     if options.per_node and not (count and per_node and count <= per_node):
         nodes = str(-(-count // per_node)) if count and per_node else "NODES"
-        return _template(f"{options.per_node} processes on each host", nodes, options.per_node)
+        return _template(f"it starts {options.per_node} processes on each host", nodes, options.per_node)
     if not options.count:
         return _template("the number of processes is not in the command", "NODES", "PROCESSES")
     return _Layout([f"--standalone --nproc-per-node {options.count}"], ["localhost"], [])
@@ -305,24 +307,24 @@ def _several(nodes: str, processes: str, first: str) -> str:
 
 def _over_hosts(options: _Options, horovod: bool) -> _Layout:
     slots = _slots(options.hosts)
-    shares, notes = _shares(options, slots, horovod)
-    hosts = list(shares)
+    processes_of, notes = _processes_on(options, slots, horovod)
+    hosts = list(processes_of)
     if len(hosts) < len(slots):
-        notes.append(f"not needed for {options.count} processes: {', '.join(list(slots)[len(hosts) :])}")
+        notes.append(f"hosts not needed for {options.count} processes: {', '.join(list(slots)[len(hosts) :])}")
     if len(hosts) == 1:
         where = [] if hosts[0] in LOCAL else [f"start it on {hosts[0]}"]
-        return _Layout([f"--standalone --nproc-per-node {shares[hosts[0]]}"], hosts, [*where, *notes])
+        return _Layout([f"--standalone --nproc-per-node {processes_of[hosts[0]]}"], hosts, [*where, *notes])
     notes.insert(
         0,
         f"start it once on each of {', '.join(hosts)} (ssh, pdsh, or srun --nodes={len(hosts)} --ntasks-per-node=1); "
         "rank 0 may be on any of them",
     )
-    lines = [_several(str(len(hosts)), share, hosts[0]) for share in shares.values()]
+    lines = [_several(str(len(hosts)), processes, hosts[0]) for processes in processes_of.values()]
     return _Layout(lines if len(set(lines)) > 1 else lines[:1], hosts, notes)
 
 
 def _slots(hosts: str) -> dict[str, str]:
-    """Each host's slots; a host without a number has one, as often as it is named."""
+    """Each host's slots; without a number, one for each time that the host is named."""
     slots: dict[str, str] = {}
     for entry in unquoted(hosts).split(","):
         host, _, number = entry.strip().partition(":") if "$" not in entry else entry.strip().rpartition(":")
@@ -332,8 +334,8 @@ def _slots(hosts: str) -> dict[str, str]:
     return slots
 
 
-def _shares(options: _Options, slots: dict[str, str], horovod: bool) -> tuple[dict[str, str], list[str]]:
-    """Each host's number of processes: hosts are filled in their order."""
+def _processes_on(options: _Options, slots: dict[str, str], horovod: bool) -> tuple[dict[str, str], list[str]]:
+    """Each host's number of processes: hosts are filled in order."""
     count, per_node = _number(options.count), _number(options.per_node)
     if options.per_node:
         needed = -(-count // per_node) if count and per_node else len(slots)
@@ -344,21 +346,21 @@ def _shares(options: _Options, slots: dict[str, str], horovod: bool) -> tuple[di
     total = sum(numbers.values())
     if not count or not all(numbers.values()):
         given = options.count and options.count != str(total)
-        return slots, [f"-np {options.count} is taken to be all slots"] if given else []
+        return slots, [f"-np {options.count} is assumed to be the number of all slots"] if given else []
     if count > total:
         if horovod or count % total:
             raise _NoReplacement(f"{count} processes on {total} slots")
         return {host: str(number * count // total) for host, number in numbers.items()}, []
-    shares = {}
+    processes_of = {}
     for host, number in numbers.items():
         if count:
-            shares[host] = str(min(number, count))
+            processes_of[host] = str(min(number, count))
             count -= min(number, count)
-    return shares, []
+    return processes_of, []
 
 
 def _hides_hosts(hosts: str) -> bool:
-    """Whether a list of hosts is in a variable or a substitution."""
+    """Whether a list of hosts comes from a variable or a substitution."""
     return "$(" in hosts or "`" in hosts or any("$" in entry and ":" not in entry for entry in hosts.split(","))
 
 
@@ -371,9 +373,9 @@ def _number(written: str) -> int | None:
 
 
 def _program(words: Sequence[Word]) -> tuple[str, list[str]]:
-    """The program as torchrun takes it, and notes."""
+    """The program in torchrun's form, and notes."""
     if any(word.text == ":" for word in words):
-        raise _NoReplacement("several programs in one world")
+        raise _NoReplacement("it starts several programs in one world")
     first = words[0]
     if first.name.endswith(".py"):
         return on_one_line(words), []
@@ -381,14 +383,14 @@ def _program(words: Sequence[Word]) -> tuple[str, list[str]]:
     if not (PYTHON.fullmatch(first.name) or PYTHON_VARIABLE.fullmatch(first.text)):
         if VARIABLE.fullmatch(first.text):
             raise _NoReplacement(f"the program is in {first.text}: torchrun wants the script, without python")
-        return whole, [f"every rank starts {first.text}; better, name the Python script that it starts to torchrun"]
-    notes = [f"it must be the torchrun of {first.text}"] if re.search(r"[/$]", first.text) else []
+        return whole, [f"every rank starts {first.text}; better, pass torchrun the Python script that it starts"]
+    notes = [f"use the torchrun of {first.text}"] if re.search(r"[/$]", first.text) else []
     rest = list(dropwhile(lambda word: word.text == "-u", words[1:]))
     script = next((word for word in rest if not word.is_redirection), None)
     if not script or script.text == "-":
-        raise _NoReplacement("Python reads its program from standard input: put it into a file")
+        raise _NoReplacement("Python reads its program from standard input: write it to a file")
     if script is rest[0] and script.text in ("-m", "-um"):
         return f"-m {on_one_line(rest[1:])}", notes
     if script.text.startswith("-"):
-        return whole, [f"Python's option {script.text} stays: torchrun starts the whole command on every rank"]
+        return whole, [f"because of Python's option {script.text}, torchrun starts the whole command on every rank"]
     return on_one_line(rest), notes

@@ -54,7 +54,7 @@ def is_horovod(name: str) -> bool:
 
 
 def symbol_of(name: str) -> str | None:
-    """A full name's part within ``horovod.torch``: ``""`` for the module, ``allreduce``, ``Compression.fp16``; else None.
+    """The part of a full name within ``horovod.torch``: ``""`` for the module, ``Compression.fp16``; else None.
 
     The drop-in's names mean the same.
     """
@@ -98,9 +98,12 @@ def find_names(tree: SyntaxTree) -> Names:
     )
     bound = imported_names(tree)
     also_set = {
-        node.value for node in tree.all(cst.Name)
-        if node.value in bound and tree.variable(node) is not None and any(symbol_of(name) is not None for name in tree.imported(node))
-    }  # fmt: skip
+        node.value
+        for node in tree.all(cst.Name)
+        if node.value in bound
+        and tree.variable(node) is not None
+        and any(symbol_of(name) is not None for name in tree.imported(node))
+    }
     also_set |= {item.name.value for node in tree.all(cst.Global) for item in node.names} & bound
     modules = {root_name(node) for node in tree.all(cst.Name) if "" in map(symbol_of, tree.imported(node))}
     names.rebound = _also_bound_elsewhere(tree, bound) | (also_set - modules)
@@ -108,10 +111,7 @@ def find_names(tree: SyntaxTree) -> Names:
     in_classes = _imported_in_classes(tree) & bound
     also_set |= in_classes
     names.import_only = bound - also_set - names.rebound
-    starts = {
-        variable for node in tree.all(cst.Name)
-        if node.value in also_set and (variable := tree.variable(node))
-    }  # fmt: skip
+    starts = {variable for node in tree.all(cst.Name) if node.value in also_set and (variable := tree.variable(node))}
     starts |= {f".{name}" for name in in_classes}
     for node in tree.nodes:
         if not isinstance(node, (cst.Name, cst.Attribute, cst.Call)) or in_import(tree, node):
@@ -167,14 +167,19 @@ def _also_bound_elsewhere(tree: SyntaxTree, bound: set[str]) -> set[str]:
     """
     definitions: list[cst.FunctionDef | cst.ClassDef] = [*tree.all(cst.FunctionDef), *tree.all(cst.ClassDef)]
     found = {
-        each.name.value for each in definitions
-        if tree.function(each) is tree.module and not any(isinstance(above, cst.ClassDef) for above in tree.parents(each))
-    }  # fmt: skip
+        each.name.value
+        for each in definitions
+        if tree.function(each) is tree.module
+        and not any(isinstance(above, cst.ClassDef) for above in tree.parents(each))
+    }
     found |= {
-        target.value for value, target in assignments(tree)
-        if isinstance(target, cst.Name) and target.value in bound and not _is_module_or_none(tree, value)
+        target.value
+        for value, target in assignments(tree)
+        if isinstance(target, cst.Name)
+        and target.value in bound
+        and not _is_module_or_none(tree, value)
         and any(tree.function(target) is tree.function(each) for each in _imports(tree))
-    }  # fmt: skip
+    }
     for node in tree.nodes:
         if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
             continue
@@ -196,10 +201,11 @@ def _imported_in_classes(tree: SyntaxTree) -> set[str]:
     """Names that are imported in the body of a class, and so are its attributes."""
     return {
         full_name(alias.asname.name) if alias.asname else full_name(alias.name)
-        for node in tree.nodes if isinstance(node, (cst.Import, cst.ImportFrom)) and not isinstance(node.names, cst.ImportStar)
+        for node in tree.nodes
+        if isinstance(node, (cst.Import, cst.ImportFrom)) and not isinstance(node.names, cst.ImportStar)
         for alias in node.names
         if isinstance(tree.parent(tree.parent(tree.parent(node))), cst.ClassDef)
-    }  # fmt: skip
+    }
 
 
 def imported_names(tree: SyntaxTree) -> set[str]:

@@ -48,7 +48,8 @@ _REASONS: dict[str, Reason] = {
     "": ("unidist has no equivalent of this call", "keep it on the drop-in, or rewrite what needs it"),
 }
 _MAY_BE_INTEGERS = (
-    "whether the tensor is floating-point cannot be determined; Horovod truncates the average of integers, unidist refuses it",
+    "whether the tensor is floating-point cannot be determined; Horovod truncates the average of integers, unidist "
+    "refuses it",
     "unidist.all_reduce(tensor, 'mean') if it is, unidist.allreduce_metric for a metric",
 )
 _GRADIENT = (

@@ -13,7 +13,7 @@ from tree_sitter import Language, Node, Parser
 
 #: Commands that run the here-document that they read.
 _SHELLS = {"bash", "sh", "zsh", "ksh", "ssh", "sbatch", "qsub", "bsub"}
-#: How deep code in strings and here-documents is read.
+#: How deeply nested strings and here-documents are read as code.
 _DEEPEST = 10
 #: After as many syntax errors, each line is parsed by itself.
 _MOST_ERRORS = 100
@@ -67,7 +67,8 @@ def on_one_line(words: Sequence[Word]) -> str:
 def find_commands(script: str) -> list[Command]:
     """All simple commands in the order of the script, also those in substitutions, arrays, strings and here-documents.
 
-    A string is read as code after ``eval``, ``-c`` and ``ssh``, and as the value of a variable; a here-document if a shell reads it.
+    A string is read as code after ``eval``, ``-c`` and ``ssh``, and as the value of a variable; a here-document if a
+    shell reads it.
     """
     source = script.replace("\r\n", "\n").encode()
     found = sorted(_read(source, 0, len(source), 0), key=lambda each: each[0])
@@ -128,7 +129,9 @@ def _walk(nodes: Sequence[Node], source: bytes, base: int, depth: int) -> _Found
         if node.type == "redirected_statement" and (command := _last_command(node)) is not None:
             redirections.setdefault(command.id, []).extend(node.children_by_field_name("redirect"))
         if node.type in ("command", "array"):
-            parts = [part for part in node.children if node.type == "command" or (part.is_named and part.type != "comment")]
+            parts = [
+                part for part in node.children if node.type == "command" or (part.is_named and part.type != "comment")
+            ]
             parts += redirections.get(node.id, [])
             spans = sorted((base + start, base + end, kind) for part in parts for start, end, kind in _spans(part))
             if spans:
@@ -155,7 +158,10 @@ def _last_command(node: Node | None) -> Node | None:
 def _spans(part: Node) -> Iterator[tuple[int, int, bool]]:
     """The words of a part of a command: from, to, and whether it is a redirection."""
     if part.type in ("file_redirect", "heredoc_redirect"):
-        ends = [*part.children_by_field_name("destination"), *(each for each in part.children if each.type == "heredoc_start")]
+        ends = [
+            *part.children_by_field_name("destination"),
+            *(each for each in part.children if each.type == "heredoc_start"),
+        ]
         yield part.start_byte, ends[0].end_byte if ends else part.end_byte, True
         # The grammar takes words behind a redirection for parts of it.
         more = [each for name in ("argument", "redirect") for each in part.children_by_field_name(name)]
@@ -172,7 +178,9 @@ def _words(source: bytes, spans: Sequence[tuple[int, int, bool]]) -> Iterator[Wo
         before = end
 
 
-def _code(source: bytes, spans: Sequence[tuple[int, int, bool]], base: int, parts: Sequence[Node]) -> Iterator[tuple[int, int]]:
+def _code(
+    source: bytes, spans: Sequence[tuple[int, int, bool]], base: int, parts: Sequence[Node]
+) -> Iterator[tuple[int, int]]:
     """Where the words and here-documents of a command are code."""
     words = list(_words(source, spans)) if spans else []
     is_ssh = any(word.name == "ssh" for word in words[:1])

@@ -11,7 +11,6 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import (
     MetadataWrapper,
-    ParentNodeProvider,
     PositionProvider,
     QualifiedNameProvider,
     QualifiedNameSource,
@@ -36,10 +35,10 @@ class SyntaxTree:
     def __init__(self, text: str) -> None:
         wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         self.module = wrapper.module
-        self._parents: Any = wrapper.resolve(ParentNodeProvider)
-        self._positions: Any = wrapper.resolve(PositionProvider)
-        self._qualified: Any = wrapper.resolve(QualifiedNameProvider)
-
+        metadata = wrapper.resolve_many((PositionProvider, QualifiedNameProvider))
+        self._positions: Any = metadata[PositionProvider]
+        self._qualified: Any = metadata[QualifiedNameProvider]
+        self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
         #: All nodes, parents first, in the order of the text.
         self.nodes: list[cst.CSTNode] = []
         #: A node's index among them, and that of the first node behind its descendants.
@@ -57,7 +56,9 @@ class SyntaxTree:
             self._spans[node] = (len(self.nodes), 0)
             self.nodes.append(node)
             stack.append((node, True))
-            stack.extend((child, False) for child in reversed(node.children))
+            children = node.children
+            self._parents.update(dict.fromkeys(children, node))
+            stack.extend((child, False) for child in reversed(children))
 
     def all(self, kind: type[Node], inside: cst.CSTNode | None = None) -> Iterator[Node]:
         """The nodes of a class, in the order of the text."""
@@ -87,8 +88,7 @@ class SyntaxTree:
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         """The parent of a node; the module is its own."""
-        above: cst.CSTNode = self._parents.get(node, node)
-        return above
+        return self._parents.get(node, node)
 
     def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """The ancestors of a node, nearest first."""

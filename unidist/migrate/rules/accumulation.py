@@ -128,5 +128,6 @@ def _is_set(context: Context, name: cst.Name, block: cst.CSTNode) -> bool:
     targets = (cst.AssignTarget, cst.AugAssign)
     return any(
         isinstance(node, targets) and isinstance(node.target, cst.Name) and node.target.value == name.value
-        for node in context.tree.nodes if context.tree.is_inside(node, block)
-    )  # fmt: skip
+        for node in context.tree.nodes
+        if context.tree.is_inside(node, block)
+    )

@@ -52,9 +52,10 @@ _SYNCHRONIZING = {
     "allgather_object",
 }
 _UNEVEN = (
-    "ranks may reach join() after different numbers of steps, and a rank in hvd.join() takes part in the drop-in's calls "
-    "alone: all optimizers and collective calls of this file stay on the drop-in, and those of other files must",
-    "unidist.barrier() if all ranks get here together; else train in `with unidist.join(model):`, see docs/semantics.md",
+    "ranks may reach join() after different numbers of steps, and a rank in hvd.join() takes part in the drop-in's "
+    "calls alone: all optimizers and collective calls of this file stay on the drop-in, and those of other files must",
+    "unidist.barrier() if all ranks get here together; else train in `with unidist.join(model):`, see "
+    "docs/semantics.md",
 )
 #: What a call between two synchronizing ones may begin with: none of these communicates.
 _HARMLESS = ("os", "sys", "time", "logging", "print", "torch", "json", "shutil", "pathlib", "Path", "len", "str", "int")

@@ -59,8 +59,10 @@ class _Imports:
         #: The names of the package ``horovod`` itself, and those that are used alone, as in ``if horovod:``.
         self._packages = {
             full_name(alias.asname.name) if alias.asname else "horovod"
-            for node in self._tree.all(cst.Import) for alias in node.names if full_name(alias.name) == "horovod"
-        }  # fmt: skip
+            for node in self._tree.all(cst.Import)
+            for alias in node.names
+            if full_name(alias.name) == "horovod"
+        }
         self._used_whole = {
             node.value
             for node in self._tree.all(cst.Name)
@@ -72,15 +74,18 @@ class _Imports:
             for name in self._tree.imported(node)
             if name.startswith("horovod.")
         ]
-        #: Attributes of the package that the drop-in does not have, and names of the package whose other attributes it has.
+        #: Attributes of the package that the drop-in does not have; names of the package with attributes that it has,
+        #: beside the calls.
         self._unmovable = {name for _, name in parts if drop_in_name_of(name) is None}
         self._other_parts_used = {
             root_name(node) for node, name in parts if symbol_of(name) is None and self._can_move(name)
         }
         self._blocks_with_unidist = {
-            id(self._tree.block(statement)) for node in self._tree.all(cst.Import)
-            if (statement := self._tree.statement(node)) and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
-        }  # fmt: skip
+            id(self._tree.block(statement))
+            for node in self._tree.all(cst.Import)
+            if (statement := self._tree.statement(node))
+            and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
+        }
         #: Imports that need ``import unidist`` beside them for code elsewhere.
         self._imports_to_extend = {each for node in context.needs_unidist for each in context.imports_for(node)}
         self._native = bool(set(context.names.symbols) - set(context.remaining_uses())) or (
@@ -208,17 +213,18 @@ class _Imports:
             return
         statements = [
             node.with_changes(
-                module=dotted(module_name), names=aliases if len(aliases) == len(node.names) else _without_trailing_comma(aliases),
+                module=dotted(module_name),
+                names=aliases if len(aliases) == len(node.names) else _without_trailing_comma(aliases),
                 **({} if len(aliases) == len(node.names) else {"lpar": None, "rpar": None}),
             )
             for module_name, aliases in by_module.items()
-        ]  # fmt: skip
+        ]
         self._replace_import(node, [*renamed, *statements], own)
 
     def _from_import_name(
         self, node: cst.ImportFrom, module: str, alias: cst.ImportAlias
     ) -> tuple[cst.Import | tuple[str, cst.ImportAlias] | None, bool]:
-        """What replaces one of the names, as a module and a name of it, and whether ``import unidist`` is needed too."""
+        """What replaces one name, as a module and a name of it, and whether ``import unidist`` is needed too."""
         name = full_name(alias.name)
         bound = full_name(alias.asname.name) if alias.asname else name
         whole = f"{module}.{name}"
@@ -375,9 +381,10 @@ class _Imports:
     def _imports(self, name: str) -> bool:
         return any(
             full_name(alias.name) == name and alias.asname is None
-            for node in self._tree.all(cst.Import) for alias in node.names
+            for node in self._tree.all(cst.Import)
+            for alias in node.names
             if self._tree.block(self._tree.statement(node) or node) is self._tree.module
-        )  # fmt: skip
+        )
 
     def _longest_attributes(self) -> list[cst.Attribute]:
         found = []

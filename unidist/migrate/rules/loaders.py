@@ -199,9 +199,10 @@ def _samplers_with_loaders(context: Context) -> list[SampledLoader]:
     tree = context.tree
     found = []
     loaders = [
-        (value, target) for value, target in assignments(tree)
+        (value, target)
+        for value, target in assignments(tree)
         if isinstance(value, cst.Call) and is_imported(context, value, _LOADERS)
-    ]  # fmt: skip
+    ]
     for value, target in assignments(tree):
         variable, statement = tree.variable(target), tree.statement(target)
         if (
@@ -371,7 +372,7 @@ def _change(context: Context, pair: SampledLoader, uses: list[cst.BaseExpression
 
 
 def _is_default_epoch(context: Context, pair: SampledLoader, call: cst.Call, statement: Statement) -> bool:
-    """Whether ``set_epoch`` is redundant: epochs 0, 1, 2, ..., each one whole iteration, which the loader counts itself."""
+    """Whether ``set_epoch`` is redundant: epochs 0, 1, 2, ..., each one iteration, which the loader counts itself."""
     tree = context.tree
     loop = tree.loop(statement)
     if not isinstance(loop, cst.For) or tree.loop(loop) is not None or tree.block(statement) is not loop.body:
@@ -405,9 +406,10 @@ def _iterations(context: Context, pair: SampledLoader) -> list[cst.BaseExpressio
     """The uses that iterate over the loader, or pass it to something that may."""
     tree = context.tree
     return [
-        use for use in references(tree).get(pair.loader_variable, ())
+        use
+        for use in references(tree).get(pair.loader_variable, ())
         if not is_target(tree, use) and not isinstance(tree.parent(use), cst.Attribute) and not _is_length(context, use)
-    ]  # fmt: skip
+    ]
 
 
 def _follows_set_epoch(context: Context, use: cst.CSTNode, epochs: list[Statement], depth: int = 3) -> bool:

@@ -26,8 +26,9 @@ from unidist.migrate.syntax import Problem, Statement, full_name
 SAME = {"parameters", "buffers", "train", "eval", "training", "zero_grad", "requires_grad_", "modules", "apply"}
 #: Attributes that only the inner model has: ``unidist.unwrap(model).state_dict()``.
 INNER = {
-    "state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules", "children", "named_children",
-    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "get_parameter", "get_submodule",
+    "state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules", "children",
+    "named_children", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "get_parameter", "get_submodule",
 }  # fmt: skip
 #: Attributes that lead to data, and to no forward pass.
 _DATA = {"weight", "bias", "grad", "data", "dtype", "device", "shape", "__class__", "__dict__", "__name__"}
@@ -204,7 +205,7 @@ def _kept(context: Context, use: cst.BaseExpression, variable: str) -> set[str] 
 
 
 def _kept_by_functions(context: Context, parameters: list[str]) -> set[str] | str:
-    """The variables outside of functions of this file that refer to their parameter afterwards; or why that is unknown."""
+    """The variables outside of some functions that refer to their parameters afterwards; or why that is unknown."""
     tree = context.tree
     found: set[str] = set()
     for parameter in parameters:
@@ -402,7 +403,7 @@ def _unused_layers(context: Context) -> Iterator[Problem]:
                     f"no forward pass uses the layer `{name}` (Horovod takes its gradient for zeros, DDP fails)",
                 )
             elif all(_is_data_dependent(context, node, kind) for node in uses):
-                why = f"some forward passes do not use the layer `{name}` (Horovod takes its gradient for zeros, DDP fails)"
+                why = f"not all forward passes use the layer `{name}` (Horovod takes its gradient for zeros, DDP fails)"
                 yield uses[0], why
 
 

@@ -92,9 +92,10 @@ def _is_after_init(context: Context, text: cst.SimpleString) -> bool:
         if symbol == "init" and tree.function(use) is tree.function(text) and tree.position(use) < tree.position(text):
             return True
     ranks = {
-        tree.variable(target) for value, target in assignments(tree)
+        tree.variable(target)
+        for value, target in assignments(tree)
         if isinstance(value, cst.Call) and context.symbol(value.func) in _RANKS
-    } - {None}  # fmt: skip
+    } - {None}
     return any(tree.variable(name) in ranks for name in tree.all(cst.Name, inside=statement))
 
 
@@ -147,5 +148,6 @@ def _is_for_one_rank(context: Context, test: cst.BaseExpression) -> bool:
     variable = tree.variable(compared) if compared is not None else None
     return variable is not None and any(
         isinstance(value, cst.Call) and context.symbol(value.func) in _RANKS
-        for value, target in assignments(tree) if tree.variable(target) == variable
-    )  # fmt: skip
+        for value, target in assignments(tree)
+        if tree.variable(target) == variable
+    )
