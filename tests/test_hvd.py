@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import unidist.hvd
 from tests.support import hvd_programs
 from tests.support.worlds import LEGACY, ROOT, Result, run_suite, run_world, shown
-from unidist.hvd.execution import scaled
+from unidist.hvd.execution import scale_
 
 #: Launcher and engine: Horovod on Gloo and on MPI, the drop-in on gloo and on MPI.
 HOROVOD = [("horovodrun", "horovod"), ("openmpi", "horovod")]
@@ -157,9 +157,9 @@ def drop_in(code: str, ranks: int = 1, launcher: str = "torchrun", **env: str) -
 def test_averages_of_whole_numbers_are_exact_on_any_number_of_ranks(dtype: torch.dtype) -> None:
     for size in range(1, 200):  # the product of 49 and 1 / 49 is below 1
         sums = torch.tensor([size, 0, size - 1], dtype=dtype)
-        assert scaled(sums, 1.0, size).tolist() == [1, 0, 0], size
-    assert scaled(torch.tensor([2**62, -7]), 1.0, 2).tolist() == [2**61, -3]
-    assert scaled(torch.tensor([98, -98]), 0.5, 49).tolist() == [1, -1]
+        assert scale_(sums, 1.0, size).tolist() == [1, 0, 0], size
+    assert scale_(torch.tensor([2**62, -7]), 1.0, 2).tolist() == [2**61, -3]
+    assert scale_(torch.tensor([98, -98]), 0.5, 49).tolist() == [1, -1]
 
 
 def test_every_way_to_import() -> None:

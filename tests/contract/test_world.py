@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import unidist
+from tests.support.frames import documented, frames
+from unidist.context import current
 
 
 def test_place() -> None:
@@ -56,3 +58,12 @@ def test_set_seed() -> None:
     assert torch.equal(unidist.broadcast(first), first)
     with pytest.raises(ValueError, match="set_seed"):
         unidist.set_seed(-1)
+
+
+def test_allreduce_metric_calls_the_backend_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames that docs/architecture.md lists."""
+    backend, seen = current(), []
+    call = backend.all_reduce
+    monkeypatch.setattr(backend, "all_reduce", lambda *args: [seen.append(frames()), call(*args)][1])
+    unidist.allreduce_metric(1.0)
+    assert seen == [documented("`unidist.allreduce_metric(x)`")]

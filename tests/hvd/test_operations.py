@@ -1,7 +1,11 @@
+from typing import Any
+
 import pytest
 import torch
 
 from tests.hvd.api import REAL, hvd
+from tests.support.frames import documented, frames
+from unidist.context import current
 
 REDUCED = [torch.float16, torch.float32, torch.float64, torch.int32, torch.int64]
 MOVED = [*REDUCED, torch.uint8, torch.int8, torch.int16]
@@ -215,3 +219,19 @@ def test_inference_mode(rank: int, size: int) -> None:
         assert hvd.synchronize(inner)[1][0] == size - 1 and hvd.synchronize(later)[0] == size - 1
     (weight * hvd.synchronize(handle)).sum().backward()
     assert torch.equal(weight.grad, torch.ones(2 * size))
+
+
+@pytest.mark.skipif(REAL, reason="of the drop-in")
+def test_frames_of_an_allreduce(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that docs/architecture.md lists, where the waiting thread executes the operation, as it mostly does."""
+    backend, seen = current(), []
+    call = backend.all_reduce
+
+    def watched(*args: Any) -> None:
+        seen.append(frames())
+        call(*args)
+
+    monkeypatch.setattr(backend, "all_reduce", watched)
+    for _ in range(50):
+        hvd.allreduce(torch.ones(5000))
+    assert documented("`hvd.allreduce(x)` on the drop-in") in seen, seen[-1]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -243,10 +244,12 @@ class GradientReducer:
         timeline = self._session.timeline
         if timeline.on:
             timeline.begin(row, "ALLREDUCE")
-        wait = with_horovods_errors(lambda: backend.start_all_reduce(sent, _ENGINE_OPS[self._options.op], group))
+        with horovod_errors():
+            wait = backend.start_all_reduce(sent, _ENGINE_OPS[self._options.op], group)
 
         def finish() -> None:
-            with_horovods_errors(wait)
+            with horovod_errors():
+                wait()
             if decompress is not None:
                 decompress()
             if self._postscale != 1.0:
@@ -283,9 +286,10 @@ def _compress_each(bucket: Bucket, compression: type[Compressor]) -> tuple[Tenso
     return sent, decompress
 
 
-def with_horovods_errors(call: Callable[[], Any]) -> Any:
-    """Call a function of the backend; its errors become ``HorovodInternalError``."""
+@contextmanager
+def horovod_errors() -> Iterator[None]:
+    """Convert errors of the backend inside the block into ``HorovodInternalError``."""
     try:
-        return call()
+        yield
     except UnidistError as error:
         raise HorovodInternalError(str(error)) from error

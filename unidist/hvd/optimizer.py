@@ -14,7 +14,7 @@ from unidist.hvd.adasum import adasum
 from unidist.hvd.basics import Adasum, Average
 from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.compression import Compression, Compressor
-from unidist.hvd.gradient_reducer import GradientReducer, ReduceOptions, with_horovods_errors
+from unidist.hvd.gradient_reducer import GradientReducer, ReduceOptions, horovod_errors
 from unidist.hvd.operation import GLOBAL_SET
 from unidist.hvd.process_sets import ProcessSet, global_process_set
 from unidist.hvd.session import current_session
@@ -227,7 +227,8 @@ class _AdasumMixin(_ReducingMixin):
         for dtype in dict.fromkeys(tensor.dtype for tensor in compressed):
             targets = [tensor for tensor in compressed if tensor.dtype == dtype]
             sent = [tensor.contiguous() for tensor in targets]
-            with_horovods_errors(lambda sent=sent: adasum(session.backend, sent, group))  # type: ignore[misc]
+            with horovod_errors():
+                adasum(session.backend, sent, group)
             for target, result in zip(targets, sent):
                 target.copy_(result)
         for change, tensor, ctx in zip(changes, compressed, ctxs):

@@ -1,0 +1,19 @@
+"""The Python frames of this package on the stack, as ``docs/architecture.md`` lists them."""
+
+import re
+import traceback
+
+from tests.support.worlds import ROOT
+
+
+def frames() -> list[str]:
+    """From the outermost to the caller's caller, as ``path function``."""
+    inside = [frame for frame in traceback.extract_stack()[:-2] if frame.filename.startswith(f"{ROOT}/unidist/")]
+    return [f"{frame.filename.removeprefix(f'{ROOT}/')} {frame.name}" for frame in inside]
+
+
+def documented(heading: str) -> list[str]:
+    """The frames of a section of the architecture page, without the backend's own."""
+    section = (ROOT / "docs/architecture.md").read_text().split(f"### {heading}\n")[1].split("\n#")[0]
+    listed = [f"{path} {name}" for path, name in re.findall(r"^\d+\. `([\w./]+)` `(\w+)`", section, re.MULTILINE)]
+    return [frame for frame in listed if "torch_distributed.py" not in frame]
