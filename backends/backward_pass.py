@@ -60,7 +60,8 @@ class BackwardPasses:
                 tensor.register_hook(lambda _: self._begin_unless_partial(sync))  # type: ignore[no-untyped-call]
 
     def _begin_unless_partial(self, sync: bool) -> None:
-        # autograd.grad() and backward(inputs=...) may not reach the parameters; where they do, the parameters' hooks begin.
+        # autograd.grad() and backward(inputs=...) may not reach the parameters; where they do, the parameters' hooks
+        # begin.
         if torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
             self._begin(sync)
 

@@ -3,8 +3,8 @@
 The public functions check and convert their arguments and call these methods; a method makes the library's own call and
 nothing else. For all of them:
 
-* Tensors are detached, contiguous, on a device type in ``device_types`` and, in reductions, of a dtype in ``reducible``.
-  Methods that only copy take any dtype.
+* Tensors are detached, contiguous, on a device type in ``device_types`` and, in reductions, of a dtype in
+  ``reducible``. Methods that only copy take any dtype.
 * A method marked *Collective* must be called by every rank of its group, in the same order.
 * ``group`` is None for the world, or the result of ``new_group``.
 * A library's own exceptions are converted: see ``errors_of``.
@@ -71,7 +71,8 @@ class ModelOptions:
 
 
 class WrappedModel(torch.nn.Module, Generic[M]):
-    """What ``wrap_model`` returns: a model with the interface of ``DistributedDataParallel``, which it is on torch.distributed.
+    """What ``wrap_model`` returns: a model with the interface of ``DistributedDataParallel``, which it is on
+    torch.distributed.
 
     Call it as the model inside, ``module``, whose other attributes and methods are reached through ``module``.
     """
@@ -168,7 +169,8 @@ class Backend(ABC):
     def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
         """Wrap ``model`` so that after ``backward()`` each ``.grad`` is the mean over the ranks.
 
-        Its state_dict keys have the prefix ``module.``. All ranks start with rank 0's parameters and buffers. Collective.
+        Its state_dict keys have the prefix ``module.``. All ranks start with rank 0's parameters and buffers.
+        Collective.
         """
 
     # ------------------------------------------------------------------ the same for every backend
@@ -179,9 +181,9 @@ class Backend(ABC):
     def quiesce(self) -> None:
         """Wait until the library's threads are idle, before this process forks or ends. Not collective.
 
-        A thread that drops the last reference to a tensor needs the interpreter. If it does so while the interpreter shuts
-        down, the process aborts (gloo of torch 2.13: 3 exits of 12); if it holds a lock of CPython 3.11 while the process
-        forks, the lock stays locked in the child (Horovod: 16 of 4,000 children hung).
+        A thread that drops the last reference to a tensor needs the interpreter. If it does so while the interpreter
+        shuts down, the process aborts (gloo of torch 2.13: 3 exits of 12); if it holds a lock of CPython 3.11 while the
+        process forks, the lock stays locked in the child (Horovod: 16 of 4,000 children hung).
         """
         time.sleep(_QUIESCE_S)
 
@@ -194,8 +196,8 @@ class Backend(ABC):
                 " If none failed, a rank has made fewer steps: use unidist.shard_loader, or train inside unidist.join."
             )
         return CollectiveError(
-            f"rank {place.rank} of {place.world_size} ({self.name}): {call} failed: {error}. Another rank may have failed "
-            f"first, or made a different call: look for the earliest error of all ranks.{hint}"
+            f"rank {place.rank} of {place.world_size} ({self.name}): {call} failed: {error}. Another rank may have "
+            f"failed first, or made a different call: look for the earliest error of all ranks.{hint}"
         )
 
     def errors_of(self, call: str) -> AbstractContextManager[None]:

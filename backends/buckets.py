@@ -1,8 +1,8 @@
 """Gradient buckets: flat tensors in which the gradients of several parameters are reduced together.
 
-Parameters are laid out, last first, in buckets of one dtype and device, since gradients become ready in about that order. A
-bucket is the storage of its parameters' gradients: ``copy_in`` moves them there, and the reduced gradients need no copy out.
-(The scheme of Li et al., "PyTorch Distributed", VLDB 2020.)
+Parameters are laid out, last first, in buckets of one dtype and device, since gradients become ready in about that
+order. A bucket is the storage of its parameters' gradients: ``copy_in`` moves them there, and the reduced gradients
+need no copy out. (The scheme of Li et al., "PyTorch Distributed", VLDB 2020.)
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ class Bucket:
         # Fixed from here on: a rank that changes a memory format later must not lay out its bucket unlike the others.
         self._layouts = [(p.numel(), p.shape, _dense_strides(p)) for p in params]
         self.reallocate()
-        #: Whether each gradient is copied in when it is ready, which frees the memory of its own, or all together, which is faster.
+        #: Whether each gradient is copied in when it is ready, which frees the memory of its own, or all together,
+        #: which is faster.
         self.copies_each = max(view.numel() * view.element_size() for view in self.views) >= _LARGE_BYTES
 
     def reallocate(self) -> None:
-        """Allocate the storage, also anew, so that gradients of an earlier step that somebody keeps stay as they are."""
+        """Allocate the storage, also anew, so that gradients of an earlier step that somebody keeps stay as they
+        are.
+        """
         sizes = [size for size, _, _ in self._layouts]
         self.flat = torch.zeros(sum(sizes), dtype=self.params[0].dtype, device=self.params[0].device)
         parts = torch.split(self.flat, sizes)
@@ -57,7 +60,9 @@ class Bucket:
         return any(sys.getrefcount(view) > 3 for view in self.views)
 
     def copy_in(self, indices: Iterable[int], prescale: float) -> None:
-        """Copy gradients, times ``prescale``, into ``flat``, which becomes their storage; zeros where a parameter has none."""
+        """Copy gradients, times ``prescale``, into ``flat``, which becomes their storage; zeros where a parameter
+        has none.
+        """
         if torch.is_grad_enabled():  # backward(create_graph=True) records what its hooks do
             with torch.no_grad():
                 return self.copy_in(indices, prescale)
@@ -71,8 +76,8 @@ class Bucket:
                 view.zero_()
             elif grad.layout != torch.strided:
                 raise UnidistError(
-                    f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient, which only nn.Embedding and "
-                    "nn.EmbeddingBag with sparse=True may have."
+                    f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient, which only nn.Embedding "
+                    "and nn.EmbeddingBag with sparse=True may have."
                 )
             else:
                 grads.append(grad)
@@ -183,7 +188,9 @@ def unflatten_bytes(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _dense_strides(param: Tensor) -> tuple[int, ...] | None:
-    """The parameter's strides if they leave no gaps, else None. Fused optimizers need the gradient's strides to be the same."""
+    """The parameter's strides if they leave no gaps, else None. Fused optimizers need the gradient's strides to be
+    the same.
+    """
     expected = 1
     for stride, size in sorted(zip(param.stride(), param.shape)):
         if size != 1:

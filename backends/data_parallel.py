@@ -1,4 +1,6 @@
-"""Data-parallel models for backends without ``DistributedDataParallel``: gradients are averaged in buckets during the backward pass."""
+"""Data-parallel models for backends without ``DistributedDataParallel``: gradients are averaged in buckets during
+the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -183,8 +185,8 @@ class _AveragingPass:
         bucket, pending = self._gradients.buckets[i], self._reductions.pending[i]
         if index not in pending:
             raise UnidistError(
-                f"the gradient of {self._gradients.names[param]!r} was accumulated twice in one backward pass: is the parameter shared "
-                "between checkpointed parts? Use torch.utils.checkpoint with use_reentrant=False."
+                f"the gradient of {self._gradients.names[param]!r} was accumulated twice in one backward pass: is the "
+                "parameter shared between checkpointed parts? Use torch.utils.checkpoint with use_reentrant=False."
             )
         if bucket.copies_each:
             bucket.copy_in([index], bucket.prescale)

@@ -18,7 +18,8 @@ def default_device(requested: torch.device | None, local_rank: int) -> torch.dev
     if requested is not None:
         if requested.type == "cuda" and not torch.cuda.is_available():
             raise BackendError(
-                f'device {str(requested)!r} cannot be used: this torch sees no CUDA device. Leave device= out, or pass "cpu".'
+                f"device {str(requested)!r} cannot be used: this torch sees no CUDA device. Leave device= out, or "
+                'pass "cpu".'
             )
         if requested.type == "cuda" and requested.index is None:
             return torch.device("cuda", torch.cuda.current_device())

@@ -1,7 +1,7 @@
 """Horovod, under any launcher.
 
-Under horovodrun, and under the mpirun of the MPI that Horovod was built for, Horovod starts itself. Elsewhere rank 0 runs the
-rendezvous server of horovodrun, whose address the ranks get through the launcher's own rendezvous.
+Under horovodrun, and under the mpirun of the MPI that Horovod was built for, Horovod starts itself. Elsewhere rank 0
+runs the rendezvous server of horovodrun, whose address the ranks get through the launcher's own rendezvous.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from unidist.errors import BackendError, UnidistError
 from unidist.topology import Launch, Topology, detect, locate
 
 with suppress(UnidistError):
-    # Horovod makes the symbols of its MPI visible to all libraries that are loaded later, so mpi4py must be loaded first. If it
-    # is missing and needed, the rendezvous raises the error.
+    # Horovod makes the symbols of its MPI visible to all libraries that are loaded later, so mpi4py must be loaded
+    # first. If it is missing and needed, the rendezvous raises the error.
     if (_launch := detect(os.environ)).launcher.meeting == "mpi":
         mpi.world(_launch)
 
@@ -40,7 +40,8 @@ try:
     from horovod.runner.http.http_server import RendezvousServer
 except ImportError as error:
     raise BackendError(
-        f"backend 'horovod' cannot be imported: {error}. Build it for this torch with 'unidist build-horovod --install'."
+        f"backend 'horovod' cannot be imported: {error}. Build it for this torch with 'unidist build-horovod "
+        "--install'."
     ) from error
 
 _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
@@ -279,8 +280,8 @@ def _reducer(compression: torch.dtype | None, ranks: tuple[int, ...] | None) -> 
 
 
 def _name(call: str, group: Group | None) -> str:
-    # Horovod matches operations by name. The names that it counts itself differ when only some ranks take part in a group's
-    # call; a repeated name is safe, because these calls wait for completion.
+    # Horovod matches operations by name. The names that it counts itself differ when only some ranks take part in a
+    # group's call; a repeated name is safe, because these calls wait for completion.
     return f"unidist.{call}" if group is None else f"unidist.{call}.{'_'.join(map(str, group.ranks))}"
 
 

@@ -21,8 +21,8 @@ _CALLS = ("the end of the block", "all_reduce", "broadcast", "barrier")
 class Joined(Backend):
     """Allows ranks to make different numbers of collective calls.
 
-    Before each call the ranks exchange what it will be, in one small all_gather. A rank that has run out of data takes part
-    in the others' calls with the neutral element: zeros in a sum, infinity in a minimum. (The idea of
+    Before each call the ranks exchange what it will be, in one small all_gather. A rank that has run out of data takes
+    part in the others' calls with the neutral element: zeros in a sum, infinity in a minimum. (The idea of
     ``torch.distributed.algorithms.Join``, for any backend and any call.)
     """
 
@@ -111,8 +111,8 @@ class Joined(Backend):
     def _check(self, call: str, group: Group | None) -> None:
         if self.ranks(group) != self.ranks(self._group):
             raise UnidistError(
-                f"{call} over the ranks {list(self.ranks(group))} inside unidist.join of {list(self.ranks(self._group))}: "
-                "calls inside the block must use its group."
+                f"{call} over the ranks {list(self.ranks(group))} inside unidist.join of "
+                f"{list(self.ranks(self._group))}: calls inside the block must use its group."
             )
 
     def _exchange(
@@ -132,8 +132,8 @@ class Joined(Backend):
         for rank, call in calls.items():
             if call != first:
                 raise MismatchError(
-                    f"inside unidist.join, rank {self.active[0]} called {_describe(first)}, and rank {rank} {_describe(call)}: ranks that "
-                    "still have data must make the same calls."
+                    f"inside unidist.join, rank {self.active[0]} called {_describe(first)}, and rank {rank} "
+                    f"{_describe(call)}: ranks that still have data must make the same calls."
                 )
         return first
 

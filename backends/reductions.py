@@ -15,7 +15,9 @@ WIDER = {
 
 
 def neutral_element(op: str, dtype: torch.dtype) -> float:
-    """The value that changes no result: 0 in a sum or mean, 1 in a product, the dtype's limit in ``min`` and ``max``."""
+    """The value that changes no result: 0 in a sum or mean, 1 in a product, the dtype's limit in ``min`` and
+    ``max``.
+    """
     if op in ("sum", "mean", "average"):
         return 0
     if op == "product":

@@ -111,8 +111,8 @@ class TorchBackend(Backend):
     def _explain_lost_ranks(self) -> Callable[[], None]:
         """Show an uncaught error of gloo with its rank, and what to look for; the result restores the excepthook.
 
-        An excepthook, because DDP's backward pass calls no code of this package: a communication hook in Python would cost up
-        to 5 % of a step.
+        An excepthook, because DDP's backward pass calls no code of this package: a communication hook in Python would
+        cost up to 5 % of a step.
         """
         show = sys.excepthook
 
@@ -248,8 +248,8 @@ class TorchBackend(Backend):
 class Wrapped(DistributedDataParallel, Wrapper[M]):
     """DistributedDataParallel without collectives in evaluation.
 
-    DDP broadcasts buffers in every forward pass, also under ``no_grad``, where ranks with different numbers of evaluation
-    batches would wait for each other for ever.
+    DDP broadcasts buffers in every forward pass, also under ``no_grad``, where ranks with different numbers of
+    evaluation batches would wait for each other for ever.
     """
 
     def rebuild_buckets(self) -> None:
@@ -264,8 +264,8 @@ class Wrapped(DistributedDataParallel, Wrapper[M]):
         dist.all_reduce(ends, dist.ReduceOp.MAX, self.process_group)
         if ends.sum() != 0:
             raise MismatchError(
-                "the memory format of a wrapped model was changed on some ranks only, so that their gradients cannot be "
-                "averaged: change it before unidist.wrap_model, on every rank."
+                "the memory format of a wrapped model was changed on some ranks only, so that their gradients cannot "
+                "be averaged: change it before unidist.wrap_model, on every rank."
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -337,7 +337,9 @@ def _device(name: str, start: Start, topology: Topology) -> torch.device:
 
 
 def _mpi(start: Start) -> str:
-    """torch's name of the backend: ``mpi`` where torch was built with MPI, else that of the process group over mpi4py."""
+    """torch's name of the backend: ``mpi`` where torch was built with MPI, else that of the process group over
+    mpi4py.
+    """
     if dist.is_mpi_available():
         return "mpi"
     mpi.world(start.launch)  # loads the launcher's library

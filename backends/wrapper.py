@@ -21,8 +21,8 @@ class Wrapper(WrappedModel[M]):
         """Raise if the gradients of the next backward pass would not be averaged.
 
         Raises:
-            UnidistError: inside a ``unidist.join`` block that was not given this model, or when a parameter that was frozen
-                when the model was wrapped requires grad now.
+            UnidistError: inside a ``unidist.join`` block that was not given this model, or when a parameter that was
+                frozen when the model was wrapped requires grad now.
         """
         if self.require_backward_grad_sync and self.options.in_join():
             raise UnidistError(
@@ -31,8 +31,9 @@ class Wrapper(WrappedModel[M]):
         unfrozen = [name for name, param in self.frozen if param.requires_grad]
         if unfrozen:
             raise UnidistError(
-                f"{len(unfrozen)} parameters, {unfrozen[0]!r} the first, were frozen when the model was wrapped and require grad "
-                "now: wrap it again, on every rank, with model = unidist.wrap_model(unidist.unwrap(model))."
+                f"{len(unfrozen)} parameters, {unfrozen[0]!r} the first, were frozen when the model was wrapped and "
+                "require grad now: wrap it again, on every rank, with model = "
+                "unidist.wrap_model(unidist.unwrap(model))."
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -43,9 +44,9 @@ class Wrapper(WrappedModel[M]):
             if inner is None or not _has_attribute(inner, name):
                 raise
         raise AttributeError(
-            f"the wrapped model has no attribute {name!r}; the {type(inner).__name__} inside has: use model.module.{name}. A "
-            "forward pass that trains must be a call of the wrapped model, model(...), or its gradients are not averaged: for a "
-            "method that makes one, such as training_step, let forward() call it."
+            f"the wrapped model has no attribute {name!r}; the {type(inner).__name__} inside has: use "
+            f"model.module.{name}. A forward pass that trains must be a call of the wrapped model, model(...), or its "
+            "gradients are not averaged: for a method that makes one, such as training_step, let forward() call it."
         )
 
 
@@ -66,5 +67,6 @@ def unused_parameters(names: Sequence[str]) -> UnidistError:
     shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
     return UnidistError(
         f"{len(names)} parameters got no gradient in a backward pass: {shown}. Pass find_unused_parameters=True to "
-        "wrap_model, or set requires_grad=False on them before wrapping. If that pass failed and was caught, wrap the model again."
+        "wrap_model, or set requires_grad=False on them before wrapping. If that pass failed and was caught, wrap the "
+        "model again."
     )

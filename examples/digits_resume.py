@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 examples/digits_resume.py
 
 Kill it and start it again with the same options, under this launcher or another, with any number of ranks that divides
-the batch: it goes on in the middle of the epoch. It begins anew when the folder --checkpoints is gone. Losses are those of
-an unbroken run but for dropout's random numbers, on another number of ranks, and bfloat16's rounding (--dropout 0 --no-amp).
+the batch: it goes on in the middle of the epoch. It begins anew when the folder --checkpoints is gone. Losses are those
+of an unbroken run but for dropout's random numbers, on another number of ranks, and bfloat16's rounding (--dropout 0
+--no-amp).
 """
 
 import argparse
@@ -65,7 +66,8 @@ def main() -> None:
     micro_batch, rest = divmod(args.batch_size, unidist.world_size() * args.accumulate)
     if rest or not micro_batch:
         parser.error(
-            f"--batch-size {args.batch_size} must be a multiple of ranks x --accumulate = {unidist.world_size()} x {args.accumulate}"
+            f"--batch-size {args.batch_size} must be a multiple of ranks x --accumulate = {unidist.world_size()} x "
+            f"{args.accumulate}"
         )
     device = unidist.device()
     train_set, test_set = load_data()

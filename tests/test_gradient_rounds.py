@@ -58,7 +58,9 @@ def test_nothing_is_announced_before_a_join_and_all_that_was_missed_after_it() -
 
 
 def test_a_joined_rank_makes_each_round_once() -> None:
-    """Rounds that it has made itself, and those that several ranks announce, count once; unknown reducers not at all."""
+    """Rounds that it has made itself, and those that several ranks announce, count once; unknown reducers not at
+    all.
+    """
     rounds = GradientRounds(lambda begun: None)
     optimizer = Optimizer(rounds)
     rounds.begin(optimizer.id)

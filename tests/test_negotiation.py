@@ -65,7 +65,8 @@ def test_fusion_keeps_to_the_threshold() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        SUM._replace(op="max"), SUM._replace(dtypes=("float64",)), SUM._replace(prescale=2.0), SUM._replace(postscale=2.0),
+        SUM._replace(op="max"), SUM._replace(dtypes=("float64",)), SUM._replace(prescale=2.0),
+        SUM._replace(postscale=2.0),
         SUM._replace(device="cuda"), SUM._replace(op="adasum"), Signature("broadcast", ("float32",), ((4,),), root=1),
         SUM._replace(dtypes=("float32", "int32"), shapes=((4,), (4,))),
     ],
@@ -156,9 +157,13 @@ def test_a_joined_rank_takes_part_in_allreduce_alone() -> None:
     coordinator.join(2)
     responses = coordinator.responses()
     assert [(ranks, response.names, response.error) for ranks, response in responses] == [
-        ((0, 1), ("gather",), "gather: allgather is not supported while ranks 2 have joined (with sparse gradients: sparse_as_dense=True)"),
+        (
+            (0, 1),
+            ("gather",),
+            "gather: allgather is not supported while ranks 2 have joined (with sparse gradients: sparse_as_dense=True)",
+        ),
         ((0, 1, 2), ("before",), ""),
-    ]  # fmt: skip
+    ]
     other = SUM._replace(shapes=((2,),))
     for rank in (0, 1):
         submit(coordinator, rank, request("a"), request("b", other))
@@ -261,7 +266,9 @@ def test_all_ranks_execute_the_same_in_the_same_order(seed: int, size: int, oper
 @settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 10**9), size=st.integers(2, 5))
 def test_joins_at_any_time_leave_nobody_waiting(seed: int, size: int) -> None:
-    """Each rank makes some of the allreduces, in one order, and joins; all that were submitted are executed by all ranks."""
+    """Each rank makes some of the allreduces, in one order, and joins; all that were submitted are executed by all
+    ranks.
+    """
     draw = random.Random(seed)
     steps = [draw.randint(0, 6) for _ in range(size)]
     queues: list[list[Request | None]] = [[*(request(f"step{i}") for i in range(n)), None] for n in steps]

@@ -47,23 +47,25 @@ def save_checkpoint(
 ) -> None:
     """Write the states of objects to one file, which can be loaded on any backend and world size. Collective.
 
-    Rank 0 writes a temporary file in the same directory and renames it: whenever the process is killed, ``path`` is a complete
-    checkpoint, the old one or the new one. If ``path`` is a symbolic link, its target is replaced. The random states of all
-    ranks (of Python, of NumPy if it is loaded, of torch on the CPU and the current GPU) are saved too. The other ranks wait
-    as long as rank 0 lives, whatever the timeout of ``init()``.
+    Rank 0 writes a temporary file in the same directory and renames it: whenever the process is killed, ``path`` is a
+    complete checkpoint, the old one or the new one. If ``path`` is a symbolic link, its target is replaced. The random
+    states of all ranks (of Python, of NumPy if it is loaded, of torch on the CPU and the current GPU) are saved too.
+    The other ranks wait as long as rank 0 lives, whatever the timeout of ``init()``.
 
     The file is a dict that ``torch.load(path, weights_only=True)`` reads; a model's keys have no ``module.`` prefix.
 
     ::
 
-        unidist.save_checkpoint(f"runs/step-{step}.pt", keep_last=3, model=model, optimizer=optimizer, loader=train, step=step)
+        unidist.save_checkpoint(f"runs/step-{step}.pt", keep_last=3, model=model, optimizer=optimizer, loader=train,
+        step=step)
 
     Args:
         path: its directory is created if there is none.
-        keep_last: keep so many checkpoints whose names differ from this one's in the last number only, and delete the older ones.
+        keep_last: keep so many checkpoints whose names differ from this one's in the last number only, and delete the
+            older ones.
         group: the ranks that take part; the first of them writes. Default: all.
-        objects: anything with a ``state_dict``, under names of your choice, and plain values (numbers, strings, tensors, lists,
-            dicts). Models that require grad must be equal on all ranks, as ``assert_in_sync`` checks.
+        objects: anything with a ``state_dict``, under names of your choice, and plain values (numbers, strings,
+            tensors, lists, dicts). Models that require grad must be equal on all ranks, as ``assert_in_sync`` checks.
 
     Raises:
         CheckpointError: on every rank, if a rank failed: a full disk, a value that ``weights_only`` does not load.
@@ -73,7 +75,8 @@ def save_checkpoint(
     path = Path(path)
     if keep_last is not None and (keep_last < 1 or not re.search(r"\d", path.name)):
         raise ValueError(
-            f"keep_last={keep_last} must be 1 or more, and the file name {path.name!r} must contain a number, which orders the checkpoints."
+            f"keep_last={keep_last} must be 1 or more, and the file name {path.name!r} must contain a number, which "
+            "orders the checkpoints."
         )
     if _RNG in objects:
         raise ValueError(f"save_checkpoint({_RNG}=...): the name is reserved for the random states.")
@@ -100,11 +103,12 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Restore objects from a file of ``save_checkpoint``, on any backend and world size. Collective.
 
-    All or nothing: if a rank fails, the objects and the random states of every rank are restored to what they were before,
-    except objects without a ``state_dict``, which are loaded last. For this each rank copies its current states to the CPU.
+    All or nothing: if a rank fails, the objects and the random states of every rank are restored to what they were
+    before, except objects without a ``state_dict``, which are loaded last. For this each rank copies its current states
+    to the CPU.
 
-    Rank 0 reads the file and broadcasts it. With as many ranks as saved it, each gets its own random states back; otherwise
-    rank ``r`` gets those of rank ``r`` modulo the number of ranks that saved it.
+    Rank 0 reads the file and broadcasts it. With as many ranks as saved it, each gets its own random states back;
+    otherwise rank ``r`` gets those of rank ``r`` modulo the number of ranks that saved it.
 
     A dict that was saved without unidist can be loaded too; a model's keys may have the prefix ``module.``.
 
@@ -118,7 +122,8 @@ def load_checkpoint(
         The other values of the file, tensors on the CPU.
 
     Raises:
-        CheckpointError: on every rank: no such file, a file that is not a checkpoint, or a state that a rank's object does not load.
+        CheckpointError: on every rank: no such file, a file that is not a checkpoint, or a state that a rank's object
+            does not load.
     """
     call = f"load_checkpoint({os.fspath(path)!r})"
     data = _broadcast_bytes(_on_first(call, group, lambda stop: Path(path).read_bytes()) or b"", group)
@@ -153,8 +158,8 @@ def latest_checkpoint(
 ) -> Path | None:
     """The newest checkpoint of a directory as rank 0 sees it, or None; the same on every rank. Collective.
 
-    The newest is the file that was written last, also in a run that was resumed from an older one. If several runs share a
-    directory, give each a pattern of its own.
+    The newest is the file that was written last, also in a run that was resumed from an older one. If several runs
+    share a directory, give each a pattern of its own.
 
     Args:
         directory: may be missing.
@@ -189,7 +194,8 @@ def _on_first(call: str, group: Group | None, action: Callable[[Event], T]) -> T
     """What ``action`` returns on the first rank, and None on the others; its error is raised on all. Collective.
 
     It may take longer than the timeout of a collective: it runs in a thread, and the ranks wait in a series of short
-    collectives. If another rank is lost meanwhile, ``action`` is completed. If this one is interrupted, its event is set.
+    collectives. If another rank is lost meanwhile, ``action`` is completed. If this one is interrupted, its event is
+    set.
     """
     ranks, stop = current().ranks(group), Event()
     if len(ranks) == 1:
@@ -276,8 +282,8 @@ def _read(file: Any, **options: Any) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         kind = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
-            f"torch.load(weights_only=True) refuses it{f', because it contains a {kind[1]}' if kind else ''}; a checkpoint contains "
-            "numbers, strings, tensors, lists and plain dicts only"
+            f"torch.load(weights_only=True) refuses it{f', because it contains a {kind[1]}' if kind else ''}; a "
+            "checkpoint contains numbers, strings, tensors, lists and plain dicts only"
         ) from error
     if not isinstance(state, dict):
         raise ValueError(f"it contains a {type(state).__name__}, not a dict of states")

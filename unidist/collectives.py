@@ -1,8 +1,8 @@
 """Collective calls with the same semantics on every backend.
 
-Backends differ in the dtypes that they support, in whether they change their arguments, and in the shapes that they allow.
-Here results are new tensors with the dtype, device and (0-d) shape of the input; bool, complex, half precision, empty and
-non-contiguous tensors work; CPU tensors work with NCCL; reductions are computed in at least 32 bits.
+Backends differ in the dtypes that they support, in whether they change their arguments, and in the shapes that they
+allow. Here results are new tensors with the dtype, device and (0-d) shape of the input; bool, complex, half precision,
+empty and non-contiguous tensors work; CPU tensors work with NCCL; reductions are computed in at least 32 bits.
 
 Every function is collective: each rank of ``group`` must call it, in the same order. ``group`` is
 what ``new_group`` returned, or None for the world. On an input that requires grad, ``all_reduce``,
@@ -167,7 +167,8 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
     size = len(backend.ranks(group))
     if tensor.dim() == 0 or tensor.shape[0] % size:
         raise ValueError(
-            f"reduce_scatter over {size} ranks cannot split shape {tuple(tensor.shape)} along dim 0: pad it to a multiple of {size} rows."
+            f"reduce_scatter over {size} ranks cannot split shape {tuple(tensor.shape)} along dim 0: pad it to a "
+            f"multiple of {size} rows."
         )
 
     def run(data: Tensor) -> Tensor:
@@ -218,8 +219,8 @@ def barrier(group: Group | None = None) -> None:
 def new_group(ranks: Sequence[int]) -> Group:
     """Make a group of some ranks, for the argument ``group`` of the other calls.
 
-    Collective over the **world**: ranks that are not in the group call it too. A second call with the same ranks returns the
-    same group.
+    Collective over the **world**: ranks that are not in the group call it too. A second call with the same ranks
+    returns the same group.
 
     Args:
         ranks: global ranks, in any order; a group's ranks are sorted.
@@ -231,7 +232,8 @@ def new_group(ranks: Sequence[int]) -> Group:
     key = tuple(sorted(ranks))
     if not key or len(set(key)) < len(key) or key[0] < 0 or key[-1] >= backend.topology.world_size:
         raise ValueError(
-            f"new_group({list(ranks)}) needs at least one rank, none twice, all from 0 to {backend.topology.world_size - 1}."
+            f"new_group({list(ranks)}) needs at least one rank, none twice, all from 0 to "
+            f"{backend.topology.world_size - 1}."
         )
     if key not in backend.groups:
         backend.groups[key] = backend.new_group(key)
@@ -268,7 +270,8 @@ def _member(group: Group | None) -> Backend:
         raise TypeError(f"group={group!r} is not a group: pass what new_group(ranks) returned.")
     if group is not None and backend.topology.rank not in group.ranks:
         raise ValueError(
-            f"rank {backend.topology.rank} is not in the group of ranks {list(group.ranks)}, and only its members may make this call."
+            f"rank {backend.topology.rank} is not in the group of ranks {list(group.ranks)}, and only its members may "
+            "make this call."
         )
     return backend
 
@@ -281,7 +284,8 @@ def _check_src(backend: Backend, src: int, group: Group | None) -> None:
 def _check_dense(tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"collectives take tensors, not {type(tensor).__name__}: pass torch.as_tensor(...), or use allreduce_metric or all_gather_object."
+            f"collectives take tensors, not {type(tensor).__name__}: pass torch.as_tensor(...), or use "
+            "allreduce_metric or all_gather_object."
         )
     if tensor.layout != torch.strided:
         raise TypeError(f"{tensor.layout} tensors are not supported: pass tensor.to_dense().")
@@ -294,7 +298,8 @@ def _check_op(tensor: Tensor, op: str) -> None:
     dtype = tensor.dtype
     if (dtype == torch.bool) != (op in ("and", "or")):
         raise TypeError(
-            f"{op!r} of {dtype}: bool tensors need 'and' or 'or', and other tensors another operation: convert with .int() or .bool()."
+            f"{op!r} of {dtype}: bool tensors need 'and' or 'or', and other tensors another operation: convert with "
+            ".int() or .bool()."
         )
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"the mean of {dtype} is not an integer: convert with .float() or .double(), or use op='sum'.")
@@ -321,7 +326,8 @@ def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int
     counts = [int(n) for n in splits]
     if tensor.dim() == 0 or len(counts) != size or min(counts) < 0 or sum(counts) != rows:
         raise ValueError(
-            f"splits={counts} must be {size} counts, none negative, that add up to the {rows} rows of shape {tuple(tensor.shape)}."
+            f"splits={counts} must be {size} counts, none negative, that add up to the {rows} rows of shape "
+            f"{tuple(tensor.shape)}."
         )
     return counts
 

@@ -28,7 +28,8 @@ def print(*values: object, **options: Any) -> None:
 
 
 class RankFilter(logging.Filter):
-    """Passes all records on rank 0, and those of ``level`` and above on every rank; adds the attribute ``rank`` to records.
+    """Passes all records on rank 0, and those of ``level`` and above on every rank; adds the attribute ``rank`` to
+    records.
 
     ::
 
@@ -37,7 +38,8 @@ class RankFilter(logging.Filter):
         handler.addFilter(unidist.RankFilter())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
 
-    On a handler it filters the records of all loggers, on a logger only its own. Before ``init()`` every process is rank 0.
+    On a handler it filters the records of all loggers, on a logger only its own. Before ``init()`` every process is
+    rank 0.
 
     Args:
         level: the level from which on records of all ranks pass (default: WARNING).

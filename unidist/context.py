@@ -64,14 +64,14 @@ def init(
 ) -> None:
     """Join the world that the launcher declared. Collective.
 
-    A second call with the same arguments is a no-op. Rank 0 logs the backend and the reason for it to the logger ``unidist``
-    at level INFO.
+    A second call with the same arguments is a no-op. Rank 0 logs the backend and the reason for it to the logger
+    ``unidist`` at level INFO.
 
     Args:
-        backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, or ``auto``: the value of ``UNIDIST_BACKEND``
-            if set; else a process group or Horovod that is already initialised; else Horovod under
-            horovodrun if it is installed; else ``nccl`` where CUDA is available and
-            ``gloo`` elsewhere; ``single`` without a launcher. A backend that is named is never replaced by another one.
+        backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, or ``auto``: the value of
+            ``UNIDIST_BACKEND`` if set; else a process group or Horovod that is already initialised; else Horovod under
+            horovodrun if it is installed; else ``nccl`` where CUDA is available and ``gloo`` elsewhere; ``single``
+            without a launcher. A backend that is named is never replaced by another one.
         init_method: the rendezvous, as for ``torch.distributed.init_process_group``: ``env://``, ``tcp://host:port`` or
             ``file:///path``. Default: that of the launcher.
         rank, world_size: both or neither. Default: from the launcher.
@@ -79,8 +79,8 @@ def init(
             ``UNIDIST_TIMEOUT``, else 300 s for start-up, and for collectives torch's default, or none on Horovod.
         device: what ``device()`` returns. Default: this process's GPU for ``nccl``, ``horovod`` and
             ``single`` where CUDA is available, else the CPU.
-        seed: passed to ``set_seed``: every rank draws the same random numbers, including dropout masks; for different ones
-            call ``set_seed(seed + rank())`` after the model has been created.
+        seed: passed to ``set_seed``: every rank draws the same random numbers, including dropout masks; for different
+            ones call ``set_seed(seed + rank())`` after the model has been created.
 
     Raises:
         LaunchError: the launcher's variables are incomplete or contradict each other.
@@ -110,15 +110,23 @@ def init(
         _current, _arguments = started, arguments
         if name == "auto" and world_size is None and (tasks := allocated_tasks(os.environ)) > 1:
             _log.warning(
-                "this process trains alone in a Slurm allocation of %d tasks: start the script with 'srun python script.py', or "
-                "set %s=none if a single process is intended.", tasks, knobs.LAUNCHER,
-            )  # fmt: skip
+                "this process trains alone in a Slurm allocation of %d tasks: start the script with 'srun python "
+                "script.py', or set %s=none if a single process is intended.",
+                tasks,
+                knobs.LAUNCHER,
+            )
         if started.topology.rank == 0:
             place = started.topology
             _log.info(
                 "backend %s (%s): %d ranks on %d nodes, launcher %s (%s), device %s",
-                started.name, why, place.world_size, place.num_nodes, place.launcher, launch.evidence, started.device,
-            )  # fmt: skip
+                started.name,
+                why,
+                place.world_size,
+                place.num_nodes,
+                place.launcher,
+                launch.evidence,
+                started.device,
+            )
     if seed is not None:
         set_seed(seed)
 
@@ -126,8 +134,8 @@ def init(
 def shutdown() -> None:
     """Leave the world; ``init()`` may be called again afterwards. Collective. No-op when not initialised.
 
-    Waits for the other ranks, unless an exception is being handled (as in a ``finally`` block). A backend that was already
-    running when ``init()`` was called is left running. A script that ends without this call does not wait.
+    Waits for the other ranks, unless an exception is being handled (as in a ``finally`` block). A backend that was
+    already running when ``init()`` was called is left running. A script that ends without this call does not wait.
     """
     if _current is not None and sys.exc_info()[0] is None:
         _current.barrier()
@@ -314,5 +322,6 @@ def _refuse_change(arguments: dict[str, object], running: Backend) -> None:
     for key, value in arguments.items():
         if value is not None and value != was.get(key):
             raise BackendError(
-                f"init({key}={str(value)!r}) came after init() with {key}={str(was.get(key))!r}: call shutdown() before."
+                f"init({key}={str(value)!r}) came after init() with {key}={str(was.get(key))!r}: call shutdown() "
+                "before."
             )

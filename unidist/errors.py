@@ -15,7 +15,9 @@ class LaunchError(UnidistError):
 
 
 class NotInitializedError(UnidistError, ValueError):
-    """A call that needs a world came before ``unidist.init()``. A ``ValueError`` too, as Horovod's and PyTorch's are."""
+    """A call that needs a world came before ``unidist.init()``. A ``ValueError`` too, as Horovod's and PyTorch's
+    are.
+    """
 
 
 class BackendError(UnidistError):

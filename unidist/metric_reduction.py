@@ -19,8 +19,8 @@ from unidist.tree import map_leaves, walk
 T = TypeVar("T")
 MetricOp = Literal["mean", "sum", "min", "max"]
 
-#: Payloads are padded to a multiple of this length, so that an extra value on one rank is detected by the header instead of
-#: being an error of the backend.
+#: Payloads are padded to a multiple of this length, so that an extra value on one rank is detected by the header
+#: instead of being an error of the backend.
 _BLOCK = 64
 #: float64 represents integers exactly up to here.
 _EXACT = 2**53
@@ -161,7 +161,9 @@ def _unpack_tensor(part: Tensor, leaf: Tensor, op: str, weight: float) -> Tensor
 
 # ------------------------------------------------------------------------------ the same on every rank?
 def _header(found: Sequence[tuple[Any, Any]], op: str, weight: float) -> list[float]:
-    """This rank's weight, 1 to count the ranks, and a checksum of the structure, in a form whose reduction shows a difference."""
+    """This rank's weight, 1 to count the ranks, and a checksum of the structure, in a form whose reduction shows a
+    difference.
+    """
     checksum = zlib.crc32(repr((op, [(path, _kind(leaf)) for path, leaf in found])).encode()) % 2**20
     return [weight, 1, checksum, checksum**2] if op in ("mean", "sum") else [checksum, -checksum]
 
@@ -179,5 +181,6 @@ def _check_header(result: Sequence[float], op: str) -> None:
         same = int(result[0]) == -int(result[1])
     if not same:
         raise MismatchError(
-            "allreduce_metric: the ranks passed values of different structure: pass the same keys, lengths and shapes on every rank."
+            "allreduce_metric: the ranks passed values of different structure: pass the same keys, lengths and shapes "
+            "on every rank."
         )

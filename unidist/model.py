@@ -36,31 +36,31 @@ def wrap_model(
 ) -> WrappedModel[M]:
     """Make a model data-parallel: after ``backward()``, each ``.grad`` is the mean over the ranks. Collective.
 
-    The optimizer is a plain one, and everything between ``backward()`` and ``step()`` (clipping, scaling, skipping) sees
-    averaged gradients. The result has the interface of ``DistributedDataParallel`` (which it is on torch.distributed):
-    ``.module``, ``no_sync()``, and state_dict keys with the prefix ``module.``.
+    The optimizer is a plain one, and everything between ``backward()`` and ``step()`` (clipping, scaling, skipping)
+    sees averaged gradients. The result has the interface of ``DistributedDataParallel`` (which it is on
+    torch.distributed): ``.module``, ``no_sync()``, and state_dict keys with the prefix ``module.``.
 
     Move the model to ``unidist.device()`` first, and freeze parameters before wrapping.
 
     Args:
-        model: has at least one parameter that requires grad; the same architecture on every rank. Parameters and buffers are
-            overwritten with those of the group's first rank.
+        model: has at least one parameter that requires grad; the same architecture on every rank. Parameters and
+            buffers are overwritten with those of the group's first rank.
         sync_bn: batch statistics over all ranks: BatchNorm layers are replaced, on the CPU too.
-        find_unused_parameters: allow parameters that take no part in a backward pass. A parameter that is unused on this rank
-            counts as zero in the mean; one that is unused on all ranks keeps its ``.grad``.
-        broadcast_buffers: broadcast the first rank's buffers once per step: on torch.distributed before each forward pass that
-            records gradients outside ``no_sync()``, on Horovod during its backward pass.
+        find_unused_parameters: allow parameters that take no part in a backward pass. A parameter that is unused on
+            this rank counts as zero in the mean; one that is unused on all ranks keeps its ``.grad``.
+        broadcast_buffers: broadcast the first rank's buffers once per step: on torch.distributed before each forward
+            pass that records gradients outside ``no_sync()``, on Horovod during its backward pass.
         bucket_cap_mb: bucket size in MiB.
-        compression: send gradients in half precision. Horovod does not sum bfloat16: there ``bf16`` rounds the gradients and
-            sends them in float32.
+        compression: send gradients in half precision. Horovod does not sum bfloat16: there ``bf16`` rounds the
+            gradients and sends them in float32.
         static_graph: DDP's option: the graph never changes; of no effect on Horovod.
         group: the ranks that train this model together.
 
     Raises:
-        ValueError: no parameter requires grad, one is on the meta device or a DTensor, the model is wrapped already, or an
-            option has another value than those named above.
-        UnidistError: from ``backward()`` (on torch.distributed from the next forward pass), when parameters got no gradient
-            and ``find_unused_parameters`` is off; names them.
+        ValueError: no parameter requires grad, one is on the meta device or a DTensor, the model is wrapped already, or
+            an option has another value than those named above.
+        UnidistError: from ``backward()`` (on torch.distributed from the next forward pass), when parameters got no
+            gradient and ``find_unused_parameters`` is off; names them.
         MismatchError: on every rank, when the ranks' models differ, also in memory format; names the first difference.
     """
     if compression is not None and compression not in _COMPRESSION:
@@ -119,8 +119,8 @@ def is_wrapped(model: object) -> bool:
 def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
     """Check that every rank has the same parameters, bit for bit. Collective.
 
-    For example before an evaluation: it detects a model that was trained without ``wrap_model``. Buffers are not compared;
-    between two steps they may differ.
+    For example before an evaluation: it detects a model that was trained without ``wrap_model``. Buffers are not
+    compared; between two steps they may differ.
 
     Args:
         model: wrapped or not, the same architecture on every rank.
@@ -138,8 +138,9 @@ def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
         if others:
             name = next(entry[0] for entry in entries if entry is not None)
             raise MismatchError(
-                f"parameter {name!r} of rank {ranks[0]} differs on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}: "
-                "was the model trained without unidist.wrap_model, or changed on some ranks only?"
+                f"parameter {name!r} of rank {ranks[0]} differs on rank{'s' * (len(others) > 1)} "
+                f"{', '.join(map(str, others))}: was the model trained without unidist.wrap_model, or changed on some "
+                "ranks only?"
             )
 
 
@@ -147,17 +148,18 @@ def global_mean(loss_sum: Tensor, count: float | Tensor, group: Group | None = N
     """The loss whose gradient, averaged over the ranks, is that of the mean over all ranks' samples. Collective.
 
     The mean of the ranks' means gives a rank with few samples (or tokens) the same weight as one with many. This is
-    ``loss_sum * size / total``, where ``total`` is the sum of the ranks' counts: its average over the ``size`` ranks, which is
-    what a wrapped model computes of gradients, is the sum of all losses over the sum of all counts.
+    ``loss_sum * size / total``, where ``total`` is the sum of the ranks' counts: its average over the ``size`` ranks,
+    which is what a wrapped model computes of gradients, is the sum of all losses over the sum of all counts.
 
     Args:
         loss_sum: 0-d, the sum of this rank's losses (``reduction="sum"``).
-        count: number of samples, 0 or more; with gradient accumulation, this rank's number for the whole step, in each of its
-            backward passes.
+        count: number of samples, 0 or more; with gradient accumulation, this rank's number for the whole step, in each
+            of its backward passes.
         group: the ranks that train together.
 
     Returns:
-        A 0-d tensor with a gradient; 0 if no rank has any sample. Its mean over the ranks is the loss of the global batch.
+        A 0-d tensor with a gradient; 0 if no rank has any sample. Its mean over the ranks is the loss of the global
+        batch.
 
     Raises:
         ValueError: on every rank, if a rank's count is negative or not finite.
@@ -174,7 +176,8 @@ def global_mean(loss_sum: Tensor, count: float | Tensor, group: Group | None = N
 def broadcast_model_state(model: nn.Module, src: int = 0, group: Group | None = None) -> None:
     """Give every rank the parameters and buffers of rank ``src``. Collective.
 
-    For a model that is not wrapped, or weights that only rank ``src`` has loaded; ``wrap_model`` itself broadcasts rank 0's.
+    For a model that is not wrapped, or weights that only rank ``src`` has loaded; ``wrap_model`` itself broadcasts rank
+    0's.
 
     Args:
         model: wrapped or not, the same architecture on every rank.
@@ -194,8 +197,8 @@ def broadcast_model_state(model: nn.Module, src: int = 0, group: Group | None = 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, group: Group | None = None) -> None:
     """Give every rank the optimizer state of rank ``src``: hyperparameters and per-parameter state. Collective.
 
-    For state that only rank ``src`` has loaded. No step is taken and no weight changes; an optimizer without state remains
-    without.
+    For state that only rank ``src`` has loaded. No step is taken and no weight changes; an optimizer without state
+    remains without.
 
     Args:
         optimizer: the same parameter groups on every rank.
@@ -245,9 +248,9 @@ def _refuse_sharded(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if hasattr(param, "device_mesh") and hasattr(param, "placements"):
             raise ValueError(
-                f"parameter {name!r} is a DTensor, of which each rank has a shard: wrap_model, assert_in_sync and save_checkpoint "
-                "take full tensors. FSDP2 and tensor parallelism reduce gradients themselves: train without wrap_model, and "
-                "save with torch.distributed.checkpoint."
+                f"parameter {name!r} is a DTensor, of which each rank has a shard: wrap_model, assert_in_sync and "
+                "save_checkpoint take full tensors. FSDP2 and tensor parallelism reduce gradients themselves: train "
+                "without wrap_model, and save with torch.distributed.checkpoint."
             )
 
 
@@ -260,11 +263,12 @@ def _check_same(model: nn.Module, group: Group | None, *, layout: bool = False) 
     """Raise on every rank if the ranks' parameters and buffers differ; with ``layout``, in memory format too."""
     mine = [
         *(
-            f"parameter {name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" + f" strides={p.stride()}" * layout
+            f"parameter {name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+            + f" strides={p.stride()}" * layout
             for name, p in model.named_parameters()
         ),
         *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()),
-    ]  # fmt: skip
+    ]
     everyone = all_gather_object(mine, group)
     for index, entries in enumerate(zip_longest(*everyone, fillvalue="nothing more")):
         _same_everywhere(entries, f"the models differ at entry {index}, which is {{}}", group)
@@ -275,5 +279,6 @@ def _same_everywhere(values: Sequence[T], what: str, group: Group | None) -> Non
         if value != values[0]:
             first = current().ranks(group)[0]
             raise MismatchError(
-                f"{what.format(values[0])} on rank {first}, but {value} on rank {rank}: they must be the same on every rank."
+                f"{what.format(values[0])} on rank {first}, but {value} on rank {rank}: they must be the same on "
+                "every rank."
             )

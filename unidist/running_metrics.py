@@ -101,8 +101,10 @@ class Accuracy(Metric):
         """Add a batch of predictions.
 
         Args:
-            output: scores of shape ``(N, C, ...)`` with 2 classes or more, or predicted classes of the shape of ``target``.
-            target: classes of shape ``(N, ...)``, integers or bool. With one score per sample, pass ``scores > threshold``.
+            output: scores of shape ``(N, C, ...)`` with 2 classes or more, or predicted classes of the shape of
+                ``target``.
+            target: classes of shape ``(N, ...)``, integers or bool. With one score per sample, pass ``scores >
+                threshold``.
 
         Raises:
             ValueError: the shapes do not fit, or there are fewer classes than ``top_k``.
@@ -116,7 +118,8 @@ class Accuracy(Metric):
             correct = (output.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(1)
         else:
             raise ValueError(
-                f"Accuracy(top_k={self.top_k}) takes (N, C, ...) scores of 2 classes or more with (N, ...) classes, or classes of "
+                f"Accuracy(top_k={self.top_k}) takes (N, C, ...) scores of 2 classes or more with (N, ...) classes, "
+                "or classes of "
                 f"one shape, not {output.dtype} {tuple(output.shape)} with {target.dtype} {tuple(target.shape)}."
             )
         counted = torch.ones_like(correct) if self.ignore_index is None else target != self.ignore_index
@@ -146,7 +149,8 @@ def wrap_metric(metric: M) -> M:
         return metric
     if not hasattr(metric, "dist_sync_fn"):
         raise TypeError(
-            f"wrap_metric takes a torchmetrics metric, not {type(metric).__name__}: unidist.Mean and the like need no wrapping."
+            f"wrap_metric takes a torchmetrics metric, not {type(metric).__name__}: unidist.Mean and the like need no "
+            "wrapping."
         )
     own: Any = metric
     own.dist_sync_fn = _gather

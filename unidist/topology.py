@@ -88,8 +88,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         meeting="horovod",
         engine="horovod",
     ),
-    # horovodrun --mpi replaces itself by an mpirun with these options, which become variables (horovod/runner/mpi_run.py).
-    # Its lines for MPICH and Intel MPI have no option of the kind.
+    # horovodrun --mpi replaces itself by an mpirun with these options, which become variables
+    # (horovod/runner/mpi_run.py). Its lines for MPICH and Intel MPI have no option of the kind.
     _openmpi(
         "horovodrun-mpi",
         "OMPI_MCA_pml=ob1",
@@ -207,8 +207,8 @@ def detect(env: Mapping[str, str]) -> Launch:
     for name, value in ((row.local_size, local_size), (row.num_nodes, num_nodes)):
         if value is not None and value > size:
             raise LaunchError(
-                f"{name}={value} is larger than {row.world_size}={size} ({row.name}): "
-                f"stale variables of another launch? Unset them, or {_force(row)}."
+                f"{name}={value} is larger than {row.world_size}={size} ({row.name}): stale variables of another "
+                f"launch? Unset them, or {_force(row)}."
             )
     addr, port = _master(env, row)
     launch = Launch(row, rank, size, local_rank, local_size, node_rank, num_nodes, addr, port)
@@ -283,7 +283,8 @@ def _number(env: Mapping[str, str], row: Launcher, name: str, *, minimum: int) -
     text = env.get(name, "")
     if not text:
         raise LaunchError(
-            f"{name} is not set, but the other variables say that {row.name} started this process: set {name}, or {_force(row)}."
+            f"{name} is not set, but the other variables say that {row.name} started this process: set {name}, or "
+            f"{_force(row)}."
         )
     # int() would also take "1_0", " 1 " and other scripts' digits.
     if not re.fullmatch(r"-?[0-9]{1,9}", text) or int(text) < minimum:
@@ -300,7 +301,8 @@ def _optional(env: Mapping[str, str], row: Launcher, name: str, *, minimum: int)
 def _below(row: Launcher, name: str, value: int | None, size_name: str, size: int | None) -> None:
     if value is not None and size is not None and value >= size:
         raise LaunchError(
-            f"{name}={value} is not below {size_name}={size} ({row.name}): ranks count from 0; correct them, or {_force(row)}."
+            f"{name}={value} is not below {size_name}={size} ({row.name}): ranks count from 0; correct them, or "
+            f"{_force(row)}."
         )
 
 
@@ -343,5 +345,6 @@ def _refuse_smaller_world(env: Mapping[str, str], launch: Launch) -> None:
     if tasks.isascii() and tasks.isdigit() and launch.world_size < int(tasks):
         raise LaunchError(
             f"RANK={launch.rank} WORLD_SIZE={launch.world_size} are set, but srun started {tasks} tasks: "
-            f"unset RANK and WORLD_SIZE, or set {knobs.LAUNCHER}=slurm to follow srun or {knobs.LAUNCHER}=env to follow them."
+            f"unset RANK and WORLD_SIZE, or set {knobs.LAUNCHER}=slurm to follow srun or {knobs.LAUNCHER}=env to "
+            "follow them."
         )

@@ -23,11 +23,11 @@ from unidist.model import broadcast_optimizer_state, is_wrapped
 def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
     """A block in which ranks may run out of data at different steps. Collective; a rank leaves it when all are done.
 
-    A rank that has left the loop contributes zeros to the others' gradients, which remain the mean over all ranks of the
-    group, as in the joins of DDP and Horovod; use ``global_mean`` for the mean over all samples. In ``allreduce_metric`` it
-    has weight 0, in ``all_reduce`` it contributes nothing, and ``barrier`` does not wait for it. Calls that gather, such as
-    ``save_checkpoint`` and ``assert_in_sync``, raise an error inside the block. At the end every rank gets the state of the
-    lowest of the ranks that trained longest.
+    A rank that has left the loop contributes zeros to the others' gradients, which remain the mean over all ranks of
+    the group, as in the joins of DDP and Horovod; use ``global_mean`` for the mean over all samples. In
+    ``allreduce_metric`` it has weight 0, in ``all_reduce`` it contributes nothing, and ``barrier`` does not wait for
+    it. Calls that gather, such as ``save_checkpoint`` and ``assert_in_sync``, raise an error inside the block. At the
+    end every rank gets the state of the lowest of the ranks that trained longest.
 
     ::
 
@@ -38,19 +38,19 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
                 unidist.global_mean(loss_sum, len(targets)).backward()
                 optimizer.step()
 
-    Inside, gradients are reduced uncompressed after the backward pass, and each collective call needs a small message before:
-    prefer ``shard_loader``, whose shards are equally long. Finish a step of gradient accumulation before you leave the loop:
-    gradients of an unfinished one are lost.
+    Inside, gradients are reduced uncompressed after the backward pass, and each collective call needs a small message
+    before: prefer ``shard_loader``, whose shards are equally long. Finish a step of gradient accumulation before you
+    leave the loop: gradients of an unfinished one are lost.
 
     Args:
-        objects: the wrapped models that train inside, and others that must be equal on every rank afterwards: optimizers,
-            schedulers, anything with ``state_dict`` and ``load_state_dict``.
+        objects: the wrapped models that train inside, and others that must be equal on every rank afterwards:
+            optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``.
         group: the ranks that train together.
 
     Raises:
         ValueError: a model wrapped with ``static_graph=True`` or for another group.
-        TypeError: an object without a state_dict, a model that requires grad and is not wrapped, a model that another library
-            wrapped, or a wrapped model inside ``torch.compile``.
+        TypeError: an object without a state_dict, a model that requires grad and is not wrapped, a model that another
+            library wrapped, or a wrapped model inside ``torch.compile``.
         MismatchError: on every rank, when ranks that have data make different calls.
     """
     for thing in objects:
@@ -60,7 +60,8 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
             raise TypeError("unidist.join takes what unidist.wrap_model returned, not another DistributedDataParallel.")
         if isinstance(thing, nn.Module) and not is_wrapped(thing) and any(p.requires_grad for p in thing.parameters()):
             raise TypeError(
-                f"unidist.join({type(thing).__name__}): pass what unidist.wrap_model returned; a copy that is not trained needs requires_grad_(False)."
+                f"unidist.join({type(thing).__name__}): pass what unidist.wrap_model returned; a copy that is not "
+                "trained needs requires_grad_(False)."
             )
         if not hasattr(thing, "load_state_dict"):
             raise TypeError(
@@ -73,7 +74,8 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
             raise ValueError("unidist.join: a model wrapped with static_graph=True is not supported.")
         if is_wrapped(thing) and thing.options.ranks != everyone:
             raise ValueError(
-                f"unidist.join over the ranks {list(everyone)}: the model was wrapped for {list(thing.options.ranks)}; pass its group."
+                f"unidist.join over the ranks {list(everyone)}: the model was wrapped for {list(thing.options.ranks)}; "
+                "pass its group."
             )
     joined = Joined(engine, group)
     with ExitStack() as stack:

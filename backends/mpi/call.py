@@ -18,8 +18,9 @@ Step = Callable[[], object]
 class Call:
     """One call of torch.distributed and its buffers.
 
-    ``read_buffer`` and ``write_buffer`` return flat contiguous tensors in memory that MPI can access: the tensor itself, or a
-    staging copy that is copied back at the end. CUDA tensors are staged in pinned memory, unless the MPI library is CUDA-aware.
+    ``read_buffer`` and ``write_buffer`` return flat contiguous tensors in memory that MPI can access: the tensor
+    itself, or a staging copy that is copied back at the end. CUDA tensors are staged in pinned memory, unless the MPI
+    library is CUDA-aware.
     """
 
     def __init__(self, name: str, inputs: Sequence[Tensor], outputs: list[Tensor], opts: Any = None) -> None:

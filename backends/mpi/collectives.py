@@ -1,10 +1,10 @@
 """Collective operations as MPI calls, on flat contiguous CPU tensors of any dtype and size.
 
-Each function starts its operation and returns the requests that are still to be waited for. Small tensors use nonblocking
-calls, which the caller can poll; the others blocking calls, which take half the time on large tensors (Open MPI 4.1: 25 against
-55 ms for 64 MB). All ranks must choose the same kind of call, so the size decides, and nothing else. Large tensors go in
-chunks: MPI's counts end at 2**31, and reductions take half the time in chunks that fit into the caches (48 MB in 8.7 instead of
-19 ms on 2 ranks, in 21 instead of 57 ms on 3).
+Each function starts its operation and returns the requests that are still to be waited for. Small tensors use
+nonblocking calls, which the caller can poll; the others blocking calls, which take half the time on large tensors (Open
+MPI 4.1: 25 against 55 ms for 64 MB). All ranks must choose the same kind of call, so the size decides, and nothing
+else. Large tensors go in chunks: MPI's counts end at 2**31, and reductions take half the time in chunks that fit into
+the caches (48 MB in 8.7 instead of 19 ms on 2 ranks, in 21 instead of 57 ms on 3).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _HALF_PRECISION = (torch.float16, torch.bfloat16)
 _ARITHMETIC = {"sum": MPI.SUM, "avg": MPI.SUM, "product": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 _BITWISE = {"band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 _LOGICAL = {
-    "sum": MPI.LOR, "max": MPI.LOR, "bor": MPI.LOR, "product": MPI.LAND, "min": MPI.LAND, "band": MPI.LAND, "bxor": MPI.LXOR
+    "sum": MPI.LOR, "max": MPI.LOR, "bor": MPI.LOR, "product": MPI.LAND, "min": MPI.LAND, "band": MPI.LAND,
+    "bxor": MPI.LXOR,
 }  # fmt: skip
 _ROW_REDUCTIONS: dict[Reduction, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0),
@@ -219,7 +220,9 @@ def _chunks(tensor: Tensor, nbytes: int) -> Sequence[Tensor]:
 
 @contextmanager
 def _message(tensor: Tensor) -> Iterator[list[Any]]:
-    """A large message must not be split (another could match between the parts), but may be one item of a large datatype."""
+    """A large message must not be split (another could match between the parts), but may be one item of a large
+    datatype.
+    """
     if tensor.nbytes <= _COPY_CHUNK_BYTES:
         yield _buffer_spec(tensor)
         return

@@ -27,9 +27,9 @@ def world(launch: Launch) -> Any:
     """
     if not _starts_mpi(launch, os.environ):
         raise BackendError(
-            f"{launch.launcher.name} started this process, and MPI needs its own launcher: 'mpirun -np 2 python script.py' "
-            "(Open MPI), 'mpiexec -n 2 python script.py' (MPICH), 'horovodrun -np 2 --mpi python script.py' or "
-            "'srun -n 2 --mpi=pmix python script.py' (--mpi=pmi2 for MPICH)."
+            f"{launch.launcher.name} started this process, and MPI needs its own launcher: 'mpirun -np 2 python "
+            "script.py' (Open MPI), 'mpiexec -n 2 python script.py' (MPICH), 'horovodrun -np 2 --mpi python "
+            "script.py' or 'srun -n 2 --mpi=pmix python script.py' (--mpi=pmi2 for MPICH)."
         )
     comm, error = _world(launch)
     if error is not None:
@@ -62,17 +62,18 @@ def _start(launch: Launch) -> Any:
         MPI = _import_mpi(launch)
     except (ImportError, RuntimeError) as error:
         raise BackendError(
-            f"mpi4py cannot be used under {name}: {error}. Install it for this launcher's MPI (pip install mpi4py; Debian's "
-            "MPICH: see docs/launchers.md). Backends other than 'mpi' do not need it if MASTER_ADDR and MASTER_PORT are set to "
-            "rank 0's host and a free port of it."
+            f"mpi4py cannot be used under {name}: {error}. Install it for this launcher's MPI (pip install mpi4py; "
+            "Debian's MPICH: see docs/launchers.md). Backends other than 'mpi' do not need it if MASTER_ADDR and "
+            "MASTER_PORT are set to rank 0's host and a free port of it."
         ) from error
     size = MPI.COMM_WORLD.Get_size()
     if size != launch.world_size:
         library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip()
         raise WorldSizeError(
             f"mpi4py made a world of {size}, but {name} declared {launch.world_size} ({launch.evidence}): mpi4py uses "
-            f"{library}, which is not this launcher's library. Set MPI4PY_MPIABI={launch.launcher.mpi or 'mpich or openmpi'} "
-            "(and MPI4PY_LIBMPI to its path), or use that library's own mpirun."
+            f"{library}, which is not this launcher's library. Set "
+            f"MPI4PY_MPIABI={launch.launcher.mpi or 'mpich or openmpi'} (and MPI4PY_LIBMPI to its path), or use that "
+            "library's own mpirun."
         )
     return MPI.COMM_WORLD
 
@@ -110,7 +111,9 @@ def _slurm_mpi(env: Mapping[str, str]) -> str:
 
 
 def _import_mpi(launch: Launch) -> Any:
-    """Import mpi4py.MPI for the launcher's MPI: its wheel contains several ABIs and loads the first library that it finds."""
+    """Import mpi4py.MPI for the launcher's MPI: its wheel contains several ABIs and loads the first library that it
+    finds.
+    """
     wanted = launch.launcher.mpi or (_slurm_mpi(os.environ) if launch.launcher.meeting == "slurm" else "")
     if wanted == "mpich" and "mpi4py.MPI" not in sys.modules and hasattr(ctypes.CDLL(None), "ompi_mpi_comm_world"):
         # Its symbols would shadow MPICH's, and the process would crash.

@@ -1,7 +1,7 @@
 """A process group of torch.distributed over mpi4py, for builds of PyTorch without MPI.
 
-``register`` registers it with torch under the name ``mpi4py``. Each method prepares the buffers of one call and submits it to
-the group's channel.
+``register`` registers it with torch under the name ``mpi4py``. Each method prepares the buffers of one call and submits
+it to the group's channel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group on one MPI communicator. Methods have the names and arguments with which torch.distributed calls them."""
+    """A process group on one MPI communicator. Methods have the names and arguments with which torch.distributed
+    calls them.
+    """
 
     def __init__(self, comm: MPI.Comm, store: dist.Store, timeout: timedelta, ranks: Sequence[int]) -> None:
         super().__init__(comm.rank, comm.size)
@@ -191,8 +193,13 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._channel.submit(call, lambda: collectives.exchange(self._comm, flats, outs))
 
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any = None
-    ) -> dist.Work:  # fmt: skip
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
         """all_to_all of one tensor's parts along dim 0; no sizes: equal parts."""
         call = Call("all_to_all", [tensor], [output], opts)
         out = call.write_buffer(output)
@@ -274,7 +281,8 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         try:
             dist.get_process_group_ranks(self)
         except KeyError:
-            # torch 2.14 attaches its flight recorder to a new group that names devices, and needs a backend in C++ for it.
+            # torch 2.14 attaches its flight recorder to a new group that names devices, and needs a backend in C++ for
+            # it.
             return []
         return [torch.device("cpu"), torch.device("cuda")] if torch.cuda.is_available() else [torch.device("cpu")]
 
@@ -396,14 +404,16 @@ def register() -> None:
     """
     if torch.__version__ < "2.7":  # its DDP loses the futures of a process group written in Python
         raise BackendError(
-            f"backend 'mpi' needs PyTorch 2.7 or newer, and this is {torch.__version__}: upgrade it, or use backend 'gloo'."
+            f"backend 'mpi' needs PyTorch 2.7 or newer, and this is {torch.__version__}: upgrade it, or use backend "
+            "'gloo'."
         )
     given = MPI.Query_thread()
     if given < MPI.THREAD_MULTIPLE:
         levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
         raise BackendError(
-            f"backend 'mpi' needs an MPI with thread level 'multiple', and this one gave {levels.get(given, given)!r}: leave "
-            "mpi4py.rc.thread_level and MPICH_THREADLEVEL_DEFAULT as they are, or use an MPI library built for it."
+            f"backend 'mpi' needs an MPI with thread level 'multiple', and this one gave {levels.get(given, given)!r}: "
+            "leave mpi4py.rc.thread_level and MPICH_THREADLEVEL_DEFAULT as they are, or use an MPI library built for "
+            "it."
         )
     if NAME not in dist.Backend.backend_list:
         for kind in (MpiProcessGroup, Work, Message):

@@ -1,8 +1,9 @@
 """The threads that drive MPI's progress.
 
-MPI moves data only while a thread is inside one of its calls. Each group has a thread that executes its collectives in the
-order of their submission, in blocking calls that release the GIL, and one that tests its point-to-point messages. A small
-operation on an idle group is started by the caller itself, which polls it for 30 us: no thread could be woken in that time.
+MPI moves data only while a thread is inside one of its calls. Each group has a thread that executes its collectives in
+the order of their submission, in blocking calls that release the GIL, and one that tests its point-to-point messages. A
+small operation on an idle group is started by the caller itself, which polls it for 30 us: no thread could be woken in
+that time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from unidist.backends.mpi.work import Owner, Work
 
 #: How long a caller polls the operation that it has started.
 _SPIN_S = 30e-6
-#: The threads run at a lower priority than the backward pass. Where that keeps all cores busy, threads of equal priority wait
-#: for those of other ranks that are not scheduled: a step on 12 big layers, 2 ranks on 2 cores, takes 66 ms instead of 60.
+#: The threads run at a lower priority than the backward pass. Where that keeps all cores busy, threads of equal
+#: priority wait for those of other ranks that are not scheduled: a step on 12 big layers, 2 ranks on 2 cores, takes 66
+#: ms instead of 60.
 _NICE = 10
 #: Interval at which messages are tested while a caller waits for one, and while none does.
 _POLL_S, _IDLE_POLL_S = 5e-5, 1e-3
@@ -170,7 +172,9 @@ class Message(Work):
         return self.name.startswith("recv")
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """As of any operation; its timeout counts from here, since it may be posted long before the other rank's call."""
+        """As of any operation; its timeout counts from here, since it may be posted long before the other rank's
+        call.
+        """
         if self._done:
             return super().wait(timeout)
         with self.messages.waited_for(self):

@@ -91,7 +91,8 @@ def _at_exit() -> None:
 
 
 class Presence:
-    """Which operation each rank of a group is waiting in, and which ranks have left, as reported through the group's store.
+    """Which operation each rank of a group is waiting in, and which ranks have left, as reported through the group's
+    store.
 
     The store does not answer if its rank has stopped, so a thread of its own makes each request.
     """

@@ -1,4 +1,6 @@
-"""Ranks that make different numbers of calls. Horovod counts its unnamed operations, so this comes last, and names all."""
+"""Ranks that make different numbers of calls. Horovod counts its unnamed operations, so this comes last, and names
+all.
+"""
 
 import time
 

@@ -22,8 +22,9 @@ class ShardLoader(DataLoader[T]):
 
     Its iterators are typed as yielding the type parameter of the loader that it was made of, ``DataLoader[T]``.
 
-    Each iteration is the next epoch; one that is abandoned before its second batch does not count. ``len()`` is the number of
-    batches of the running iteration, else of the next one: fewer than a whole epoch's when it resumes in the middle.
+    Each iteration is the next epoch; one that is abandoned before its second batch does not count. ``len()`` is the
+    number of batches of the running iteration, else of the next one: fewer than a whole epoch's when it resumes in the
+    middle.
     """
 
     def __init__(self, source: ShardSampler | ShardStream, seed: int, **options: Any) -> None:
@@ -37,7 +38,8 @@ class ShardLoader(DataLoader[T]):
     def epoch(self) -> int:
         """The epoch of the last iteration, and once that has come to its end, of the next one; from 0.
 
-        After a ``break`` it is still the epoch that was left, as in ``state_dict()``; the next iteration is the one after it.
+        After a ``break`` it is still the epoch that was left, as in ``state_dict()``; the next iteration is the one
+        after it.
         """
         return self._progress.current().epoch
 
@@ -50,8 +52,9 @@ class ShardLoader(DataLoader[T]):
     def state_dict(self) -> dict[str, int | str]:
         """The epoch, and how much of it all ranks together have consumed. Not collective.
 
-        The same on every rank that has taken as many batches. The batch that was yielded last counts as consumed. A state
-        saved at an epoch's last batch resumes with an iteration of no batches; one saved after the loop, with the next epoch.
+        The same on every rank that has taken as many batches. The batch that was yielded last counts as consumed. A
+        state saved at an epoch's last batch resumes with an iteration of no batches; one saved after the loop, with the
+        next epoch.
         """
         epoch, offset = self._progress.current()
         if isinstance(self._source, ShardSampler):  # the length of a stream may be unknown
@@ -67,26 +70,28 @@ class ShardLoader(DataLoader[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration what remains of the saved epoch, on a world of any size. Not collective.
 
-        Every sample that was not consumed is yielded once, with padding as in a whole epoch. The batch size may be another.
+        Every sample that was not consumed is yielded once, with padding as in a whole epoch. The batch size may be
+        another.
 
         Raises:
-            ValueError: the state is of a loader with another seed, or it is in the middle of an epoch and this loader has another
-                length or kind of order.
+            ValueError: the state is of a loader with another seed, or it is in the middle of an epoch and this loader
+                has another length or kind of order.
         """
         if state["seed"] != self._seed:
             raise ValueError(
-                f"this state is of shard_loader(seed={state['seed']}), and this loader has seed={self._seed}: in another order, the "
-                "position would repeat some samples and miss others. Pass the same seed."
+                f"this state is of shard_loader(seed={state['seed']}), and this loader has seed={self._seed}: in "
+                "another order, the position would repeat some samples and miss others. Pass the same seed."
             )
         if state["position"] and state["order"] != self._source.order():
             raise ValueError(
-                f"this state is in the middle of {state['order']}, and this loader has {self._source.order()}: pass the same data, "
-                "sampler and shuffle, or resume from a state saved at the end of an epoch."
+                f"this state is in the middle of {state['order']}, and this loader has {self._source.order()}: pass "
+                "the same data, sampler and shuffle, or resume from a state saved at the end of an epoch."
             )
         if isinstance(self._source, ShardStream):
             if state["position"] and state["workers"] > 1 and not self.num_workers:
                 raise ValueError(
-                    f"this state is in the middle of a stream that {state['workers']} workers read: resume with num_workers=1 or more."
+                    f"this state is in the middle of a stream that {state['workers']} workers read: resume with "
+                    "num_workers=1 or more."
                 )
             self._source.saved_workers = state["workers"]
         self._progress.seek(Position(state["epoch"], state["position"]))
@@ -133,17 +138,17 @@ def shard_loader(
 ) -> ShardLoader[T]:
     """A DataLoader like ``loader`` that yields this rank's shard of the samples.
 
-    The batch size is each rank's own, as before. Order and workers' seeds depend on ``seed`` alone; the global random state is
-    left untouched. Each iteration is a new epoch, whose number is ``loader.epoch``; call ``loader.set_epoch`` only to choose
-    another one. ``loader.state_dict()`` and ``loader.load_state_dict()`` resume in the middle of an epoch, on a world of any
-    size. Not collective, but every rank must pass the same arguments.
+    The batch size is each rank's own, as before. Order and workers' seeds depend on ``seed`` alone; the global random
+    state is left untouched. Each iteration is a new epoch, whose number is ``loader.epoch``; call ``loader.set_epoch``
+    only to choose another one. ``loader.state_dict()`` and ``loader.load_state_dict()`` resume in the middle of an
+    epoch, on a world of any size. Not collective, but every rank must pass the same arguments.
 
     * A sampler (weighted, random with replacement, of a subset, your own) is drawn by every rank with the same random
       numbers, and the ranks take its items in turn. It must draw from its ``generator`` attribute or from the global
       generators of torch, Python or NumPy; any other generator would not follow the epoch when a run resumes.
     * A batch sampler is drawn in the same way, and the ranks take whole batches in turn.
-    * An iterable dataset must yield the same stream on every rank, and the ranks take its samples in turn. With two or more
-      workers, ``worker_split`` says who divides the stream among those of a rank.
+    * An iterable dataset must yield the same stream on every rank, and the ranks take its samples in turn. With two or
+      more workers, ``worker_split`` says who divides the stream among those of a rank.
     * torchdata's ``StatefulDataLoader`` remains one; its own ``state_dict()`` contains the position.
 
     Args:
@@ -154,21 +159,22 @@ def shard_loader(
         pad: repeat samples so that every rank has the same number of batches, which training needs. ``False``
             gives every sample to exactly one rank, for evaluation: shards then differ in length by up to one
             sample, and are empty on some ranks if the world is larger than the dataset. Default: ``not drop_last``.
-        worker_split: of an iterable dataset with ``num_workers`` of 2 or more. ``"dataset"``: it splits itself among the workers,
-            through ``get_worker_info()`` or a ``worker_init_fn``, as PyTorch's documentation shows. ``"loader"``: it yields the
-            whole stream in each worker, of which the workers take batches in turn.
+        worker_split: of an iterable dataset with ``num_workers`` of 2 or more. ``"dataset"``: it splits itself among
+            the workers, through ``get_worker_info()`` or a ``worker_init_fn``, as PyTorch's documentation shows.
+            ``"loader"``: it yields the whole stream in each worker, of which the workers take batches in turn.
 
     Raises:
-        TypeError: a ``DistributedSampler``, a sampler without a length, ``shuffle`` for a sampler of your own, a loader that
-            is a shard already, or one whose class overrides ``__iter__``.
-        ValueError: ``pad=True`` with ``drop_last=True``; padding an empty dataset; ``worker_split`` is missing, or has no meaning
-            for a dataset that is not iterable.
+        TypeError: a ``DistributedSampler``, a sampler without a length, ``shuffle`` for a sampler of your own, a loader
+            that is a shard already, or one whose class overrides ``__iter__``.
+        ValueError: ``pad=True`` with ``drop_last=True``; padding an empty dataset; ``worker_split`` is missing, or has
+            no meaning for a dataset that is not iterable.
     """
     if isinstance(loader, ShardLoader):
         raise TypeError("shard_loader: this loader is a rank's shard already.")
     if not _is_stateful(loader) and type(loader).__iter__ is not DataLoader.__iter__:
         raise TypeError(
-            f"shard_loader cannot keep what {type(loader).__name__}.__iter__ does: pass a plain DataLoader, and wrap the result."
+            f"shard_loader cannot keep what {type(loader).__name__}.__iter__ does: pass a plain DataLoader, and wrap "
+            "the result."
         )
     drop_last = loader.drop_last if drop_last is None else drop_last
     pad = (not drop_last) if pad is None else pad
@@ -242,9 +248,9 @@ def _worker_split(loader: DataLoader[Any], worker_split: WorkerSplit | None) -> 
         raise ValueError(f"shard_loader(worker_split={worker_split!r}): use 'dataset' or 'loader'.")
     if worker_split is None and loader.num_workers > 1:
         raise ValueError(
-            f"shard_loader: {loader.num_workers} workers read the iterable dataset {type(loader.dataset).__name__}: pass "
-            "worker_split='dataset' if it splits itself among them (by get_worker_info() or a worker_init_fn), or "
-            "worker_split='loader' if each of them yields the whole stream."
+            f"shard_loader: {loader.num_workers} workers read the iterable dataset {type(loader.dataset).__name__}: "
+            "pass worker_split='dataset' if it splits itself among them (by get_worker_info() or a worker_init_fn), "
+            "or worker_split='loader' if each of them yields the whole stream."
         )
     return worker_split or "loader"
 

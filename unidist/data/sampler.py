@@ -17,8 +17,8 @@ from unidist.data.sharding import Position, Progress, Sharding, mix_seeds
 class ShardSampler(Sampler[Any]):
     """This rank's shard of the items that ``source`` draws: indices, or the batches of a batch sampler.
 
-    Every rank draws the whole epoch, from ``seed`` and the epoch alone, and takes its items. The global random state is left
-    untouched.
+    Every rank draws the whole epoch, from ``seed`` and the epoch alone, and takes its items. The global random state is
+    left untouched.
 
     Args:
         source: a sampler or batch sampler with a length. What it draws at random must come from its ``generator``
@@ -70,7 +70,8 @@ class ShardSampler(Sampler[Any]):
             items = list(source)
         if len(items) != len(source):
             raise ValueError(
-                f"{type(source).__name__} has length {len(source)} and drew {len(items)} items: its items cannot be divided among the ranks."
+                f"{type(source).__name__} has length {len(source)} and drew {len(items)} items: its items cannot be "
+                "divided among the ranks."
             )
         return items
 

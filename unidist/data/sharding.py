@@ -11,8 +11,8 @@ from typing import NamedTuple
 class Sharding:
     """Item i of an epoch belongs to rank ``i % world_size``.
 
-    So the union of the ranks' k-th batches is the k-th batch of one process with a batch ``world_size`` times as large, and
-    what has been consumed is always the first part of the epoch, whatever the world size.
+    So the union of the ranks' k-th batches is the k-th batch of one process with a batch ``world_size`` times as large,
+    and what has been consumed is always the first part of the epoch, whatever the world size.
 
     Args:
         rank, world_size: which of how many shards.

@@ -17,8 +17,9 @@ WorkerSplit = Literal["dataset", "loader"]
 class ShardStream(IterableDataset[Any]):
     """This rank's and worker's shard of a stream.
 
-    With ``worker_split="loader"`` every worker of every rank reads the whole stream and keeps its own samples: the ranks take
-    samples in turn, and the workers of a rank batches. With ``"dataset"`` each worker's stream is divided among the ranks only.
+    With ``worker_split="loader"`` every worker of every rank reads the whole stream and keeps its own samples: the
+    ranks take samples in turn, and the workers of a rank batches. With ``"dataset"`` each worker's stream is divided
+    among the ranks only.
 
     Args:
         dataset: yields the same samples in the same order on every rank. Its ``set_epoch``, if it has one, is called.
@@ -66,9 +67,9 @@ class ShardStream(IterableDataset[Any]):
         if self.worker_split == "dataset":
             if skip and max(workers, self.saved_workers) > 1:
                 raise UnidistError(
-                    f"{type(self.dataset).__name__} splits itself among {max(workers, self.saved_workers)} workers, so it cannot "
-                    "resume at a position of the whole stream: resume from a state saved at the end of an epoch. With one worker "
-                    "from the start, it could resume anywhere."
+                    f"{type(self.dataset).__name__} splits itself among {max(workers, self.saved_workers)} workers, so "
+                    "it cannot resume at a position of the whole stream: resume from a state saved at the end of an "
+                    "epoch. With one worker from the start, it could resume anywhere."
                 )
             worker, workers = 0, 1
         sharding = self.sharding

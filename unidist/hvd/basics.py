@@ -26,8 +26,8 @@ _started_engine = False
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the world that the launcher declared, on ``torch.distributed``. Collective. A second call is a no-op.
 
-    The engine is that of ``UNIDIST_BACKEND``, else one that runs already, else nccl where CUDA is available, else gloo; one
-    process without a launcher is a world of its own. After ``unidist.init()`` this call is needless.
+    The engine is that of ``UNIDIST_BACKEND``, else one that runs already, else nccl where CUDA is available, else gloo;
+    one process without a launcher is a world of its own. After ``unidist.init()`` this call is needless.
 
     Args:
         comm: the ranks of the world, all of them; None is the same.
@@ -49,7 +49,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         not isinstance(comm, Sequence) or (comm and sorted(comm) != list(range(place.world_size)))
     ):
         raise NotImplementedError(
-            f"init(comm={comm!r}): the world is that of the launcher. Start as many processes as are meant, or use a process set."
+            f"init(comm={comm!r}): the world is that of the launcher. Start as many processes as are meant, or use a "
+            "process set."
         )
     open_session()
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
@@ -60,8 +61,8 @@ def _engine() -> str:
     wanted = knobs.backend(os.environ)
     if wanted == "horovod" and alias.is_installed():
         raise BackendError(
-            f"{knobs.BACKEND}=horovod: in this process `horovod` means the drop-in, so Horovod itself cannot be the engine. Unset the "
-            "variable, or start the script without `-m unidist.hvd`."
+            f"{knobs.BACKEND}=horovod: in this process `horovod` means the drop-in, so Horovod itself cannot be the "
+            "engine. Unset the variable, or start the script without `-m unidist.hvd`."
         )
     if wanted != "auto":
         return wanted
@@ -75,7 +76,9 @@ def _engine() -> str:
 
 @atexit.register
 def shutdown() -> None:
-    """Leave. Operations under way fail, here and on the other ranks. ``init`` may be called again. No-op when not initialised."""
+    """Leave. Operations under way fail, here and on the other ranks. ``init`` may be called again. No-op when not
+    initialised.
+    """
     global _started_engine
     close_session()
     if _started_engine:

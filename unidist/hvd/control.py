@@ -1,4 +1,5 @@
-"""The control channel between the ranks and the coordinator on rank 0: a socket per rank, and a thread on rank 0 that reads all.
+"""The control channel between the ranks and the coordinator on rank 0: a socket per rank, and a thread on rank 0 that
+reads all.
 
 Messages are lists (batches) of the named tuples of ``negotiation`` and of those below. Tensors never travel here.
 """
@@ -102,8 +103,8 @@ def open_channel(backend: Backend, coordinator: Coordinator, stall: StallTimeout
         link = socket.create_connection((address, port), timeout=_CONNECT_S)
     except OSError as error:
         raise BackendError(
-            f"rank {topology.rank} of {topology.world_size} cannot connect to rank 0 at {address}:{port}: {error}. The hosts of a "
-            "job must be able to open connections to each other on any port."
+            f"rank {topology.rank} of {topology.world_size} cannot connect to rank 0 at {address}:{port}: {error}. The "
+            "hosts of a job must be able to open connections to each other on any port."
         ) from error
     client = ControlClient(link)
     client.connection.send_bytes(key + topology.rank.to_bytes(4, "big"))
@@ -305,7 +306,8 @@ class ControlServer:
             self._warned = {entry[0] for entry in stalled}
             for name, seconds, submitted, missing in new:
                 _log.warning(
-                    "stalled: %s has waited %.0f s for ranks %s; ranks %s are ready. Have they taken another branch, or ended?",
+                    "stalled: %s has waited %.0f s for ranks %s; ranks %s are ready. Have they taken another branch, "
+                    "or ended?",
                     name,
                     seconds,
                     format_ranks(missing),

@@ -9,6 +9,6 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     raise NotImplementedError(
-        f"hvd.elastic.{name}: elastic training is not part of unidist.hvd yet. Restarting works: save with unidist.save_checkpoint, and "
-        "start the script with torchrun --max-restarts."
+        f"hvd.elastic.{name}: elastic training is not part of unidist.hvd yet. Restarting works: save with "
+        "unidist.save_checkpoint, and start the script with torchrun --max-restarts."
     )

@@ -24,7 +24,8 @@ _ROW_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda rows: rows.amax(0),
     "product": lambda rows: rows.prod(0, dtype=rows.dtype),
 }
-#: This rank's operations, in the order of the response; None for those that it has not submitted, because it has joined.
+#: This rank's operations, in the order of the response; None for those that it has not submitted, because it has
+#: joined.
 Operations = Sequence[Operation | None]
 
 
@@ -202,8 +203,9 @@ def _from_bytes(flat: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return flat.view(like.dtype).view(shape).to(like.device)
 
 
-#: By the kind of an operation. Each function takes the backend, the group of the process set, a response, which is equal on all
-#: ranks, and this rank's operations; it returns a result per operation, None where the outputs have been written. Collective.
+#: By the kind of an operation. Each function takes the backend, the group of the process set, a response, which is
+#: equal on all ranks, and this rank's operations; it returns a result per operation, None where the outputs have been
+#: written. Collective.
 EXECUTE: dict[str, Callable[[Backend, Group, Response, Operations], list[Any]]] = {
     "allreduce": _all_reduce,
     "broadcast": _broadcast,

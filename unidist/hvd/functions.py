@@ -65,7 +65,8 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of rank ``root_rank`` on every rank; anything that pickle (or cloudpickle, if installed) takes. Collective.
+    """The object of rank ``root_rank`` on every rank; anything that pickle (or cloudpickle, if installed) takes.
+    Collective.
 
     Args:
         obj: looked at on the root only.

@@ -49,8 +49,8 @@ class ReduceOptions(NamedTuple):
 class GradientReducer:
     """Reduces gradients in buckets of a fixed order; one reduction of all is a round.
 
-    In the first round the ranks compare their parameters, and learn which gradients are sparse, so reductions start at its end;
-    in later ones they start while backward runs.
+    In the first round the ranks compare their parameters, and learn which gradients are sparse, so reductions start at
+    its end; in later ones they start while backward runs.
 
     Args:
         names: the optimizer's parameters, and their names.
@@ -126,8 +126,9 @@ class GradientReducer:
         if params:
             first = self._frozen.get(params[0]) or f"of shape {tuple(params[0].shape)}"
             warnings.warn(
-                f"DistributedOptimizer does not reduce {len(params)} parameters, the first {first}, which {reason}: each rank "
-                "trains its own copy of them. Make the DistributedOptimizer again, on every rank, from a plain optimizer.",
+                f"DistributedOptimizer does not reduce {len(params)} parameters, the first {first}, which {reason}: "
+                "each rank trains its own copy of them. Make the DistributedOptimizer again, on every rank, from a "
+                "plain optimizer.",
                 stacklevel=stacklevel,
             )
 
@@ -193,8 +194,8 @@ class GradientReducer:
                 if pair:
                     what = f"{pair[0]!r} on rank {group.ranks[0]} is {pair[1]!r} on rank {rank}"
                 raise HorovodInternalError(
-                    f"DistributedOptimizer: the parameters of rank {rank} differ from those of rank {group.ranks[0]}: {what}. "
-                    "Build the same model and optimizer on every rank."
+                    f"DistributedOptimizer: the parameters of rank {rank} differ from those of rank {group.ranks[0]}: "
+                    f"{what}. Build the same model and optimizer on every rank."
                 )
         sparse_somewhere = [any(flags) for flags in zip(*(row[2] for row in rows))]
         self._sparse = [param for param, flag in zip(self._names, sparse_somewhere) if flag]

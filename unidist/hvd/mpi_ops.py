@@ -1,16 +1,16 @@
 """Horovod's operations.
 
 Every rank of the process set calls an operation. Several may be pending at once, and ranks may submit them in different
-orders, since they are matched by name; operations without a name are matched by the order of such calls. ``op`` is one of
-``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` and ``Adasum``; averages of integers are computed in double precision and
-truncated towards 0. Tensors are dense and contiguous, on the CPU or a GPU.
+orders, since they are matched by name; operations without a name are matched by the order of such calls. ``op`` is one
+of ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` and ``Adasum``; averages of integers are computed in double
+precision and truncated towards 0. Tensors are dense and contiguous, on the CPU or a GPU.
 
 All operations raise
 
-* ``ValueError`` for what this rank itself can see: a tensor that is not supported, a pending operation of the same name, a rank
-  that is not in the process set, Horovod not initialized;
-* ``HorovodInternalError``, from ``synchronize`` on every rank, when the ranks do not agree in operation, dtype, shape, ``op``,
-  root, factors or device, when a rank is lost, or when the backend fails.
+* ``ValueError`` for what this rank itself can see: a tensor that is not supported, a pending operation of the same
+  name, a rank that is not in the process set, Horovod not initialized;
+* ``HorovodInternalError``, from ``synchronize`` on every rank, when the ranks do not agree in operation, dtype, shape,
+  ``op``, root, factors or device, when a rank is lost, or when the backend fails.
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ from unidist.hvd.session import ProcessSetGroups, Session, current_session
 
 __all__ = [
     "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum",
-    "add_process_set", "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
-    "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "ccl_built", "cross_rank",
-    "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
-    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
-    "grouped_reducescatter", "grouped_reducescatter_async", "handle_average_backwards_compatibility", "init", "is_homogeneous",
-    "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll",
-    "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size", "sparse_allreduce_async",
+    "add_process_set", "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
+    "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",
+    "gloo_enabled", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
+    "handle_average_backwards_compatibility", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
+    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank", "reducescatter",
+    "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size", "sparse_allreduce_async",
     "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip
 
@@ -85,9 +86,15 @@ CompressorClass = type[Compressor]
 
 # ------------------------------------------------------------------------------------ allreduce
 def allreduce(
-    tensor: Tensor, average: Any = None, name: str | None = None, compression: CompressorClass = Compression.none,
-    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Tensor:  # fmt: skip
+    tensor: Tensor,
+    average: Any = None,
+    name: str | None = None,
+    compression: CompressorClass = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
     """Reduce the ranks' tensors element by element; differentiable.
 
     Args:
@@ -113,17 +120,29 @@ def allreduce(
 
 
 def allreduce_async(
-    tensor: Tensor, average: Any = None, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:  # fmt: skip
+    tensor: Tensor,
+    average: Any = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
     """Begin ``allreduce``; a handle for ``poll`` and ``synchronize``."""
-    return _submit_allreduce([tensor], [torch.empty_like(tensor)], average, name, op, prescale_factor, postscale_factor, process_set, _first)  # fmt: skip
+    return _submit_allreduce(
+        [tensor], [torch.empty_like(tensor)], average, name, op, prescale_factor, postscale_factor, process_set, _first
+    )
 
 
 def allreduce_(
-    tensor: Tensor, average: Any = None, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Tensor:  # fmt: skip
+    tensor: Tensor,
+    average: Any = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
     """``allreduce`` in place, without gradients; returns ``tensor``."""
     session = current_session()
     handle = _submit_allreduce(
@@ -134,9 +153,14 @@ def allreduce_(
 
 
 def allreduce_async_(
-    tensor: Tensor, average: Any = None, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:  # fmt: skip
+    tensor: Tensor,
+    average: Any = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
     """Begin ``allreduce_``; a handle for ``poll`` and ``synchronize``."""
     return _submit_allreduce(
         [tensor], [tensor], average, name, op, prescale_factor, postscale_factor, process_set, _first
@@ -144,9 +168,15 @@ def allreduce_async_(
 
 
 def grouped_allreduce(
-    tensors: Sequence[Tensor], average: Any = None, name: str | None = None, compression: CompressorClass = Compression.none,
-    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:  # fmt: skip
+    tensors: Sequence[Tensor],
+    average: Any = None,
+    name: str | None = None,
+    compression: CompressorClass = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
     """``allreduce`` of several tensors in one operation; a list of new tensors. Differentiable."""
     compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors))
     reduced = _GroupedAllreduce.apply(  # type: ignore[no-untyped-call]
@@ -156,18 +186,28 @@ def grouped_allreduce(
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[Tensor], average: Any = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:  # fmt: skip
+    tensors: Sequence[Tensor],
+    average: Any = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
     """Begin ``grouped_allreduce``; a handle for ``poll`` and ``synchronize``."""
     outputs = [torch.empty_like(tensor) for tensor in tensors]
     return _submit_allreduce(tensors, outputs, average, name, op, prescale_factor, postscale_factor, process_set, tuple)
 
 
 def grouped_allreduce_(
-    tensors: Sequence[Tensor], average: Any = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    tensors: Sequence[Tensor],
+    average: Any = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:
     """``grouped_allreduce`` in place, without gradients; the tensors."""
     session = current_session()
     handle = _submit_allreduce(
@@ -178,9 +218,14 @@ def grouped_allreduce_(
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[Tensor], average: Any = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:  # fmt: skip
+    tensors: Sequence[Tensor],
+    average: Any = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
     """Begin ``grouped_allreduce_``; a handle for ``poll`` and ``synchronize``."""
     return _submit_allreduce(tensors, tensors, average, name, op, prescale_factor, postscale_factor, process_set, tuple)
 
@@ -290,8 +335,8 @@ def alltoall(
         process_set: the ranks that take part.
 
     Returns:
-        A new tensor of the received rows, in rank order; with ``splits`` a pair of it and the number of rows received from each
-        rank, an int32 tensor.
+        A new tensor of the received rows, in rank order; with ``splits`` a pair of it and the number of rows received
+        from each rank, an int32 tensor.
     """
     return _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
 
@@ -330,14 +375,19 @@ def alltoall_async(
 
 # ------------------------------------------------------------------------------------ reducescatter
 def reducescatter(
-    tensor: Tensor, name: str | None = None, compression: CompressorClass = Compression.none, op: int = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Tensor:  # fmt: skip
+    tensor: Tensor,
+    name: str | None = None,
+    compression: CompressorClass = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
     """Reduce the ranks' tensors and leave one part of the result, along dim 0, on each rank; differentiable.
 
     Args:
-        tensor: the same shape and dtype on every rank, at least one dimension; where dim 0 has no equal parts, the first ranks
-            get one row more.
+        tensor: the same shape and dtype on every rank, at least one dimension; where dim 0 has no equal parts, the
+            first ranks get one row more.
         name: by which the ranks' calls are matched.
         compression: applied to what is sent.
         op: ``Average`` or ``Sum``.
@@ -350,17 +400,26 @@ def reducescatter(
 
 
 def reducescatter_async(
-    tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> int:  # fmt: skip
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
     """Begin ``reducescatter``; a handle for ``poll`` and ``synchronize``."""
     return _submit_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor, _first)
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Tensor], name: str | None = None, compression: CompressorClass = Compression.none, op: int = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> list[Tensor]:  # fmt: skip
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: CompressorClass = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
     """``reducescatter`` of several tensors in one operation; a list of new tensors. Differentiable."""
     compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors))
     parts = _GroupedReducescatter.apply(  # type: ignore[no-untyped-call]
@@ -370,9 +429,13 @@ def grouped_reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Tensor], name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> int:  # fmt: skip
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
     """Begin ``grouped_reducescatter``; a handle for ``poll`` and ``synchronize``."""
     return _submit_reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, tuple)
 
@@ -391,8 +454,8 @@ def synchronize(handle: int) -> Any:
 def join(device: int = -1) -> int:
     """Declare that this rank has no more data, and wait until all ranks have joined.
 
-    Until then it takes part in the others' ``allreduce`` and in their optimizers' reductions with zeros, and counts in averages.
-    Other operations raise on the ranks that call them.
+    Until then it takes part in the others' ``allreduce`` and in their optimizers' reductions with zeros, and counts in
+    averages. Other operations raise on the ranks that call them.
 
     Args:
         device: of no effect.
@@ -423,9 +486,17 @@ def handle_average_backwards_compatibility(op: int | None, average: Any) -> int:
 
 # ------------------------------------------------------------------------------------ submission
 def _submit_allreduce(
-    tensors: Sequence[Tensor], outputs: Sequence[Tensor], average: Any, name: str | None, op: int | None, prescale: float,
-    postscale: float, process_set: ProcessSet, to_result: Callable[[Any], Any], send_now: bool = False,
-) -> int:  # fmt: skip
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    average: Any,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    to_result: Callable[[Any], Any],
+    send_now: bool = False,
+) -> int:
     op = handle_average_backwards_compatibility(op, average)
     session, set_id = _member(process_set, "allreduce")
     for tensor in tensors:
@@ -441,10 +512,14 @@ def _submit_allreduce(
     kind = "allreduce" if to_result is _first else "grouped_allreduce"
     inputs = [tensor.data for tensor in tensors]
     operation = Operation(
-        _name(session, kind, name, set_id), signature, inputs,
+        _name(session, kind, name, set_id),
+        signature,
+        inputs,
         inputs if outputs is tensors or outputs[0] is tensors[0] else outputs,
-        _inline_payload(inputs, signature, session.process_sets[set_id]) if send_now else (), set_id, result=to_result(outputs),
-    )  # fmt: skip
+        _inline_payload(inputs, signature, session.process_sets[set_id]) if send_now else (),
+        set_id,
+        result=to_result(outputs),
+    )
     return session.submit(operation, send_now=send_now)
 
 
@@ -471,9 +546,15 @@ def _allreduce_signature(
         if len(session.signatures) >= _MAX_SIGNATURES:
             session.signatures.clear()
         signature = session.signatures[key] = Signature(
-            "allreduce", tuple(_TYPES[tensor.dtype] for tensor in tensors), tuple(tuple(tensor.shape) for tensor in tensors),
-            op, -1, float(prescale), float(postscale), tensors[0].device.type,
-        )  # fmt: skip
+            "allreduce",
+            tuple(_TYPES[tensor.dtype] for tensor in tensors),
+            tuple(tuple(tensor.shape) for tensor in tensors),
+            op,
+            -1,
+            float(prescale),
+            float(postscale),
+            tensors[0].device.type,
+        )
     return signature
 
 
@@ -486,9 +567,11 @@ def _submit_allgather(
         if tensor.dim() == 0:
             raise ValueError("allgather takes tensors of at least one dimension: pass tensor.reshape(1).")
     signature = Signature(
-        "allgather", tuple(_TYPES[t.dtype] for t in tensors), tuple((-1, *t.shape[1:]) for t in tensors),
+        "allgather",
+        tuple(_TYPES[t.dtype] for t in tensors),
+        tuple((-1, *t.shape[1:]) for t in tensors),
         device=tensors[0].device.type,
-    )  # fmt: skip
+    )
     name = _name(session, "allgather" if to_result is _first else "grouped_allgather", name, set_id)
     inputs = [tensor.detach() for tensor in tensors]
     return session.submit(
@@ -515,9 +598,14 @@ def _submit_broadcast(
 
 
 def _submit_reducescatter(
-    tensors: Sequence[Tensor], name: str | None, op: int, process_set: ProcessSet, prescale: float, postscale: float,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    process_set: ProcessSet,
+    prescale: float,
+    postscale: float,
     to_result: Callable[[Any], Any],
-) -> int:  # fmt: skip
+) -> int:
     session, set_id = _member(process_set, "reducescatter")
     for tensor in tensors:
         _check_tensor(tensor, _REDUCED)
@@ -526,9 +614,15 @@ def _submit_reducescatter(
     if op not in (Average, Sum):
         raise HorovodInternalError(f"reducescatter takes op=Average or Sum, not {op!r}.")
     signature = Signature(
-        "reducescatter", tuple(_TYPES[t.dtype] for t in tensors), tuple(tuple(t.shape) for t in tensors), _OPS[op], -1,
-        float(prescale), float(postscale), tensors[0].device.type,
-    )  # fmt: skip
+        "reducescatter",
+        tuple(_TYPES[t.dtype] for t in tensors),
+        tuple(tuple(t.shape) for t in tensors),
+        _OPS[op],
+        -1,
+        float(prescale),
+        float(postscale),
+        tensors[0].device.type,
+    )
     name = _name(session, "reducescatter" if to_result is _first else "grouped_reducescatter", name, set_id)
     return session.submit(Operation(name, signature, [t.detach() for t in tensors], None, (), set_id, to_result))
 

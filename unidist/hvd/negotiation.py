@@ -1,9 +1,9 @@
 """The coordinator of Horovod's operations: which may execute, in which order. Pure: no thread, clock or socket.
 
-Each rank sends a request for each operation that it has submitted, in any order. When all ranks of an operation's process set
-have sent theirs, and they agree, each of them gets a response; the responses come in one order on all ranks, so that no two
-ranks wait for each other. Small allreduces that are ready together get one response (tensor fusion). ``control`` has the
-sockets, ``session`` the execution.
+Each rank sends a request for each operation that it has submitted, in any order. When all ranks of an operation's
+process set have sent theirs, and they agree, each of them gets a response; the responses come in one order on all
+ranks, so that no two ranks wait for each other. Small allreduces that are ready together get one response (tensor
+fusion). ``control`` has the sockets, ``session`` the execution.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ class Coordinator:
         return outgoing
 
     def stalled(self, now: float, seconds: float) -> list[tuple[str, float, list[int], list[int]]]:
-        """Operations that have been pending for at least so long: name, seconds, ranks that submitted it, missing ranks."""
+        """Operations that have been pending for at least so long: name, seconds, ranks that submitted it, missing
+        ranks.
+        """
         found = []
         for (set_id, name), entry in self._pending.items():
             if now - entry.since >= seconds:

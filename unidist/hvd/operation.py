@@ -30,8 +30,8 @@ class Operation:
     """
 
     __slots__ = (
-        "_done_lock", "done", "error", "inputs", "inputs_ready", "name", "outputs", "payload", "result", "set_id", "signature",
-        "to_result",
+        "_done_lock", "done", "error", "inputs", "inputs_ready", "name", "outputs", "payload", "result", "set_id",
+        "signature", "to_result",
     )  # fmt: skip
 
     def __init__(

@@ -34,17 +34,20 @@ def DistributedOptimizer(
 ) -> Any:
     """An optimizer like the given one whose ``step`` takes gradients reduced over the ranks.
 
-    They are reduced in buckets while ``backward`` runs; ``synchronize()`` waits for them, and ``step()`` calls it first unless
-    inside ``skip_synchronize()``. A parameter without a gradient counts as zeros. Every rank steps equally often (or joins).
-    The result's class is a subclass of the optimizer's; it has its state and shares its parameter groups.
+    They are reduced in buckets while ``backward`` runs; ``synchronize()`` waits for them, and ``step()`` calls it first
+    unless inside ``skip_synchronize()``. A parameter without a gradient counts as zeros. Every rank steps equally often
+    (or joins). The result's class is a subclass of the optimizer's; it has its state and shares its parameter groups.
 
     Args:
         optimizer: plain; it is not used further.
-        named_parameters: names for messages, usually ``model.named_parameters()``; all of the optimizer's parameters, or None.
+        named_parameters: names for messages, usually ``model.named_parameters()``; all of the optimizer's parameters,
+            or None.
         compression: applied to what is sent.
         backward_passes_per_step: number of backward passes whose gradients add up before a reduction.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product``, or ``Adasum``, which reduces the changes that steps make.
-        gradient_predivide_factor: with ``Average``: gradients are divided by it before the sum, and the sum by size over it.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product``, or ``Adasum``, which reduces the changes that steps
+            make.
+        gradient_predivide_factor: with ``Average``: gradients are divided by it before the sum, and the sum by size
+            over it.
         num_groups: deprecated, see ``groups``.
         groups: checked, and otherwise of no effect: buckets take its place.
         sparse_as_dense: reduce sparse gradients as dense ones.
@@ -102,8 +105,8 @@ class _ReducingMixin(torch.optim.Optimizer):
         """Wait until all gradients are reduced. Collective."""
         if self._copied:
             raise HorovodInternalError(
-                "this optimizer is a copy of a DistributedOptimizer, and reduces nothing: copy the model, and make a new "
-                "DistributedOptimizer for it."
+                "this optimizer is a copy of a DistributedOptimizer, and reduces nothing: copy the model, and make a "
+                "new DistributedOptimizer for it."
             )
         if self._reducer is not None:
             self._reducer.finish()
@@ -127,8 +130,8 @@ class _ReducingMixin(torch.optim.Optimizer):
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "optimizer.step() was called after optimizer.synchronize() without optimizer.skip_synchronize(): the "
-                    "gradients are reduced twice.",
+                    "optimizer.step() was called after optimizer.synchronize() without optimizer.skip_synchronize(): "
+                    "the gradients are reduced twice.",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -139,7 +142,8 @@ class _ReducingMixin(torch.optim.Optimizer):
         """As of the optimizer.
 
         Raises:
-            AssertionError: called between ``backward()`` and ``step()`` or ``synchronize()``, while gradients are reduced.
+            AssertionError: called between ``backward()`` and ``step()`` or ``synchronize()``, while gradients are
+                reduced.
         """
         if self._reducer is not None and self._reducer.in_progress:
             raise AssertionError(
@@ -247,7 +251,8 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
     pairs = list(named)
     if any(not isinstance(pair, tuple) for pair in pairs):
         raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
         )
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
@@ -257,7 +262,8 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
     missing = [index for index, param in enumerate(params) if param not in by_param]
     if missing:
         raise ValueError(
-            f"named_parameters was specified, but {len(missing)} of the optimizer's parameters were not named, the first of shape "
+            f"named_parameters was specified, but {len(missing)} of the optimizer's parameters were not named, the "
+            "first of shape "
             f"{tuple(params[missing[0]].shape)}: pass the names of all of them, or None."
         )
     return {param: by_param[param] for param in params}

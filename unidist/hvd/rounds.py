@@ -1,7 +1,7 @@
 """Gradient reductions after ``join()``.
 
-Gradients are reduced in a fixed order, without negotiation. One reduction of all gradients of an optimizer is a round. Once a
-rank has joined, the others announce each round that they begin, and the joined rank takes part in it with zeros.
+Gradients are reduced in a fixed order, without negotiation. One reduction of all gradients of an optimizer is a round.
+Once a rank has joined, the others announce each round that they begin, and the joined rank takes part in it with zeros.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def run(
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in processes of this host, each a rank of one world.
 
-    ``func`` calls ``hvd.init()`` itself. It and what it returns must pickle, or be taken by cloudpickle if that is installed.
+    ``func`` calls ``hvd.init()`` itself. It and what it returns must pickle, or be taken by cloudpickle if that is
+    installed.
 
     Args:
         func: what each rank runs.
@@ -29,7 +30,8 @@ def run(
         num_proc: number of processes.
         hosts: None, or this host alone, as ``localhost:2``.
         np: deprecated name of ``num_proc``.
-        options: the others of ``horovod.run``; those that are set are refused, but for ``verbose``, ``use_gloo`` and ``use_mpi``.
+        options: the others of ``horovod.run``; those that are set are refused, but for ``verbose``, ``use_gloo`` and
+            ``use_mpi``.
 
     Returns:
         What each rank returned, in rank order.

@@ -1,4 +1,6 @@
-"""The operations of one ``hvd.init()``: what is pending on this rank, and the execution of what the coordinator responds."""
+"""The operations of one ``hvd.init()``: what is pending on this rank, and the execution of what the coordinator
+responds.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class ProcessSetGroups:
     def __init__(self, backend: Backend, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.included = backend.topology.rank in ranks
-        # Two groups: gradients, which are not negotiated, must not wait for operations between them, nor these for gradients.
+        # Two groups: gradients, which are not negotiated, must not wait for operations between them, nor these for
+        # gradients.
         self.operations, self.gradients = (
             (backend.new_group(ranks), backend.new_group(ranks)) if ranks else (Group((), None), Group((), None))
         )
@@ -107,8 +110,8 @@ class Session:
                 raise HorovodInternalError(self._closed)
             if key in self._pending:
                 raise ValueError(
-                    f"{operation.name} is pending already: an operation of that name has been submitted and is not done. Give each "
-                    "operation that runs at the same time a name of its own."
+                    f"{operation.name} is pending already: an operation of that name has been submitted and is not "
+                    "done. Give each operation that runs at the same time a name of its own."
                 )
             self._pending[key] = operation
             handle = next(self._next_handle)
@@ -312,7 +315,9 @@ def _modes_of_submission(operations: Sequence[Operation | None]) -> Iterator[Non
 
 @contextmanager
 def _in_stream_order(signature: Signature, operations: Sequence[Operation | None]) -> Iterator[None]:
-    """On a GPU: run after the kernels that compute the inputs, and be complete at the end; the caller has another stream."""
+    """On a GPU: run after the kernels that compute the inputs, and be complete at the end; the caller has another
+    stream.
+    """
     if signature.device != "cuda":
         yield
         return

@@ -19,9 +19,13 @@ class SyncBatchNorm(batch_norm.SyncBatchNorm):
     """
 
     def __init__(
-        self, num_features: int, eps: float = 1e-05, momentum: float | None = 0.1, affine: bool = True,
+        self,
+        num_features: int,
+        eps: float = 1e-05,
+        momentum: float | None = 0.1,
+        affine: bool = True,
         track_running_stats: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
 
     def _check_input_dim(self, input: Tensor) -> None:

@@ -11,7 +11,9 @@ from typing import IO
 
 
 class Timeline:
-    """A file of trace events (``chrome://tracing``, Perfetto), one process row for each tensor name. Thread-safe; off until ``open``."""
+    """A file of trace events (``chrome://tracing``, Perfetto), one process row for each tensor name. Thread-safe;
+    off until ``open``.
+    """
 
     def __init__(self) -> None:
         self.on = False
