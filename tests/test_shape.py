@@ -57,7 +57,7 @@ SOURCES = [path for path in SOURCES if not path.is_relative_to(ROOT / "unidist/b
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of all that a file imports, wherever the import stands."""
+    """Full names of all that a file imports, wherever the import is."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -100,7 +100,7 @@ def depends_on(body: Iterable[ast.AST], modules: Collection[str]) -> Iterator[st
             yield from depends_on(ast.iter_child_nodes(node), modules)
 
 
-#: Those that are left. One that is gone must leave this list.
+#: Known circles. One that has been removed must be removed here.
 CIRCLES = [{f"unidist.hvd.{name}" for name in ("alias", "basics", "functions", "mpi_ops", "run")}]
 
 
@@ -116,7 +116,7 @@ def test_no_import_leads_back() -> None:
     assert circles == set(map(frozenset, CIRCLES)), [sorted(circle) for circle in circles]
 
 
-#: Public classes of one name in several modules: Horovod's name is torch's here; those that are left.
+#: Names that several modules have: torch's and Horovod's SyncBatchNorm, and some that need another name.
 TWINS = {"SyncBatchNorm", "Finding", "Launch"}
 
 
