@@ -6,7 +6,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from tests.support.worlds import IN_WORLD, LEGACY, run_world, shown
 
 #: What starts worlds, here and in the product.
 STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.multiprocessing.start_processes")
+#: Fixtures of several worlds.
+SHARED = ("legacy_under_horovod", "trained")
 # What runs inside a world is collected only there.
 collect_ignore = [] if IN_WORLD in os.environ else ["contract", "hvd", "process_group"]
 
@@ -34,6 +36,25 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a fixture of several worlds run in one worker, so that it is made once."""
+    for item in items:
+        for name in SHARED:
+            if name in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(name))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist
+        session.config.workeroutput["shown"] = shown
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for title, lines in getattr(node, "workeroutput", {}).get("shown", {}).items():
+        shown.setdefault(title, []).extend(lines)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for title, lines in shown.items():
         terminalreporter.section(title)
@@ -44,9 +65,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def srun_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment in which ``srun`` reaches a Slurm of this test run's own."""
-    absent = slurm.missing()
-    if absent:
-        pytest.skip(absent)
+    if why := slurm.missing():
+        pytest.skip(why)
     with slurm.slurm(tmp_path_factory.mktemp("slurm")) as env:
         yield env
 

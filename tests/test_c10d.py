@@ -21,28 +21,28 @@ def outcomes(library: str, size: int, directory: Path, chosen: Collection[str] =
     """Each test's, or some tests': passed, skipped or failed, with the reason."""
     found: dict[str, str] = {}
     for label in LABELS[library] if size > 2 else LABELS[library][:-1]:
-        place = directory / f"{library}-{label}"
-        place.mkdir()
-        file = place / "outcomes.jsonl"
+        work = directory / f"{library}-{label}"
+        work.mkdir()
+        file = work / "outcomes.jsonl"
         wanted = [name for name, outcome in found.items() if outcome.startswith("skipped")] or chosen
-        told: dict[str, str] = {}
-        for _ in range(20):  # a world that dies, or ends after a test that breaks it, is gone on with
-            argv = ["-m", "mpi4py", "-m", "tests.support.c10d", library, label, str(place), *wanted]
+        reported: dict[str, str] = {}
+        for _ in range(20):  # where a world dies, or ends after a test that breaks it, another continues
+            argv = ["-m", "mpi4py", "-m", "tests.support.c10d", library, label, str(work), *wanted]
             result = run_world("openmpi", size, argv, timeout=400)
             if file.exists():
-                told = {
+                reported = {
                     line["name"]: verdict(line["outcomes"]) for line in map(json.loads, file.read_text().splitlines())
                 }
             if result.returncode == 0:
                 break
             died = re.findall(r"C10D (\w+)", result.output)[-1]
-            if died not in told:
+            if died not in reported:
                 with file.open("a") as lines:
                     line = {"name": died, "outcomes": [f"failed: the world died: {result.output[-3000:]}"]}
                     lines.write(json.dumps(line) + "\n")
         else:
             raise AssertionError(f"{library} as {label} at {size} ranks did not get through: {result.output[-3000:]}")
-        found |= told
+        found |= reported
     return found
 
 
@@ -59,15 +59,15 @@ def allowed() -> dict[str, str]:
 
 
 def test_no_failure_that_gloo_does_not_have(tmp_path: Path) -> None:
-    size = 3  # at two ranks there is nothing that is not here, and what needs three is skipped
+    size = 3  # two ranks show no more, and what needs three is skipped
     ours = outcomes("mpi4py", size, tmp_path)
     # Only what does not pass here has to be known of gloo.
     theirs = outcomes("gloo", size, tmp_path, [name for name, outcome in ours.items() if outcome != "passed"])
     title = "torch.testing._internal.distributed.distributed_test"
     for library, found in (("mpi4py", ours), ("gloo", theirs)):
         counts = Counter(outcome.split(":")[0] for outcome in found.values())
-        told = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
-        shown.setdefault(title, []).append(f"{library:8} {size} ranks: {told} of {len(found)}")
+        summary = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+        shown.setdefault(title, []).append(f"{library:8} {size} ranks: {summary} of {len(found)}")
     reasons = allowed()
     worse = {
         name: outcome

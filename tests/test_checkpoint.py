@@ -26,8 +26,8 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return model
 
 
-def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    return max((left[name] - right[name]).abs().max().item() for name in left)
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
 def losses(output: str) -> dict[int, float]:
@@ -100,7 +100,7 @@ def run_killed(launcher: str, backend: str, directory: Path) -> Result:
 
 
 def kill_rank_1(directory: Path) -> int:
-    """SIGKILL the second rank of the run that writes there, wherever it is; how many processes that were."""
+    """SIGKILL the second rank of the run that writes to the directory; how many processes that were."""
     killed = 0
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -188,6 +188,8 @@ def test_a_horovod_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launcher_has_one_name() -> None:
     """A world is started by the name that its ranks detect."""
     assert COMMANDS.keys() <= {launcher.name for launcher in LAUNCHERS}
+    page = (ROOT / "docs/launchers.md").read_text()
+    assert all(f"| `{name}` | `{command.typed.split()[0]}" in page for name, command in COMMANDS.items())
 
 
 @pytest.mark.unit

@@ -68,21 +68,21 @@ def test_random_programs(tmp_path: Path) -> None:
     for backend in ("gloo", "mpi"):
         for rank in range(size):
             for number, (mine, theirs) in enumerate(zip(results[backend][rank], results["horovod"][rank])):
-                place = f"program {number} on rank {rank}, {backend}"
-                operations += same(mine, theirs, place, programs[number])
+                which = f"program {number} on rank {rank}, {backend}"
+                operations += same(mine, theirs, which, programs[number])
     assert operations > 4 * count
     shown.setdefault("random programs", []).append(
         f"{len(programs)} programs at {size} ranks: {operations} results equal those of Horovod"
     )
 
 
-def same(mine: list[Any], theirs: list[Any], place: str, program: Any) -> int:
+def same(mine: list[Any], theirs: list[Any], which: str, program: Any) -> int:
     """How many results were compared."""
     count = 0
     for batch, (ours, others) in enumerate(zip(mine, theirs)):
         assert len(ours) == len(others)
         for index, (a, b) in enumerate(zip(ours, others)):
-            what = f"{place}: {program[batch][0][index]}: {a} instead of {b}"
+            what = f"{which}: {program[batch][0][index]}: {a} instead of {b}"
             assert (a is None) == (b is None), what
             if a is not None:
                 count += 1

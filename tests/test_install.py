@@ -29,9 +29,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     for name in filter(lambda name: (ROOT / name).exists(), files):
-        place = work / "unidist" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, place, follow_symlinks=False)
+        target = work / "unidist" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target, follow_symlinks=False)
     (work / "script.py").write_text(SCRIPT)
     shutil.copy(ROOT / "tests/programs/typed.py", work)
     settings = {"typeCheckingMode": "standard", "reportUnnecessaryTypeIgnoreComment": "error", "include": ["typed.py"]}
@@ -52,13 +52,13 @@ def run(command: Sequence[str], directory: Path | None = None) -> str:
     return done.stdout
 
 
-def new_python(place: Path) -> str:
+def new_python(venv: Path) -> str:
     """The interpreter of a new environment that has this one's packages but not its unidist."""
-    run([sys.executable, "-m", "venv", "--without-pip", str(place)])
-    paths = sysconfig.get_paths(vars={"base": str(place), "platbase": str(place)})
-    # What stands in a .pth file is put on the path; .pth files that are found there are not followed.
+    run([sys.executable, "-m", "venv", "--without-pip", str(venv)])
+    paths = sysconfig.get_paths(vars={"base": str(venv), "platbase": str(venv)})
+    # The lines of a .pth file are added to the path; .pth files in those directories are not read.
     Path(paths["purelib"], "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return str(place / "bin" / "python")
+    return str(venv / "bin" / "python")
 
 
 def test_archives_have_the_engines(archives: Path) -> None:

@@ -155,8 +155,8 @@ def test_the_wrong_mpi_library_is_refused() -> None:
 
 
 def test_two_processes_of_one_rank_are_refused() -> None:
-    # Rank 2 never comes, so rank 0 is there until both have claimed rank 1.
-    env = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "UNIDIST_TIMEOUT": "15"}
+    # Rank 2 never comes, so rank 0 waits until both have claimed rank 1.
+    env = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "UNIDIST_TIMEOUT": "60"}
     command = [PYTHON, PLACE]
     running = [
         subprocess.Popen(
@@ -169,8 +169,15 @@ def test_two_processes_of_one_rank_are_refused() -> None:
         )
         for rank in ("0", "1", "1")
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in running]
-    assert any("two processes are rank 1" in output for output in outputs), outputs
+    start = time.monotonic()
+    while all(process.poll() is None for process in running) and time.monotonic() < start + 50:
+        time.sleep(0.1)
+    ended = [process for process in running if process.poll() is not None]
+    for process in running:
+        process.kill()
+    outputs = [process.communicate()[0] for process in running]
+    assert len(ended) == 1 and ended[0].returncode != 0, outputs
+    assert "two processes are rank 1" in outputs[running.index(ended[0])], outputs
 
 
 @pytest.mark.parametrize(("engine", "launcher"), [("torch", "torchrun"), ("horovod", "openmpi")])
@@ -208,9 +215,8 @@ FAILS = [
 
 @pytest.mark.parametrize(("launcher", "backend", "how"), FAILS)
 def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -> None:
-    absent = missing(launcher)
-    if absent:
-        pytest.skip(absent)
+    if why := missing(launcher):
+        pytest.skip(why)
     result = run_world(launcher, 2, ["tests/programs/fail_on_rank.py", "1", how], backend=backend, timeout=60)
     assert result.returncode != 0 and result.seconds < 30
     assert "trained to the end" not in result.output

@@ -59,9 +59,8 @@ def test_digits(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    absent = missing(launcher)
-    if absent:
-        pytest.skip(absent)
+    if why := missing(launcher):
+        pytest.skip(why)
     detected = {"python": "none"}.get(launcher, launcher.split()[0])
     # A proxy that nobody runs is not asked for the launcher's server on this host.
     env = {"http_proxy": "http://127.0.0.1:9"}

@@ -41,11 +41,11 @@ def test_many_worlds_leave_nothing_behind(launcher: str, cycles: int, spare: int
     """MPICH has about 2,000 communicators, of which 20 are left; each world needs two. Open MPI has far more."""
     result = run_world(launcher, 2, ["tests/programs/mpi_cycles.py", str(cycles), str(spare)], timeout=300)
     assert result.returncode == 0, result.output
-    told = re.findall(rf"{cycles} cycles, (\d+) threads left, (-?\d+) MiB grown", result.output)
-    assert len(told) == 2, result.output
+    ended = re.findall(rf"{cycles} cycles, (\d+) threads left, (-?\d+) MiB grown", result.output)
+    assert len(ended) == 2, result.output
     # The watch, those of the last world and one that is just ending.
-    assert all(int(threads) < 6 and int(grown) < 5 for threads, grown in told), told
-    shown.setdefault("worlds one after another", []).append(f"{launcher:16} {cycles}: {told}, {result.seconds:.0f} s")
+    assert all(int(threads) < 6 and int(grown) < 5 for threads, grown in ended), ended
+    shown.setdefault("worlds one after another", []).append(f"{launcher:16} {cycles}: {ended}, {result.seconds:.0f} s")
 
 
 def test_messages_over_two_gibibytes() -> None:

@@ -35,9 +35,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], W
     return found
 
 
-def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    assert left.keys() == right.keys()
-    return max((left[name].double() - right[name].double()).abs().max().item() for name in left)
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max((ours[name].double() - theirs[name].double()).abs().max().item() for name in ours)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,11 +49,11 @@ def test_final_weights_are_the_same(name: str, trained: dict[tuple[str, int], We
         reference = ("gloo", size) if name in BETWEEN_ENGINES else ("single", 1)
         if (engine, size) != reference:
             figures.append(((engine, size), distance(weights[name], trained[reference][name])))
-    told = "  ".join(f"{engine} {size}: {value:.0e}" for (engine, size), value in figures)
+    line = "  ".join(f"{engine} {size}: {value:.0e}" for (engine, size), value in figures)
     beside = "gloo" if name in BETWEEN_ENGINES else "one process"
     title = "parity: distance of the final weights after 20 steps (limit 1e-5)"
-    shown.setdefault(title, []).append(f"{name:47} to {beside:11} {told}")
-    assert all(value <= TOLERANCE for _, value in figures), told
+    shown.setdefault(title, []).append(f"{name:47} to {beside:11} {line}")
+    assert all(value <= TOLERANCE for _, value in figures), line
 
 
 def test_the_tolerance_tells_training_together_from_training_apart(

@@ -129,7 +129,7 @@ def test_smaller_world_in_a_larger_step_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "told"),
+    ("env", "message"),
     [
         ({**TORCHRUN, "RANK": "abc"}, "RANK='abc'"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK='-1'"),
@@ -150,10 +150,10 @@ def test_smaller_world_in_a_larger_step_is_refused() -> None:
         ({"UNIDIST_LAUNCHER": "slrum"}, "not a known launcher"),
     ],
 )
-def test_nonsense(env: dict[str, str], told: str) -> None:
+def test_nonsense(env: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError) as caught:
         detect(env)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 FIELDS = ("rank", "world_size", "local_rank", "local_size", "node_rank", "num_nodes")

@@ -104,14 +104,14 @@ def main(library: str, label: str, directory: Path, wanted: set[str]) -> None:
         common_utils.set_rng_seed(1234)
         outcome = run(case, name)
         # The others may have fared otherwise.
-        told = rendezvous.exchange(dist.PrefixStore(f"outcome/{name}", store), "told", launch, outcome)
+        outcomes_of_all = rendezvous.exchange(dist.PrefixStore(f"outcome/{name}", store), "outcome", launch, outcome)
         if dist.is_initialized():
             dist.destroy_process_group()
         alarm.cancel()
         if rank == 0:
             with outcomes.open("a") as file:
-                file.write(json.dumps({"name": name, "outcomes": told}) + "\n")
-        if library != "gloo" and "timeout" in name and not told[0].startswith("skipped"):
+                file.write(json.dumps({"name": name, "outcomes": outcomes_of_all}) + "\n")
+        if library != "gloo" and "timeout" in name and not outcomes_of_all[0].startswith("skipped"):
             # It has broken its group on purpose, and the job is about to end.
             os._exit(4)
 

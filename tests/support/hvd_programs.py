@@ -62,11 +62,11 @@ def run(hvd: Any, programs: list[Any]) -> list[list[Any]]:
     results = []
     for number, batches in enumerate(programs):
         found: list[Any] = []
-        for place, (batch, seed) in enumerate(batches):
+        for turn, (batch, seed) in enumerate(batches):
             draw = random.Random(seed + hvd.rank())
             mine = [index for index, entry in enumerate(batch) if sets[entry["set"]].included()]
             draw.shuffle(mine)
-            handles = {i: _start(hvd, batch[i], sets[batch[i]["set"]], f"{number}.{place}.{i}", i) for i in mine}
+            handles = {i: _start(hvd, batch[i], sets[batch[i]["set"]], f"{number}.{turn}.{i}", i) for i in mine}
             draw.shuffle(mine)
             got = {i: _plain(hvd.synchronize(handles[i])) for i in mine}
             found.append([got.get(index) for index in range(len(batch))])

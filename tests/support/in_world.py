@@ -23,17 +23,17 @@ counts = {"passed": 0, "skipped": 0}
 def world() -> Iterator[None]:
     unidist.init(timeout=60)
     torch.manual_seed(0)
-    verdict = Path(os.environ[IN_WORLD]) / f"{unidist.rank()}.json"
+    outcome = Path(os.environ[IN_WORLD]) / f"{unidist.rank()}.json"
     yield
     unidist.shutdown()
-    verdict.write_text(json.dumps(counts))
+    outcome.write_text(json.dumps(counts))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
         # The first failure on any rank ends the world: the other ranks would wait for this one.
-        place = unidist.rank() if unidist.is_initialized() else "?"
-        print(f"\nrank {place}: {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)
+        rank = unidist.rank() if unidist.is_initialized() else "?"
+        print(f"\nrank {rank}: {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)
         os._exit(1)
     if report.when == "call" or report.skipped:
         counts[report.outcome] += 1

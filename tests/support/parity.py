@@ -398,7 +398,7 @@ def _() -> nn.Module:
     model = unidist.wrap_model(net())
     optimizer = sgd(model)
     half = STEPS // 2
-    cut = WHOLE * 2 // 3  # what is left of the data: at 3 ranks the first two parts, at 2 ranks 8 of 12 rows
+    cut = WHOLE * 2 // 3  # the rows of the second half: at 3 ranks those of the first two, at 2 ranks 8 of 12
     last = unidist.rank() == unidist.world_size() - 1
     with unidist.join(model, optimizer):
         for step in range(STEPS):
@@ -406,10 +406,10 @@ def _() -> nn.Module:
                 break
             inputs, targets = batch(step)
             rows = torch.arange(WHOLE) < (WHOLE if step < half else cut)
-            x, y, left = mine(inputs), mine(targets), mine(rows)
+            x, y, counted = mine(inputs), mine(targets), mine(rows)
             optimizer.zero_grad()
             losses = F.cross_entropy(model(x), y, reduction="none")
-            unidist.global_mean((losses * left).sum(), int(left.sum())).backward()
+            unidist.global_mean((losses * counted).sum(), int(counted.sum())).backward()
             optimizer.step()
     return model
 

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from unidist.launchers import table, world
@@ -53,7 +54,7 @@ VARIANTS: dict[str, Callable[[int, Sequence[str]], list[list[str]]]] = {
     ],
     "torchrun 2 nodes": _two_agents,
     "torchrun as torch.distributed.launch": _launch,
-    # Without a flag, horovodrun takes MPI where Horovod has it, and becomes an mpirun.
+    # Without a flag, horovodrun uses MPI where Horovod has it, and becomes an mpirun.
     "horovodrun-mpi by default": _horovodrun,
     # As the launcher of an MPI library: Open MPI's, MPICH's.
     "slurm pmix": lambda n, argv: [["srun", "--mpi=pmix", *command_line("slurm", n, argv)[1:]]],
@@ -74,7 +75,7 @@ def missing(launcher: str) -> str | None:
 
 
 def environment(launcher: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without other tests' traces, with what this machine needs."""
+    """This process's environment without what other tests have set, with what this machine needs."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("UNIDIST_", "PYTEST_"))}
     env["OMP_NUM_THREADS"] = "1"
     env = world.environment(env, 1)
@@ -90,37 +91,29 @@ def mpich_for_mpi4py() -> Path:
     if not link.exists():
         library = next(Path("/usr/lib").glob("*/libmpich.so.12"))
         directory.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(library)
+        with suppress(FileExistsError):  # made by another worker
+            link.symlink_to(library)
     return directory
 
 
 def run_suite(
-    directory: str, launcher: str, size: int, backend: str, place: Path, env: Mapping[str, str] | None = None
+    suite_name: str, launcher: str, size: int, backend: str, outcomes: Path, env: Mapping[str, str] | None = None
 ) -> str:
-    """Run the tests of a directory inside one world; the line that tells of it.
+    """Run the tests of a directory inside one world; returns a line about the outcome.
 
     Raises:
-        AssertionError: a test failed, or the ranks did not come to the same verdict.
+        AssertionError: a test failed, or the ranks did not run the same tests.
     """
-    suite = [
-        "-m",
-        "pytest",
-        f"tests/{directory}",
-        "-q",
-        "--color=no",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tests.support.in_world",
-    ]
-    # An MPI rank that fails must take the others with it.
+    options = "-q --color=no -p no:cacheprovider -p tests.support.in_world"
+    suite = ["-m", "pytest", f"tests/{suite_name}", *options.split()]
+    # An MPI rank that fails must end the others.
     argv = ["-m", "mpi4py", *suite] if launcher in ("openmpi", "mpich") else suite
-    result = run_world(launcher, size, argv, backend=backend, env={IN_WORLD: str(place), **(env or {})}, timeout=300)
+    result = run_world(launcher, size, argv, backend=backend, env={IN_WORLD: str(outcomes), **(env or {})}, timeout=300)
     assert result.returncode == 0, result.output
-    verdicts = [json.loads((place / f"{rank}.json").read_text()) for rank in range(size)]
-    assert all(verdict == verdicts[0] for verdict in verdicts) and verdicts[0]["passed"] > 1, verdicts
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in verdicts[0].items())
-    return f"{backend:8} {launcher:18} {size} ranks: {counts} on each, {result.seconds:.0f} s"
+    counts = [json.loads((outcomes / f"{rank}.json").read_text()) for rank in range(size)]
+    assert all(count == counts[0] for count in counts) and counts[0]["passed"] > 1, counts
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in counts[0].items())
+    return f"{backend:8} {launcher:18} {size} ranks: {summary} on each, {result.seconds:.0f} s"
 
 
 def run_world(
