@@ -199,6 +199,11 @@ def test_no_launch(text: str) -> None:
         "(( x = 1 << 2 ))\n{}",
         "echo don't\n{}",
         "f $(\n{}",
+        'ssh host "cd w && {}"',
+        'export COMMAND="{}"',
+        'cat <<< "$x"\n{}',
+        "until {}; do sleep 1; done",
+        "echo $((1 + 2)) ${{x:-'}}'}}\n{}",
     ],
 )
 def test_anywhere_in_code(text: str) -> None:
@@ -226,6 +231,23 @@ def test_a_command_over_several_lines(newline: str) -> None:
     program = "train.py --name 'two\nlines' --lr 0.1"
     assert first.command == f"mpirun -np 8 -H a:4,b:4 -x NCCL_DEBUG=INFO -bind-to none python   {program}"
     assert first.torchrun == f"NCCL_DEBUG=INFO {several(2, 4, 'a')} {program}"
+
+
+def test_an_array_over_several_lines() -> None:
+    launch = only("CMD=(horovodrun -np 4  # all\n    -H localhost:4\n    python t.py)\n")
+    assert launch == LaunchLine(1, "horovodrun -np 4 -H localhost:4 python t.py", f"{ONE} 4 t.py", ())
+
+
+def test_a_syntax_error_costs_its_own_lines_alone() -> None:
+    text = (
+        'if true; then\n  horovodrun -np 2 python a.py\n  mpirun -np 2 python "b.py\n\nhorovodrun -np 2 python c.py\n'
+    )
+    found = find_launches(text)
+    assert [(launch.line, launch.torchrun) for launch in found] == [
+        (2, f"{ONE} 2 a.py"),
+        (3, None),
+        (5, f"{ONE} 2 c.py"),
+    ]
 
 
 def test_nothing_raises() -> None:

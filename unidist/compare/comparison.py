@@ -140,7 +140,7 @@ def _facts(side: Side) -> dict[str, str]:
 
 
 def notes(found: Comparison) -> Iterator[str]:
-    """Notes beside the verdict."""
+    """Notes for the report."""
     if found.final and found.final.most:
         yield f"at the end, weights differ by at most {found.final.most:.2g} ({found.final.parameter})"
     for name, side in found.sides.items():

@@ -10,7 +10,7 @@ from typing import Literal
 from unidist.compare.recording import OptimizerRecord, RankRecord, Recording, StepRecord
 from unidist.compare.sketch import Sketch, distance, gap, norm, sketches
 
-Kind = Literal["parameters", "start", "loss", "gradient", "weights", "order", "steps", "final"]
+DifferenceKind = Literal["parameters", "start", "loss", "gradient", "weights", "order", "steps", "final"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Tolerance:
 class Difference:
     """Two values that are further apart than the tolerance allows."""
 
-    kind: Kind
+    kind: DifferenceKind
     #: From 1; 0 is before the first.
     step: int
     #: The two losses, norms of a gradient or of weights, numbers of steps, or (for ``order``) optimizers.
@@ -55,7 +55,9 @@ def differences(left: Recording, right: Recording, tolerance: Tolerance) -> Iter
             if order is None:
                 yield _other_parameters(optimizer, record, other, rank)
             else:
-                yield from _apart("start", 0, optimizer, rank, record, order, record.start, other.start, tolerance)
+                yield from _largest_difference(
+                    "start", 0, optimizer, rank, record, order, record.start, other.start, tolerance
+                )
     for step in range(min(left.steps, right.steps)):
         yield from _in_step(left, right, step, matched, tolerance)
     for rank, (a, b) in pairs:
@@ -66,7 +68,9 @@ def differences(left: Recording, right: Recording, tolerance: Tolerance) -> Iter
         if order is not None:
             left_values, right_values = (sketches(side) for side in weights)
             record = left.ranks[0].optimizers[optimizer]
-            yield from _apart("final", left.steps, optimizer, 0, record, order, left_values, right_values, tolerance)
+            yield from _largest_difference(
+                "final", left.steps, optimizer, 0, record, order, left_values, right_values, tolerance
+            )
 
 
 def matches(left: RankRecord, right: RankRecord) -> dict[int, list[int] | None]:
@@ -99,7 +103,7 @@ def drift(side: Recording, tolerance: Tolerance) -> Difference | None:
             left_values = first.optimizers[a.optimizer]
             if a.optimizer == b.optimizer and len(a.weights) == len(b.weights):
                 own = list(range(len(a.weights)))
-                found = _apart(
+                found = _largest_difference(
                     "weights", number + 1, a.optimizer, rank, left_values, own, a.weights, b.weights, tolerance
                 )
                 for difference in found:
@@ -125,14 +129,14 @@ def _in_step(
         if a.optimizer != b.optimizer:
             yield Difference("order", step + 1, a.optimizer, b.optimizer, rank=rank)
             return
-    kinds: tuple[Kind, Kind] = ("gradient", "weights")
+    kinds: tuple[DifferenceKind, DifferenceKind] = ("gradient", "weights")
     for kind in kinds:
         for rank, a, b in both:
             order = matched[rank].get(a.optimizer)
             if order is not None:
                 record = left.ranks[rank].optimizers[a.optimizer]
                 figures = (a.gradients, b.gradients) if kind == "gradient" else (a.weights, b.weights)
-                yield from _apart(kind, step + 1, a.optimizer, rank, record, order, *figures, tolerance)
+                yield from _largest_difference(kind, step + 1, a.optimizer, rank, record, order, *figures, tolerance)
 
 
 def at(left: Recording, right: Recording, step: int) -> Iterator[tuple[int, StepRecord, StepRecord]]:
@@ -142,8 +146,8 @@ def at(left: Recording, right: Recording, step: int) -> Iterator[tuple[int, Step
             yield rank, a.steps[step], b.steps[step]
 
 
-def _apart(
-    kind: Kind,
+def _largest_difference(
+    kind: DifferenceKind,
     step: int,
     optimizer: int,
     rank: int,

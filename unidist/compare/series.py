@@ -41,10 +41,10 @@ def points(left: Recording, right: Recording) -> list[Point]:
         known = [(order, x, y) for order, (_, x, y) in zip(orders, both) if order is not None]
         apart: dict[str, float | None] = dict.fromkeys(("loss", "gradient", "weights"))
         if left_values is not None and right_values is not None:
-            apart["loss"] = _relative(gap(left_values, right_values), left_values, right_values)
+            apart["loss"] = _relative_to_larger(gap(left_values, right_values), left_values, right_values)
         if len(known) == len(both):
-            apart["gradient"] = max(_apart(x.gradients, y.gradients, order) for order, x, y in known)
-            apart["weights"] = max(_apart(x.weights, y.weights, order) for order, x, y in known)
+            apart["gradient"] = max(_relative_distance(x.gradients, y.gradients, order) for order, x, y in known)
+            apart["weights"] = max(_relative_distance(x.weights, y.weights, order) for order, x, y in known)
         gradients, weights = (whole(a.gradients), whole(b.gradients)), (whole(a.weights), whole(b.weights))
         found.append(Point(step + 1, a.optimizer, (left_values, right_values), gradients, weights, apart))
     return found
@@ -93,11 +93,11 @@ def whole(sketches: Sequence[Sketch]) -> float:
     return math.hypot(*map(norm, sketches))
 
 
-def _apart(left: Sequence[Sketch], right: Sequence[Sketch], order: Sequence[int]) -> float:
+def _relative_distance(left: Sequence[Sketch], right: Sequence[Sketch], order: Sequence[int]) -> float:
     between = math.hypot(*(distance(a, right[index]) for a, index in zip(left, order)))
-    return _relative(between, whole(left), whole(right))
+    return _relative_to_larger(between, whole(left), whole(right))
 
 
-def _relative(between: float, left: float, right: float) -> float:
+def _relative_to_larger(between: float, left: float, right: float) -> float:
     larger = max(abs(left), abs(right))
     return between / larger if between and math.isfinite(larger) and larger else between

@@ -41,7 +41,7 @@ def _sketch(tensor: Tensor | None) -> Tensor:
     for number, block in enumerate(torch.split(flat, BLOCK)):
         part = block.double()
         squares += (part * part).sum()
-        # No matrix product: cuBLAS would refuse it where the script asks for deterministic algorithms.
+        # Not a matrix product, which cuBLAS refuses if the script requires deterministic algorithms.
         products += _weights(number, flat.device) * (_directions(flat.device)[:, : len(part)] * part).sum(1)
     return torch.cat([squares.sqrt(), products])
 
