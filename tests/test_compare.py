@@ -16,7 +16,7 @@ from unidist.compare.comparison import Comparison, Side, notes, verdict
 from unidist.compare.difference import Difference, Tolerance, differences, drift, match
 from unidist.compare.naming import names
 from unidist.compare.recorder import Recorder
-from unidist.compare.recording import Rank, Recording, Trained, read
+from unidist.compare.recording import OptimizerRecord, RankRecord, Recording, read
 from unidist.compare.series import final, largest, points
 from unidist.compare.sketch import distance, gap, sketches
 
@@ -36,8 +36,8 @@ def test_wrong_usage(tmp_path: Path) -> None:
         (["no.py"], "'no.py' does not exist"),
         ([script, "--left", "smoke"], "'smoke' is no engine"),
         ([script, "--left", "gloo@smoke"], "'smoke' is no launcher"),
-        ([script, "--right", "drop-in:horovod"], "stands for Horovod"),
-        ([script, "--json", f"{tmp_path}/no/x.json"], "is no folder: make it first"),
+        ([script, "--right", "drop-in:horovod"], "the drop-in replaces Horovod"),
+        ([script, "--json", f"{tmp_path}/no/x.json"], "is not a directory: create it first"),
         ([script, "--plot", "x.txt"], "must end in .png"),
         ([script, "-np", "0"], "0 is not in the range"),
         (["--", script], "Missing argument 'LEFT.py'"),
@@ -261,8 +261,8 @@ def test_sketches_tell_distances() -> None:
 
 
 def test_parameters_belong_together() -> None:
-    def trained(**shapes: list[int]) -> Trained:
-        return Trained("SGD", list(shapes), list(shapes.values()), [])
+    def trained(**shapes: list[int]) -> OptimizerRecord:
+        return OptimizerRecord("SGD", list(shapes), list(shapes.values()), [])
 
     assert match(trained(a=[2], b=[3]), trained(b=[3], a=[2])) == [1, 0]
     assert match(trained(a=[2], b=[3]), trained(x=[2], y=[3])) == [0, 1]
@@ -275,9 +275,9 @@ def test_several_ranks(tmp_path: Path) -> None:
     """The loss is a mean; weights are compared rank by rank, and with rank 0's."""
     (one,) = record(tmp_path / "a", train).ranks
     (other,) = record(tmp_path / "b", lambda: train(lr=0.2)).ranks
-    shorter = Rank(one.optimizers, one.steps[:2])
+    shorter = RankRecord(one.optimizers, one.steps[:2])
     twice = replace(one.steps[0], losses=[3 * one.steps[0].losses[0]])
-    both = Recording([one, Rank(one.optimizers, [twice, *one.steps[1:]])])
+    both = Recording([one, RankRecord(one.optimizers, [twice, *one.steps[1:]])])
     assert both.loss(0) == pytest.approx(2 * one.steps[0].losses[0])
     assert next(differences(both, both, CLOSE), None) is None and drift(both, CLOSE) is None
     mixed = Recording([one, other])
@@ -290,7 +290,7 @@ def test_several_ranks(tmp_path: Path) -> None:
     found = next(differences(Recording([one, one]), uneven, CLOSE))
     assert (found.kind, found.step, found.rank, found.left, found.right) == ("steps", 3, 1, 5, 2)
     # Rank 0 alone trains another model before.
-    own = Rank(
+    own = RankRecord(
         [*other.optimizers, *one.optimizers], [*other.steps, *(replace(step, optimizer=1) for step in one.steps)]
     )
     lonely = Recording([own, one])
@@ -305,22 +305,22 @@ def test_several_ranks(tmp_path: Path) -> None:
 def test_what_is_said(tmp_path: Path) -> None:
     (one,) = record(tmp_path / "a", train).ranks
     (other,) = record(tmp_path / "b", lambda: train(lr=0.2)).ranks
-    lonely = Rank([replace(one.optimizers[0], horovod=True)], one.steps, idle=1)
+    lonely = RankRecord([replace(one.optimizers[0], horovod=True)], one.steps, idle=1)
     left = Side("a.py", "horovod", "openmpi", 1.0, Recording([one] * 3))
     right = Side("b.py", "gloo", "torchrun", 1.0, Recording([lonely, lonely, other]))
     found = Comparison(left, right, CLOSE)
     assert verdict(found).startswith("DIFFERENT at step 1: weights of ") and "on rank 2" in verdict(found)
     said = "\n".join(notes(found))
     assert "the ranks of the right side drift apart: after step 1" in said and "left side" not in said
-    assert "--right drop-in:gloo runs it on the drop-in" in said and "0 at the left, 1 at the right" in said
+    assert "--right drop-in:gloo runs the script on the drop-in" in said and "0 on the left, 1 on the right" in said
     for recording, text in [
-        (Recording([Rank(one.optimizers, one.steps[:4])] * 3), "the number of steps of rank 0: left 5, right 4"),
+        (Recording([RankRecord(one.optimizers, one.steps[:4])] * 3), "the number of steps of rank 0: left 5, right 4"),
         (
-            Recording([Rank(one.optimizers, [replace(s, losses=[9.0]) for s in one.steps])] * 3),
+            Recording([RankRecord(one.optimizers, [replace(s, losses=[9.0]) for s in one.steps])] * 3),
             "step 1: the loss: left",
         ),
         (
-            Recording([Rank([replace(one.optimizers[0], shapes=[[9]] * 4)], one.steps)] * 3),
+            Recording([RankRecord([replace(one.optimizers[0], shapes=[[9]] * 4)], one.steps)] * 3),
             "elements of 0.weight: left 12",
         ),
     ]:
@@ -331,5 +331,5 @@ def test_what_is_said(tmp_path: Path) -> None:
 
 def test_ranks_without_records(tmp_path: Path) -> None:
     record(tmp_path / "a", train)
-    with pytest.raises(ValueError, match=r"2 ranks were started, and those that said so of themselves are \[0\]"):
+    with pytest.raises(ValueError, match=r"2 ranks were started, and records exist of ranks \[0\]"):
         read(tmp_path / "a", 2)

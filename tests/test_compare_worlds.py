@@ -22,7 +22,7 @@ def compare(folder: Path, *argv: Any, **env: str) -> subprocess.CompletedProcess
 
 
 def test_unchanged_scripts_on_horovod_and_on_the_drop_in(tmp_path: Path) -> None:
-    """Two optimizers with the same names, scaled losses, several losses a step, weight decay, uneven ranks."""
+    """Two optimizers with the same names, scaled losses, several losses per step, weight decay, uneven ranks."""
     scripts = [
         LEGACY / f"{name}.py" for name in ("plain", "gan", "grad_scaler", "accumulation", "subclass", "join_uneven")
     ]
@@ -48,7 +48,7 @@ def test_unchanged_scripts_on_horovod_and_on_the_drop_in(tmp_path: Path) -> None
 
 
 def test_the_example_of_the_readme(tmp_path: Path) -> None:
-    """A script that imports its neighbour, and ends after the steps asked for."""
+    """A script that imports a module beside it, stopped after --steps."""
     done = compare(tmp_path, ROOT / "examples/digits_horovod.py", "--steps", "20", "--plot", "d.svg")
     assert done.returncode == 0 and "THE SAME: 20 steps" in done.stdout, done.stdout + done.stderr
     assert not (tmp_path / "digits.pt").exists() and (tmp_path / "d.svg").exists()
@@ -87,13 +87,13 @@ def test_a_side_that_fails_or_does_not_train(tmp_path: Path) -> None:
     assert "RuntimeError: this script fails" in done.stderr and not list(tmp_path.iterdir())
     (tmp_path / "empty.py").write_text("import time, sys; time.sleep(float(sys.argv[1]))")
     done = compare(tmp_path, "--left", "gloo", "-np", "1", "empty.py", "--", "0")
-    assert done.returncode == 1 and "no training step was seen on rank 0" in done.stderr
+    assert done.returncode == 1 and "no training step was recorded on rank 0" in done.stderr
     done = compare(tmp_path, "--left", "gloo", "-np", "1", "--timeout", "2", "empty.py", "--", "60")
     assert done.returncode == 1 and "did not end within 2 s (--timeout)" in done.stderr
 
 
 def test_a_script_sees_itself_alone(tmp_path: Path) -> None:
-    """Its arguments, its folder's modules, its files, and an end without cleaning up; worker processes record nothing."""
+    """Its arguments, modules and files, and an exit without cleanup; worker processes record nothing."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code/neighbour.py").write_text("steps = 3")
     (tmp_path / "here.txt").write_text("")

@@ -200,7 +200,8 @@ def test_json(project: Path) -> None:
 def test_variables_that_other_files_use(tmp_path: Path) -> None:
     """An attribute that holds the module is used by another file, with Horovod's names."""
     (tmp_path / "base.py").write_text(
-        "import horovod.torch as hvd\n\n\nclass Base:\n    def __init__(self):\n        self.hvd = hvd\n        self.n = self.hvd.size()\n"
+        "import horovod.torch as hvd\n\n\nclass Base:\n    def __init__(self):\n        self.hvd = hvd\n"
+        "        self.n = self.hvd.size()\n"
     )
     (tmp_path / "sub.py").write_text(
         "from base import Base\n\n\nclass Sub(Base):\n    def n(self):\n        return self.hvd.size()\n"
@@ -336,7 +337,8 @@ def test_a_notebook(tmp_path: Path) -> None:
     after = json.loads(path.read_text())
     sources = ["".join(each["source"]) for each in after["cells"]]
     assert sources[1] == (
-        "%matplotlib inline\nimport unidist\nimport unidist.hvd as hvd\nimport torch\n!pip list | grep horovod\nunidist.init()"
+        "%matplotlib inline\nimport unidist\nimport unidist.hvd as hvd\nimport torch\n!pip list | grep horovod\n"
+        "unidist.init()"
     )
     assert sources[5] == "model = unidist.wrap_model(model, broadcast_buffers=False)\n# all\nmodel(x).backward()"
     assert sources[7] == "%time handle = hvd.rank()\nh = hvd.allreduce_async(torch.ones(1))\nmodel?"

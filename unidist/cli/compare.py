@@ -24,14 +24,14 @@ from unidist.launchers.table import unavailable
 from unidist.launchers.world import run_world
 
 DROP_IN = "drop-in"
-#: What becomes of a side's name in the script's arguments.
+#: Replaced by a side's name in the script's arguments.
 SIDE = "{side}"
 FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a side runs."""
+class Target:
+    """An engine and a launcher to run a side with."""
 
     launcher: str
     engine: str
@@ -42,28 +42,28 @@ class Place:
         return f"{DROP_IN}:{self.engine}" if self.drop_in else self.engine
 
 
-class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
+class TargetType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
     """``[drop-in:]ENGINE[@LAUNCHER]``."""
 
     name = "ENGINE[@LAUNCHER]"
 
-    def convert(self, value: str | Place, param: click.Parameter | None, ctx: click.Context | None) -> Place:
-        if isinstance(value, Place):
+    def convert(self, value: str | Target, param: click.Parameter | None, ctx: click.Context | None) -> Target:
+        if isinstance(value, Target):
             return value
         drop_in = value.startswith(f"{DROP_IN}:")
         launcher, engine = EngineAtLauncher().convert(value.removeprefix(f"{DROP_IN}:"), param, ctx)
         if drop_in and engine == "horovod":
-            self.fail("the drop-in stands for Horovod: use drop-in:gloo, drop-in:nccl or drop-in:mpi", param, ctx)
-        return Place(launcher, engine, drop_in)
+            self.fail("the drop-in replaces Horovod: use drop-in:gloo, drop-in:nccl or drop-in:mpi", param, ctx)
+        return Target(launcher, engine, drop_in)
 
 
 class WithArguments(click.Command):
-    """A command that leaves what follows ``--`` alone, in ``ctx.obj``."""
+    """A command that passes on what follows ``--``, in ``ctx.obj``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        place = args.index("--") if "--" in args else len(args)
-        ctx.obj = args[place + 1 :]
-        return super().parse_args(ctx, args[:place])
+        separator = args.index("--") if "--" in args else len(args)
+        ctx.obj = args[separator + 1 :]
+        return super().parse_args(ctx, args[:separator])
 
 
 @click.command(
@@ -76,13 +76,13 @@ class WithArguments(click.Command):
     "right_script", metavar="[RIGHT.py] [-- ARGS...]", required=False, type=click.Path(exists=True, dir_okay=False)
 )
 @click.option(
-    "--left", "left_place", type=PlaceType(), default="horovod", show_default=True, help="Where the left script runs."
+    "--left", "left_target", type=TargetType(), default="horovod", show_default=True, help="What runs the left script."
 )
 @click.option(
     "--right",
-    "right_place",
-    type=PlaceType(),
-    help="Where the right one does.  [default: gloo; of one script: drop-in:gloo]",
+    "right_target",
+    type=TargetType(),
+    help="What runs the right script.  [default: gloo; with one script: drop-in:gloo]",
 )
 @click.option(
     "-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Processes of each side."
@@ -92,9 +92,9 @@ class WithArguments(click.Command):
     type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
-    help="All generators start from it, on every rank.",
+    help="Seeds all random generators, on every rank.",
 )
-@click.option("--steps", type=click.IntRange(min=1), help="End each rank after so many optimizer steps.")
+@click.option("--steps", type=click.IntRange(min=1), help="Stop after this many optimizer steps on each rank.")
 @click.option("--rtol", type=click.FloatRange(min=0), default=1e-4, show_default=True, help="Relative tolerance.")
 @click.option(
     "--atol",
@@ -111,16 +111,18 @@ class WithArguments(click.Command):
     help="Seconds for each side.",
 )
 @click.option(
-    "--json", "json_path", type=FILE, default="compare.json", show_default=True, help="Write all figures here."
+    "--json", "json_path", type=FILE, default="compare.json", show_default=True, help="The file for all figures."
 )
-@click.option("--plot", "plot_path", type=FILE, help="Draw them here (.png, .svg, .pdf).  [default: compare.png]")
+@click.option(
+    "--plot", "plot_path", type=FILE, help="The file for the plot (.png, .svg, .pdf).  [default: compare.png]"
+)
 @click.pass_context
 def command(
     ctx: click.Context,
     left_script: str,
     right_script: str | None,
-    left_place: Place,
-    right_place: Place | None,
+    left_target: Target,
+    right_target: Target | None,
     ranks: int,
     seed: int,
     steps: int | None,
@@ -130,25 +132,28 @@ def command(
     json_path: Path,
     plot_path: Path | None,
 ) -> None:
-    """Run a script, or two versions of it, in two places, and tell where their training first differs.
+    """Train a script, or two versions of it, on two engines, and report where the trainings first differ.
 
-    Each side runs with the same seed on the same number of ranks, one after the other, in the current folder. Losses, gradients and weights
-    are recorded at every step() of torch.optim; the scripts are not changed.
+    The sides run one after the other in the current directory, with the same seed and number of ranks. Losses,
+    gradients and weights are recorded at every step() of torch.optim; the scripts are not changed.
 
-    A place is ENGINE or ENGINE@LAUNCHER, named as in `unidist doctor`. drop-in:ENGINE is for scripts that import horovod: it runs them as
-    `python -m unidist.hvd` does. In ARGS, {side} becomes left or right: give each side a folder of its own, so that the right one
-    does not go on from the left one's checkpoint.
+    --left and --right take ENGINE or ENGINE@LAUNCHER, named as in `unidist doctor`. drop-in:ENGINE is for scripts that
+    import horovod: it runs them as `python -m unidist.hvd` does. In ARGS, {side} becomes left or right: use it to give
+    each side a directory of its own, so that the right one does not resume from the left one's checkpoint.
     """
-    right_place = right_place or Place("torchrun", "gloo", drop_in=right_script is None)
+    right_target = right_target or Target("torchrun", "gloo", drop_in=right_script is None)
     drawn = _plot_path(plot_path)
     for path in filter(None, (json_path, drawn)):
         if not path.absolute().parent.is_dir():
-            raise click.UsageError(f"{path.absolute().parent} is no folder: make it first")
+            raise click.UsageError(f"{path.absolute().parent} is not a directory: create it first")
     sides = []
-    for name, script, place in (("left", left_script, left_place), ("right", right_script or left_script, right_place)):
+    for name, script, target in (
+        ("left", left_script, left_target),
+        ("right", right_script or left_script, right_target),
+    ):
         program = [script, *(argument.replace(SIDE, name) for argument in ctx.obj)]
-        with Console(stderr=True).status(f"{name}: {script}, {place.name} under {place.launcher}, {ranks} ranks"):
-            sides.append(run(name, program, place, ranks, seed, steps, timeout))
+        with Console(stderr=True).status(f"{name}: {script}, {target.name} under {target.launcher}, {ranks} ranks"):
+            sides.append(run(name, program, target, ranks, seed, steps, timeout))
     found = Comparison(sides[0], sides[1], Tolerance(rtol, atol))
     settings = {"ranks": ranks, "seed": seed, "arguments": ctx.obj, "machine": describe()}
     json_path.write_text(json.dumps({**settings, **found.as_json()}, indent=1, allow_nan=False))
@@ -158,19 +163,19 @@ def command(
     sys.exit(0 if found.first is None else 1)
 
 
-def _plot_path(asked: Path | None) -> Path | None:
-    """Where to draw; None if nobody asked and nothing can."""
-    if asked and asked.suffix not in (".png", ".svg", ".pdf"):
-        raise click.UsageError(f"--plot {asked}: the name must end in .png, .svg or .pdf")
+def _plot_path(requested: Path | None) -> Path | None:
+    """The file for the plot; None without --plot if matplotlib is not installed."""
+    if requested and requested.suffix not in (".png", ".svg", ".pdf"):
+        raise click.UsageError(f"--plot {requested}: the name must end in .png, .svg or .pdf")
     if find_spec("matplotlib"):
-        return asked or Path("compare.png")
-    if asked:
+        return requested or Path("compare.png")
+    if requested:
         raise click.UsageError("--plot needs matplotlib: pip install 'unidist-torch[bench]'")
     return None
 
 
 def run(
-    name: str, program: Sequence[str], place: Place, ranks: int, seed: int, steps: int | None, timeout: float
+    name: str, program: Sequence[str], target: Target, ranks: int, seed: int, steps: int | None, timeout: float
 ) -> Side:
     """Run a side.
 
@@ -179,21 +184,21 @@ def run(
         program: the script and its arguments.
 
     Raises:
-        click.ClickException: the world cannot be started here, failed or took too long, or no step was seen.
+        click.ClickException: the world cannot be started here, failed or took too long, or no step was recorded.
     """
-    where = f"the {name} side ({place.name} under {place.launcher})"
-    if lack := unavailable(place.launcher, place.engine, ranks):
+    where = f"the {name} side ({target.name} under {target.launcher})"
+    if lack := unavailable(target.launcher, target.engine, ranks):
         raise click.ClickException(f"{where} cannot run here: {lack}")
-    with tempfile.TemporaryDirectory(prefix="unidist-compare-") as folder:
+    with tempfile.TemporaryDirectory(prefix="unidist-compare-") as directory:
         options = [
             "--seed",
             str(seed),
             *(["--steps", str(steps)] if steps else []),
-            *(["--drop-in"] if place.drop_in else []),
+            *(["--drop-in"] if target.drop_in else []),
         ]
-        argv = ["-m", "unidist.compare", *options, folder, *program]
+        argv = ["-m", "unidist.compare", *options, directory, *program]
         try:
-            result = run_world(place.launcher, place.engine, ranks, argv, timeout=timeout)
+            result = run_world(target.launcher, target.engine, ranks, argv, timeout=timeout)
         except TimeoutError as error:
             raise click.ClickException(
                 f"{where} did not end within {timeout:g} s (--timeout):\n{str(error)[-4000:]}"
@@ -201,10 +206,10 @@ def run(
         if result.returncode:
             raise click.ClickException(f"{where} ended with status {result.returncode}:\n{result.output[-4000:]}")
         try:
-            recording = read(Path(folder), ranks)
+            recording = read(Path(directory), ranks)
         except ValueError as error:
             raise click.ClickException(f"{where}: {error}\n{result.output[-4000:]}") from None
-    return Side(program[0], place.name, place.launcher, result.seconds, recording)
+    return Side(program[0], target.name, target.launcher, result.seconds, recording)
 
 
 def show(found: Comparison, settings: str, paths: Sequence[Path | None]) -> None:
@@ -214,7 +219,7 @@ def show(found: Comparison, settings: str, paths: Sequence[Path | None]) -> None
     for table in tables(found):
         console.print(table)
     for note in notes(found):
-        console.print(f"[yellow]mind[/yellow] {escape(note)}", highlight=False)
+        console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False)
     style = "green" if found.first is None else "red"
     console.print(f"[{style}]{escape(verdict(found))}[/{style}]", highlight=False)
     written = " and ".join(str(path) for path in paths if path)

@@ -1,1 +1,1 @@
-"""What ``unidist compare`` runs in the ranks, and what it makes of their records."""
+"""``unidist compare``: the recorder that runs in the ranks, and the comparison of the records."""

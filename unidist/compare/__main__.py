@@ -1,4 +1,4 @@
-"""``python -m unidist.compare FOLDER SCRIPT ARGS...``: one rank of a side, recorded."""
+"""``python -m unidist.compare DIRECTORY SCRIPT ARGS...``: run and record one rank of a side."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from unidist.topology import detect
 
 
 def main(argv: list[str]) -> None:
-    """Run the script as ``__main__``, with its records in the folder."""
+    """Run the script as ``__main__``, and write its records into the directory."""
     parser = argparse.ArgumentParser("python -m unidist.compare", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="end after so many")
-    parser.add_argument("--drop-in", action="store_true", help="horovod is unidist.hvd")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, help="exit after this many optimizer steps")
+    parser.add_argument("--drop-in", action="store_true", help="run the script on unidist.hvd")
+    parser.add_argument("directory", type=Path)
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     with suppress(ImportError):
-        import_module("numpy")  # set_seed() seeds it where it is loaded, and the script would load it later
+        import_module("numpy")  # set_seed() seeds it only if it is loaded, and the script would load it later
     set_seed(options.seed)
-    with Recorder(options.folder, detect(os.environ).rank, options.steps):
+    with Recorder(options.directory, detect(os.environ).rank, options.steps):
         run([options.script, *options.args], options.drop_in)
 
 

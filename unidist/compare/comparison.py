@@ -1,4 +1,4 @@
-"""A comparison for people and for programs."""
+"""The result of a comparison: verdict, notes and tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from unidist.compare.difference import Difference, Tolerance, differences, drift
 from unidist.compare.recording import Recording
 from unidist.compare.series import Final, Point, final, largest, points
 
-#: What it means that this is what differs first.
+#: What the kind of the first difference means.
 WHY = {
     "parameters": "the optimizers have other parameters",
-    "start": "the weights differ before the first step: the models start from other values",
-    "loss": "the weights before were the same, the loss is not: other data, another order, or dropout",
-    "gradient": "the loss was the same, the gradients that the update used are not: averaging, accumulation or clipping",
-    "weights": "the gradients were the same, the weights after the update are not: learning rate, weight decay, momentum, "
-    "another optimizer or its state",
-    "order": "the optimizers take turns in another order",
-    "steps": "one side goes on when the other has ended",
-    "final": "all steps were the same: something changes the weights after the last",
+    "start": "the weights differ before the first step: the models are initialized differently",
+    "loss": "the weights agree before this step and the loss differs: other data, another order of it, or dropout",
+    "gradient": "the loss agrees and the gradients at the update differ: averaging, accumulation or clipping",
+    "weights": "the gradients agree and the updated weights differ: learning rate, weight decay, momentum, another "
+    "optimizer or its state",
+    "order": "the optimizers step in another order",
+    "steps": "one side takes more steps than the other",
+    "final": "all steps agree: something changes the weights after the last one",
 }
 SERIES = {"loss": "loss", "gradient": "gradients", "weights": "weights"}
 
 
 @dataclass
 class Side:
-    """How a side was run, and what it recorded."""
+    """How a side was run, and its recording."""
 
     script: str
     engine: str
@@ -41,7 +41,7 @@ class Side:
 
 
 class Comparison:
-    """Two sides, and how they stand to each other."""
+    """Two sides and the differences between them."""
 
     def __init__(self, left: Side, right: Side, tolerance: Tolerance) -> None:
         a, b = left.recording, right.recording
@@ -53,7 +53,7 @@ class Comparison:
         self.final: Final | None = final(a, b)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it: the series by step, and those of each parameter on rank 0; ``inf`` and ``nan`` as text, as JSON has none."""
+        """All figures: for each step, and for each parameter on rank 0. ``inf`` and ``nan`` are strings, as in JSON."""
         first = self.first
         found: dict[str, Any] = _strict(
             {
@@ -88,17 +88,17 @@ def _side(side: Side, apart: Difference | None) -> dict[str, Any]:
         "losses": [[list(step.losses) for step in rank.steps] for rank in recording.ranks],
         "optimizers": [
             {
-                "kind": trained.kind,
+                "kind": record.kind,
                 "parameters": {
                     name: {
-                        "shape": list(trained.shapes[place]),
-                        "gradient": [step.gradients[place][0] for step in steps],
-                        "weights": [trained.start[place][0], *(step.weights[place][0] for step in steps)],
+                        "shape": list(record.shapes[index]),
+                        "gradient": [step.gradients[index][0] for step in steps],
+                        "weights": [record.start[index][0], *(step.weights[index][0] for step in steps)],
                     }
-                    for place, name in enumerate(trained.names)
+                    for index, name in enumerate(record.names)
                 },
             }
-            for number, trained in enumerate(recording.ranks[0].optimizers)
+            for number, record in enumerate(recording.ranks[0].optimizers)
             for steps in [[step for step in recording.ranks[0].steps if step.optimizer == number]]
         ],
     }
@@ -140,42 +140,43 @@ def _facts(side: Side) -> dict[str, str]:
 
 
 def notes(found: Comparison) -> Iterator[str]:
-    """What is worth knowing beside the verdict."""
+    """Notes for the report."""
     if found.final and found.final.most:
-        yield f"at the end no weight is further apart than {found.final.most:.2g} ({found.final.parameter})"
+        yield f"at the end, weights differ by at most {found.final.most:.2g} ({found.final.parameter})"
     for name, side in found.sides.items():
         if apart := found.drifts[name]:
             yield (
-                f"the ranks of the {name} side drift apart: after step {apart.step}, {_place(apart, side.recording)} has the norm "
-                f"{apart.left:.9g} on rank 0 and {apart.right:.9g} on rank {apart.rank}"
+                f"the ranks of the {name} side drift apart: after step {apart.step}, "
+                f"{_parameter_of(apart, side.recording)} has the norm {apart.left:.9g} on rank 0 and "
+                f"{apart.right:.9g} on rank {apart.rank}"
             )
         if side.engine != "horovod" and any(t.horovod for rank in side.recording.ranks for t in rank.optimizers):
             yield (
-                f"the {name} script used Horovod itself, which this launcher does not start: each rank may have been a world "
-                f"of its own; --{name} drop-in:{side.engine} runs it on the drop-in"
+                f"the {name} script used Horovod itself, which this launcher does not start: each rank may have been a "
+                f"world of size 1; --{name} drop-in:{side.engine} runs the script on the drop-in"
             )
     first = found.first
     idle = [side.recording.ranks[0].idle for side in found.sides.values()]
     if first and idle[0] != idle[1]:
         yield (
-            f"steps without a backward pass, which do not count here: {idle[0]} at the left, {idle[1]} at the right; "
-            "Horovod's broadcast_optimizer_state() takes one, which decays weights and advances Adam's count of steps"
+            f"steps without a backward pass, which are not compared: {idle[0]} on the left, {idle[1]} on the right; "
+            "Horovod's broadcast_optimizer_state() takes one, which decays weights and advances Adam's step count"
         )
     if first and first.step > 1 and len(found.sides["left"].recording.ranks) > 2:
         yield (
-            "engines add the numbers of more than 2 ranks in different orders, and training makes more of the rounding: "
-            "on 2 ranks (-np 2) both add the same way"
+            "with more than 2 ranks, engines sum in different orders, and training amplifies the rounding: "
+            "compare on 2 ranks (-np 2), where the order has no effect"
         )
 
 
 def verdict(found: Comparison) -> str:
-    """Whether the sides agree, and where not."""
+    """Whether the sides agree, and if not, where they first differ and why that may be."""
     first, tolerance = found.first, found.tolerance
     within = f"rtol {tolerance.rtol:g}, atol {tolerance.atol:g}"
     if first is None:
         steps = found.sides["left"].recording.steps
         return f"THE SAME: {steps} steps, each loss, gradient and weight ({within})"
-    place = (
+    when = (
         "before the first step"
         if first.step == 0
         else "at the end"
@@ -191,27 +192,27 @@ def verdict(found: Comparison) -> str:
             for value in point.apart.values()
             if value is not None
         ]
-        place += f" (before it, no more than {max(before, default=0):.2g} apart)"
+        when += f" (before it, no more than {max(before, default=0):.2g} apart)"
     if first.parameter is None:
         what = {"loss": "the loss", "order": "the optimizer", "steps": f"the number of steps of rank {first.rank}"}[
             first.kind
         ]
-        return f"DIFFERENT {place}: {what}: {values} ({within})\n{WHY[first.kind]}"
+        return f"DIFFERENT {when}: {what}: {values} ({within})\n{WHY[first.kind]}"
     what = {"gradient": "gradient of ", "parameters": "elements of "}.get(first.kind, "weights of ")
     rank = f" on rank {first.rank}" if first.rank else ""
-    others = f"; {first.parameters - 1} more parameters differ there" if first.parameters > 1 else ""
+    others = f"; {first.parameters - 1} more parameters differ in this step" if first.parameters > 1 else ""
     norms = (
         ""
         if first.kind == "parameters"
         else f"norms: {values}; {first.distance:.3g} apart, {first.allowed:.3g} allowed"
     )
     return (
-        f"DIFFERENT {place}: {what}{_place(first, found.sides['left'].recording)}{rank}: {norms or values}{others} ({within})\n"
-        f"{WHY[first.kind]}"
+        f"DIFFERENT {when}: {what}{_parameter_of(first, found.sides['left'].recording)}{rank}: "
+        f"{norms or values}{others} ({within})\n{WHY[first.kind]}"
     )
 
 
-def _place(difference: Difference, recording: Recording) -> str:
-    """The parameter, and the optimizer where there are several."""
+def _parameter_of(difference: Difference, recording: Recording) -> str:
+    """The name of the parameter, with its optimizer if there are several."""
     several = len(recording.ranks[0].optimizers) > 1
     return f"{difference.parameter}" + (f" (optimizer {difference.optimizer + 1})" if several else "")

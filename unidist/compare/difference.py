@@ -7,21 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from unidist.compare.recording import Rank, Recording, Step, Trained
+from unidist.compare.recording import OptimizerRecord, RankRecord, Recording, StepRecord
 from unidist.compare.sketch import Sketch, distance, gap, norm, sketches
 
-Kind = Literal["parameters", "start", "loss", "gradient", "weights", "order", "steps", "final"]
+DifferenceKind = Literal["parameters", "start", "loss", "gradient", "weights", "order", "steps", "final"]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two tensors may be apart, element by element on the root of the mean square; numbers count as one element."""
+    """How far two tensors may be apart: as a root mean square over the elements; a number is one element."""
 
     rtol: float
     atol: float
 
     def allows(self, left: float, right: float, count: int = 1) -> float:
-        """The greatest distance of tensors of ``count`` elements with these norms."""
+        """The largest allowed distance of two tensors of ``count`` elements with these norms."""
         larger = max(abs(left), abs(right))
         return self.atol * math.sqrt(count) + (self.rtol * larger if math.isfinite(larger) else 0.0)
 
@@ -30,10 +30,10 @@ class Tolerance:
 class Difference:
     """Two values that are further apart than the tolerance allows."""
 
-    kind: Kind
+    kind: DifferenceKind
     #: From 1; 0 is before the first.
     step: int
-    #: The two losses; the norms of a gradient or of weights; for ``steps`` the numbers, for ``order`` the optimizers.
+    #: The two losses, norms of a gradient or of weights, numbers of steps, or (for ``order``) optimizers.
     left: float
     right: float
     distance: float = math.inf
@@ -41,21 +41,23 @@ class Difference:
     optimizer: int = 0
     parameter: str | None = None
     rank: int | None = None
-    #: Number of parameters of the step that differ like this one, which differs most.
+    #: Number of parameters that differ in this step; this one differs most.
     parameters: int = 1
 
 
 def differences(left: Recording, right: Recording, tolerance: Tolerance) -> Iterator[Difference]:
-    """All of them, first things first: in a step the loss, the gradients that made it, the weights that it made."""
+    """All differences in the order of the training; within a step loss, gradients, weights."""
     pairs = list(enumerate(zip(left.ranks, right.ranks)))
     matched = [matches(a, b) for _, (a, b) in pairs]
     for rank, (a, b) in pairs:
         for optimizer, order in matched[rank].items():
-            trained, other = a.optimizers[optimizer], b.optimizers[optimizer]
+            record, other = a.optimizers[optimizer], b.optimizers[optimizer]
             if order is None:
-                yield _other_parameters(optimizer, trained, other, rank)
+                yield _other_parameters(optimizer, record, other, rank)
             else:
-                yield from _apart("start", 0, optimizer, rank, trained, order, trained.start, other.start, tolerance)
+                yield from _largest_difference(
+                    "start", 0, optimizer, rank, record, order, record.start, other.start, tolerance
+                )
     for step in range(min(left.steps, right.steps)):
         yield from _in_step(left, right, step, matched, tolerance)
     for rank, (a, b) in pairs:
@@ -64,43 +66,46 @@ def differences(left: Recording, right: Recording, tolerance: Tolerance) -> Iter
             yield Difference("steps", min(counts) + 1, counts[0], counts[1], rank=rank)
     for (optimizer, order), *weights in zip(matched[0].items(), left.final, right.final):
         if order is not None:
-            ours, theirs = (sketches(side) for side in weights)
-            trained = left.ranks[0].optimizers[optimizer]
-            yield from _apart("final", left.steps, optimizer, 0, trained, order, ours, theirs, tolerance)
+            left_values, right_values = (sketches(side) for side in weights)
+            record = left.ranks[0].optimizers[optimizer]
+            yield from _largest_difference(
+                "final", left.steps, optimizer, 0, record, order, left_values, right_values, tolerance
+            )
 
 
-def matches(left: Rank, right: Rank) -> dict[int, list[int] | None]:
-    """For each optimizer that a rank has on both sides, the place at the right of each parameter at the left; None if they have other parameters.
-
-    They belong together by their names; if these differ, by their places, as long as the shapes agree.
+def matches(left: RankRecord, right: RankRecord) -> dict[int, list[int] | None]:
+    """For each optimizer, the index on the right of each parameter on the left; None if the parameters do not match.
+    Parameters match by name; if the names differ, by their order, as long as the shapes agree.
     """
     return {number: match(*pair) for number, pair in enumerate(zip(left.optimizers, right.optimizers))}
 
 
-def match(left: Trained, right: Trained) -> list[int] | None:
+def match(left: OptimizerRecord, right: OptimizerRecord) -> list[int] | None:
     """As ``matches``, for one optimizer."""
     order = list(range(len(left.names)))
     if sorted(left.names) == sorted(right.names):
         order = [list(right.names).index(name) for name in left.names]
     elif len(left.names) != len(right.names):
         return None
-    same = all(list(shape) == list(right.shapes[place]) for shape, place in zip(left.shapes, order))
+    same = all(list(shape) == list(right.shapes[index]) for shape, index in zip(left.shapes, order))
     return order if same else None
 
 
 def drift(side: Recording, tolerance: Tolerance) -> Difference | None:
-    """Where the weights of a rank are first other than rank 0's, which are ``left`` in what is returned."""
+    """Where the weights of a rank first differ from rank 0's; in the result, ``left`` is rank 0."""
     first = side.ranks[0]
     for number in range(side.steps):
         for rank, other in enumerate(side.ranks[1:], 1):
-            # A rank with an optimizer of its own counts its steps otherwise.
+            # The steps of a rank with more optimizers cannot be compared by number.
             if number >= min(len(first.steps), len(other.steps)) or len(first.optimizers) != len(other.optimizers):
                 continue
             a, b = first.steps[number], other.steps[number]
-            ours = first.optimizers[a.optimizer]
+            left_values = first.optimizers[a.optimizer]
             if a.optimizer == b.optimizer and len(a.weights) == len(b.weights):
                 own = list(range(len(a.weights)))
-                found = _apart("weights", number + 1, a.optimizer, rank, ours, own, a.weights, b.weights, tolerance)
+                found = _largest_difference(
+                    "weights", number + 1, a.optimizer, rank, left_values, own, a.weights, b.weights, tolerance
+                )
                 for difference in found:
                     return difference
     return None
@@ -115,38 +120,38 @@ def _in_step(
 ) -> Iterator[Difference]:
     both = list(at(left, right, step))
     optimizer = both[0][1].optimizer if both else 0
-    ours, theirs = left.loss(step), right.loss(step)
-    if ours is not None and theirs is not None:
-        between, allowed = gap(ours, theirs), tolerance.allows(ours, theirs)
+    left_values, right_values = left.loss(step), right.loss(step)
+    if left_values is not None and right_values is not None:
+        between, allowed = gap(left_values, right_values), tolerance.allows(left_values, right_values)
         if between > allowed:
-            yield Difference("loss", step + 1, ours, theirs, between, allowed, optimizer)
+            yield Difference("loss", step + 1, left_values, right_values, between, allowed, optimizer)
     for rank, a, b in both:
         if a.optimizer != b.optimizer:
             yield Difference("order", step + 1, a.optimizer, b.optimizer, rank=rank)
             return
-    kinds: tuple[Kind, Kind] = ("gradient", "weights")
+    kinds: tuple[DifferenceKind, DifferenceKind] = ("gradient", "weights")
     for kind in kinds:
         for rank, a, b in both:
             order = matched[rank].get(a.optimizer)
             if order is not None:
-                trained = left.ranks[rank].optimizers[a.optimizer]
+                record = left.ranks[rank].optimizers[a.optimizer]
                 figures = (a.gradients, b.gradients) if kind == "gradient" else (a.weights, b.weights)
-                yield from _apart(kind, step + 1, a.optimizer, rank, trained, order, *figures, tolerance)
+                yield from _largest_difference(kind, step + 1, a.optimizer, rank, record, order, *figures, tolerance)
 
 
-def at(left: Recording, right: Recording, step: int) -> Iterator[tuple[int, Step, Step]]:
-    """A step, counted from 0, of the ranks that took it on both sides."""
+def at(left: Recording, right: Recording, step: int) -> Iterator[tuple[int, StepRecord, StepRecord]]:
+    """A step, from 0, on each rank that took it on both sides."""
     for rank, (a, b) in enumerate(zip(left.ranks, right.ranks)):
         if step < min(len(a.steps), len(b.steps)):
             yield rank, a.steps[step], b.steps[step]
 
 
-def _apart(
-    kind: Kind,
+def _largest_difference(
+    kind: DifferenceKind,
     step: int,
     optimizer: int,
     rank: int,
-    trained: Trained,
+    record: OptimizerRecord,
     order: Sequence[int],
     left: Sequence[Sketch],
     right: Sequence[Sketch],
@@ -154,8 +159,8 @@ def _apart(
 ) -> Iterator[Difference]:
     """The parameter that differs most, if one does."""
     found = []
-    for name, shape, a, place in zip(trained.names, trained.shapes, left, order):
-        b = right[place]
+    for name, shape, a, index in zip(record.names, record.shapes, left, order):
+        b = right[index]
         between, allowed = distance(a, b), tolerance.allows(norm(a), norm(b), math.prod(shape))
         if between > allowed:
             found.append(Difference(kind, step, norm(a), norm(b), between, allowed, optimizer, name, rank))
@@ -164,9 +169,11 @@ def _apart(
         yield replace(most, parameters=len(found))
 
 
-def _other_parameters(optimizer: int, left: Trained, right: Trained, rank: int) -> Difference:
-    """The first parameter that the other side has not, or has in another shape; the values are numbers of elements."""
-    ours, theirs = ({name: list(shape) for name, shape in zip(side.names, side.shapes)} for side in (left, right))
-    name = next(name for name in (*left.names, *right.names) if ours.get(name) != theirs.get(name))
-    sizes = [math.prod(shapes[name]) if name in shapes else 0 for shapes in (ours, theirs)]
+def _other_parameters(optimizer: int, left: OptimizerRecord, right: OptimizerRecord, rank: int) -> Difference:
+    """The first parameter that the other side lacks or has in another shape; the values are numbers of elements."""
+    left_values, right_values = (
+        {name: list(shape) for name, shape in zip(side.names, side.shapes)} for side in (left, right)
+    )
+    name = next(name for name in (*left.names, *right.names) if left_values.get(name) != right_values.get(name))
+    sizes = [math.prod(shapes[name]) if name in shapes else 0 for shapes in (left_values, right_values)]
     return Difference("parameters", 0, sizes[0], sizes[1], optimizer=optimizer, parameter=name, rank=rank)

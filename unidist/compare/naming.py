@@ -1,4 +1,4 @@
-"""The names of an optimizer's parameters, as its model has them."""
+"""The names of an optimizer's parameters in its model."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-#: What DDP and torch.compile put before the names of the module that they wrap.
+#: Prefixes that DDP and torch.compile add to the names of the module that they wrap.
 WRAPPERS = ("module", "_orig_mod")
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
-    """All of them, in the order of the groups."""
+    """An optimizer's parameters, in the order of its groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def names(optimizer: Optimizer) -> list[str]:
-    """A name for each parameter, once each; its place where no living module has it.
-
-    Wrappers leave no trace in a name: it is the same in DDP and in Horovod.
-    """
+    """A unique name for each parameter, without the prefixes of wrappers; group and index if no module has it."""
     found: dict[int, str] = {}
     for root in _roots():
         for name, param in root.named_parameters(remove_duplicate=False):
@@ -34,8 +31,9 @@ def names(optimizer: Optimizer) -> list[str]:
 
 
 def _roots() -> list[nn.Module]:
-    """The modules that are in no other."""
-    # type() and not isinstance(): that would ask the objects, and wake lazy ones. Without _modules: __init__ has not run.
+    """The modules that are no child of another."""
+    # type() and not isinstance(), which reads __class__ and so would load lazy objects. Without _modules, __init__ has
+    # not run.
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]

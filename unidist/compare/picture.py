@@ -1,4 +1,4 @@
-"""A comparison as a plot."""
+"""The plot of a comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unidist.compare.comparison import SERIES, Comparison, verdict
 
 
 def plot(found: Comparison, path: Path) -> None:
-    """Both losses, and under them the relative distances; written to ``path``, whose ending gives the format."""
+    """Plot both losses, and below them the relative distances; the suffix of ``path`` selects the format."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -27,7 +27,7 @@ def plot(found: Comparison, path: Path) -> None:
             [step for step, _ in values], [value for _, value in values], ".-", color=f"C{index + 2}", label=name
         )
     lower.axhline(found.tolerance.rtol, color="black", linewidth=1, linestyle="--", label="rtol")
-    # Equal sides have a distance of 0, which a plain logarithmic axis cannot show.
+    # A distance of 0 does not fit on a logarithmic axis.
     lower.set_yscale("symlog", linthresh=1e-9)
     lower.set(xlabel="step", ylabel="relative difference")
     lower.set_ylim(bottom=0)

@@ -1,7 +1,7 @@
-"""Writes down the training of a rank: losses, gradients and weights of each step.
+"""Records the training of a rank: losses, gradients and weights of each step.
 
-Hooks of torch alone, so the script needs no change. A step is the outermost ``step()``, when it returns: Horovod's optimizer
-averages the gradients and then calls ``step()`` of its base class, which torch reports as two, one inside the other.
+It uses hooks of torch only, so the script needs no change. A step is recorded when the outermost ``step()`` returns, as
+Horovod's optimizer averages the gradients and then calls ``step()`` of its base class: torch's hooks see two, nested.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from unidist.compare.naming import names, parameters
 from unidist.compare.sketch import norm, sketches
 
-#: Where a loss keeps the factor by which a GradScaler has scaled it.
+#: The attribute of a scaled loss with the GradScaler's factor.
 FACTOR = "_unidist_factor"
 
 
 class Recorder:
-    """Records this process while it is entered; leaving it writes the final weights."""
+    """A context manager that records this process; at its end it writes the final weights."""
 
-    def __init__(self, folder: Path, rank: int, limit: int | None = None) -> None:
+    def __init__(self, directory: Path, rank: int, limit: int | None = None) -> None:
         """
         Args:
-            folder: gets ``rank-N.jsonl``, a line each time something happens, and from rank 0 ``final.pt``.
+            directory: for ``rank-N.jsonl``, with a line for each record, and rank 0's ``final.pt``.
             rank: of this process.
             limit: number of steps after which the process ends, with status 0.
         """
-        self._file = (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
-        self._final = folder / "final.pt" if rank == 0 else None
+        self._file = (directory / f"rank-{rank}.jsonl").open("w", buffering=1)
+        self._final = directory / "final.pt" if rank == 0 else None
         self._limit = limit
         self._pid = os.getpid()
         self._steps = 0
-        #: How many ``step()`` and ``backward()`` are under way.
+        #: The nesting depth of the ``step()`` and ``backward()`` calls in progress.
         self._in_step = 0
         self._in_backward = 0
-        #: What backward() was called with since the last step of any optimizer.
+        #: The tensors on which backward() was called since the last step of any optimizer.
         self._losses: list[Tensor] = []
-        #: Number of calls of backward(): in all, and when an optimizer last took a step.
+        #: Number of calls of backward(): in total, and at each optimizer's last step.
         self._backwards = 0
         self._backwards_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        #: The parameters of each that has taken a step, and its number among them.
+        #: The parameters of the optimizers that have taken a step, and the number of each optimizer.
         self._parameters: list[list[Tensor]] = []
         self._numbers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._starts: WeakKeyDictionary[Optimizer, list[list[float]]] = WeakKeyDictionary()
@@ -61,7 +61,7 @@ class Recorder:
             self._undo.append(handle.remove)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "scale", _scale)
-        # It ends the process without what Python does at its end.
+        # It ends the process without Python's cleanup.
         self._wrap(os, "_exit", self._leave)
         return self
 
@@ -74,7 +74,7 @@ class Recorder:
     def _wrap(self, owner: Any, name: str, around: Any) -> None:
         original = getattr(owner, name)
 
-        # A function, and no partial: as an attribute of a class it has to become a method.
+        # Not functools.partial, which does not bind as a method.
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs)
@@ -96,7 +96,7 @@ class Recorder:
         self._file.write(json.dumps(what) + "\n")
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        # One inside another is that of activation checkpoints.
+        # Activation checkpointing calls it within another backward().
         if not self._in_backward:
             self._backwards += 1
             self._losses += [
@@ -109,7 +109,7 @@ class Recorder:
             self._in_backward -= 1
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # Inside backward, Horovod's Adasum steps a parameter at a time, for its own use.
+        # Within backward(), Horovod's Adasum steps single parameters, for its own computation.
         if self._in_backward or os.getpid() != self._pid:
             return
         self._in_step += 1
@@ -139,12 +139,12 @@ class Recorder:
         self._write(optimizer=number, losses=losses, gradients=gradients, weights=sketches(params))
 
     def _is_idle(self, optimizer: Optimizer, gradients: Sequence[Sequence[float]]) -> bool:
-        """Whether a step is none of the training: Horovod takes one with zeros, to have a state to broadcast."""
-        trained = self._backwards > self._backwards_at.get(optimizer, self._backwards)
-        return not trained and all(norm(gradient) == 0 for gradient in gradients)
+        """Whether a step does not train: Horovod takes one with zero gradients to create a state to broadcast."""
+        optimizer_record = self._backwards > self._backwards_at.get(optimizer, self._backwards)
+        return not optimizer_record and all(norm(gradient) == 0 for gradient in gradients)
 
     def _number(self, optimizer: Optimizer, params: list[Tensor]) -> int:
-        """The optimizer's number; it gets another one when it gets more parameters."""
+        """The optimizer's number; it gets a new one when parameters are added."""
         number = self._numbers.get(optimizer)
         if number is None or len(self._parameters[number]) != len(params):
             start = self._starts.pop(optimizer, None)
@@ -161,7 +161,7 @@ class Recorder:
 
 
 def _loss(tensor: Tensor) -> Tensor:
-    # A copy without graph; its value is asked for later, so that a GPU need not be waited for here.
+    # A detached copy; its value is read later, so as not to synchronize with a GPU here.
     return tensor.detach().double() / getattr(tensor, FACTOR, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a side have recorded."""
+"""The records of a side's ranks, read back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from unidist.compare.sketch import Sketch
 
 
 @dataclass(frozen=True)
-class Trained:
-    """An optimizer with its parameters, and their weights before its first step."""
+class OptimizerRecord:
+    """An optimizer with its parameters and their weights before its first step."""
 
     kind: str
     names: Sequence[str]
@@ -27,8 +27,8 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step of the optimizer of that number: the losses of the backward passes before it, a sketch for each parameter."""
+class StepRecord:
+    """A step: the number of its optimizer, the losses since the last step, and sketches for each parameter."""
 
     optimizer: int
     losses: Sequence[float]
@@ -37,66 +37,66 @@ class Step:
 
 
 @dataclass
-class Rank:
-    """The records of one process, in the order of its steps."""
+class RankRecord:
+    """The records of one process."""
 
-    optimizers: list[Trained] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    optimizers: list[OptimizerRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
     #: Number of steps without backward pass and gradients.
     idle: int = 0
 
 
 @dataclass
 class Recording:
-    """A side."""
+    """The records of a side."""
 
-    ranks: list[Rank]
+    ranks: list[RankRecord]
     #: Rank 0's weights when the script ended, for each optimizer.
     final: Sequence[Sequence[Tensor]] = ()
 
     @property
     def steps(self) -> int:
-        """Number of steps, of the rank that took most."""
+        """The largest number of steps of a rank."""
         return max(len(rank.steps) for rank in self.ranks)
 
     def loss(self, number: int) -> float | None:
-        """The mean over the ranks of a step's losses, those of one rank added; None if backward() got no scalar."""
+        """A step's loss, summed on each rank and averaged over the ranks; None if backward() got no scalar."""
         steps = [rank.steps[number] for rank in self.ranks if number < len(rank.steps)]
         sums = [sum(step.losses) for step in steps if step.losses]
         return fmean(sums) if sums else None
 
 
-def read(folder: Path, ranks: int) -> Recording:
-    """The records in a folder.
+def read(directory: Path, ranks: int) -> Recording:
+    """The records in a directory.
 
     Raises:
-        ValueError: a rank has none; it says which, and why that may be.
+        ValueError: a rank has no records, or took no step.
     """
-    paths = [folder / f"rank-{rank}.jsonl" for rank in range(ranks)]
+    paths = [directory / f"rank-{rank}.jsonl" for rank in range(ranks)]
     found = [_rank(path) if path.exists() else None for path in paths]
     whole = [rank for rank in found if rank is not None]
     if len(whole) < ranks:
         raise ValueError(
-            f"{ranks} ranks were started, and those that said so of themselves are "
-            f"{[number for number, rank in enumerate(found) if rank] or 'none'}"
+            f"{ranks} ranks were started, and records exist of ranks "
+            f"{[number for number, rank in enumerate(found) if rank]}: check that the launcher starts one world"
         )
-    idlers = [number for number, rank in enumerate(whole) if not rank.steps]
-    if idlers:
+    without_steps = [number for number, rank in enumerate(whole) if not rank.steps]
+    if without_steps:
         raise ValueError(
-            f"no training step was seen on rank {', '.join(map(str, idlers))}: compare sees the step() of torch.optim.Optimizer "
-            "outside of backward(), in the processes that the launcher starts"
+            f"no training step was recorded on rank {', '.join(map(str, without_steps))}: compare records step() of "
+            "torch.optim.Optimizer outside of backward(), in the processes that the launcher starts"
         )
-    return Recording(whole, torch.load(folder / "final.pt") if (folder / "final.pt").exists() else ())
+    return Recording(whole, torch.load(directory / "final.pt") if (directory / "final.pt").exists() else ())
 
 
-def _rank(path: Path) -> Rank:
-    rank = Rank()
+def _rank(path: Path) -> RankRecord:
+    rank = RankRecord()
     for line in path.read_text().splitlines():
         entry = json.loads(line)
         if "idle" in entry:
             rank.idle += 1
         elif "kind" in entry:
-            rank.optimizers.append(Trained(**entry))
+            rank.optimizers.append(OptimizerRecord(**entry))
         else:
-            rank.steps.append(Step(**entry))
+            rank.steps.append(StepRecord(**entry))
     return rank

@@ -1,8 +1,8 @@
-"""A tensor in five numbers, from which the distance of two tensors can be told.
+"""A sketch of a tensor: five numbers from which the distance of two tensors can be estimated.
 
-A sketch is the norm, and the products with four fixed random directions. Two sketches of the same shape tell how far apart
-their tensors are: the mean square of the products' differences is, but for chance (a factor of 2 or so), the square of the
-distance. A sum would miss two elements that changed places, and a norm a change of direction.
+A sketch is the norm, and the dot products with four fixed random directions. The mean square of the differences of two
+tensors' products estimates the square of the tensors' distance, within a factor of 2 or so. A sum would miss two
+elements that are swapped, and a norm a change of direction.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 Sketch: TypeAlias = Sequence[float]
 DIRECTIONS = 4
-#: Elements that are taken at a time; the memory of the directions is 32 times that, in bytes.
+#: Elements that are processed at a time; the directions take 32 bytes of memory for each.
 BLOCK = 2**15
 
 
 def sketches(tensors: Sequence[Tensor | None]) -> list[list[float]]:
-    """A sketch of each; None counts as zeros. Uses no generator of the script's."""
+    """A sketch of each tensor; None counts as zeros. The script's random generators are not used."""
     if not tensors:
         return []
     device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
@@ -41,7 +41,7 @@ def _sketch(tensor: Tensor | None) -> Tensor:
     for number, block in enumerate(torch.split(flat, BLOCK)):
         part = block.double()
         squares += (part * part).sum()
-        # No matrix product: cuBLAS would refuse it where the script asks for deterministic algorithms.
+        # Not a matrix product, which cuBLAS refuses if the script requires deterministic algorithms.
         products += _weights(number, flat.device) * (_directions(flat.device)[:, : len(part)] * part).sum(1)
     return torch.cat([squares.sqrt(), products])
 
@@ -59,8 +59,8 @@ def _weights(number: int, device: torch.device) -> Tensor:
 def _draw(seed: int, *shape: int) -> Tensor:
     """Numbers with mean 0 and mean square 1.
 
-    Of either sign, and between 0.5 and 1.5 but for a factor: a single element that differs is measured well, as by 1 and -1, and two equal
-    differences of opposite signs do not cancel out.
+    They are of either sign, with absolute values within a factor of 3, so that the difference of a single element is
+    measured as well as with 1 and -1, and two equal differences of opposite signs do not cancel out.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     sign, size = torch.rand((2, *shape), generator=generator, dtype=torch.float64, device="cpu")
@@ -74,14 +74,14 @@ def norm(sketch: Sketch) -> float:
 
 
 def distance(left: Sketch, right: Sketch) -> float:
-    """About the norm of the tensors' difference, and 0 if they are equal; inf where only one of them is not finite."""
+    """An estimate of the norm of the tensors' difference; 0 if they are equal, inf if only one is finite."""
     products = [gap(x, y) for x, y in zip(left[1:], right[1:])]
     estimate = math.hypot(*products) / math.sqrt(len(products))
     return max(estimate, gap(left[0], right[0]))
 
 
 def gap(left: float, right: float) -> float:
-    """The distance of two numbers; two nan are equal, and nan is infinitely far from a number."""
+    """The distance of two numbers; two nan are equal, and the distance of nan to a number is inf."""
     if left == right or (math.isnan(left) and math.isnan(right)):
         return 0.0
     between = abs(left - right)

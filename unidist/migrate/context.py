@@ -72,13 +72,13 @@ class Context:
                 yield parent
 
     def is_through_alias(self, use: cst.BaseExpression) -> bool:
-        """Whether a use goes through a variable that holds the module."""
+        """Whether a use goes through an alias of the module, as ``self.hvd.rank``."""
         root = self.root(use)
         by_import = isinstance(root, cst.Name) and root.value in self.names.import_only
         return not by_import and "horovod" not in self.tree.imported(root)
 
     def root(self, use: cst.BaseExpression) -> cst.BaseExpression:
-        """What a use begins with: the imported name, or the expression that holds the module."""
+        """What a use starts with: the imported name, or the alias."""
         while isinstance(use, cst.Attribute) and self.tree.variable(use) not in self.names.aliases:
             use = use.value
         return use

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["python", "notebook", "shell"]
+FileKind = Literal["python", "notebook", "shell"]
 #: Directories without code of the user's.
 SKIPPED = {".git", ".hg", ".svn", ".tox", ".nox", ".venv", "venv", "__pycache__", "node_modules", "site-packages"}
-SUFFIXES: dict[str, Kind] = {
+SUFFIXES: dict[str, FileKind] = {
     ".py": "python", ".pyi": "python", ".pyw": "python", ".ipynb": "notebook", ".sh": "shell", ".bash": "shell",
     ".zsh": "shell", ".slurm": "shell", ".sbatch": "shell", ".pbs": "shell", ".lsf": "shell",
 }  # fmt: skip
@@ -28,7 +28,7 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
     """
     seen: set[Path] = set()
     for path in paths:
-        for file in _walk(path) if path.is_dir() else [path]:
+        for file in _files_in(path) if path.is_dir() else [path]:
             real = file.resolve()
             if real not in seen:
                 seen.add(real)
@@ -47,7 +47,7 @@ def possible_importers(paths: Iterable[Path]) -> Iterator[Path]:
     yield from find_files(found)
 
 
-def _walk(directory: Path) -> Iterator[Path]:
+def _files_in(directory: Path) -> Iterator[Path]:
     for path, directories, names in os.walk(directory):
         directories[:] = sorted(name for name in directories if name not in SKIPPED)
         for name in sorted(names):
@@ -63,7 +63,7 @@ def vendored_horovod(path: Path) -> Path | None:
     )
 
 
-def kind(path: Path) -> Kind | None:
+def kind(path: Path) -> FileKind | None:
     """The kind of a file, by its suffix, or without a suffix by its first line."""
     if path.suffix:
         return SUFFIXES.get(path.suffix.lower())
@@ -77,7 +77,7 @@ def kind(path: Path) -> Kind | None:
     return "python" if b"python" in first else "shell" if first.rstrip().endswith(b"sh") else None
 
 
-def decode(data: bytes, what: Kind) -> tuple[str, str]:
+def decode(data: bytes, what: FileKind) -> tuple[str, str]:
     """A file's text, with its own line ends, and its encoding: the declared one (PEP 263), else UTF-8.
 
     Raises:

@@ -15,7 +15,7 @@ from unidist.migrate.context import is_constant
 from unidist.migrate.flow import assignments, callees, is_parameter, is_target, parameter_of, references
 from unidist.migrate.syntax import Problem, Statement, SyntaxTree, argument, full_name
 
-_BY_HAND = "a gradient is assigned by hand, and wrap_model does not average it"
+_ASSIGNED = "a gradient is assigned by hand, and wrap_model does not average it"
 _COMPUTED = "gradients are computed without backward(), and wrap_model does not average them"
 _NOT_OUTPUT = "whether this backward pass starts from the model's output, as wrap_model requires, cannot be determined"
 _SECOND = "backward(create_graph=True) fails in DistributedDataParallel"
@@ -70,7 +70,7 @@ def gradient_problems(
         wraps: the statements that wrap them; a backward pass before all of these involves no wrapped model.
     """
     wraps = list(wraps)
-    yield from _set_by_hand(tree)
+    yield from _assigned_by_hand(tree)
     yield from _computed_otherwise(tree)
     origin = _Origins(tree, set(called), set(passed))
     for call in tree.method_calls("backward"):
@@ -87,33 +87,33 @@ def gradient_problems(
 
 
 # ------------------------------------------------------------------------------------ gradients that are assigned
-def _set_by_hand(tree: SyntaxTree) -> Iterator[Problem]:
+def _assigned_by_hand(tree: SyntaxTree) -> Iterator[Problem]:
     values = {target: value for value, target in assignments(tree)}
     for node, base in _gradients(tree):
-        whole = _whole(tree, node)
+        whole = _whole_gradient(tree, node)
         parent = tree.parent(whole)
         if isinstance(parent, cst.AugAssign) and parent.target is whole:
             scales = isinstance(parent.operator, (cst.MultiplyAssign, cst.DivideAssign))
             if not (scales or _is_same_on_all_ranks(tree, parent.value, base)):
-                yield node, _BY_HAND
+                yield node, _ASSIGNED
         elif isinstance(node, cst.Attribute) and is_target(tree, whole) and not isinstance(parent, cst.Del):
             if whole not in values or not _is_of_itself(tree, values[whole], base):
-                yield node, _BY_HAND
+                yield node, _ASSIGNED
         elif isinstance(node, cst.Name) and isinstance(whole, cst.Subscript) and is_target(tree, whole):
             if whole not in values or not _is_same_on_all_ranks(tree, values[whole], base):
-                yield node, _BY_HAND
+                yield node, _ASSIGNED
         elif isinstance(parent, cst.Attribute) and isinstance(call := tree.parent(parent), cst.Call):
             method = parent.attr.value
             changes = call.func is parent and method.endswith("_") and not method.endswith("__")
             if changes and method not in _SCALING and not _adds_same_on_all_ranks(tree, call, base):
-                yield node, _BY_HAND
+                yield node, _ASSIGNED
     for call in tree.all(cst.Call):
         name = full_name(call.func).split(".")[-1]
         if name in ("setattr", "__setattr__") and len(call.args) > 2 and _is_string(call.args[-2].value, "grad"):
             if not is_constant(call.args[-1].value, None):
-                yield call, _BY_HAND
+                yield call, _ASSIGNED
         elif re.match(r"_foreach_(add|sub|copy|lerp|addc)\w*_$", name) and "grad" in tree.text(call):
-            yield call, _BY_HAND
+            yield call, _ASSIGNED
 
 
 def _gradients(tree: SyntaxTree) -> Iterator[tuple[cst.BaseExpression, str]]:
@@ -133,7 +133,7 @@ def _gradients(tree: SyntaxTree) -> Iterator[tuple[cst.BaseExpression, str]]:
                     yield use, tree.text(inner.value)
 
 
-def _whole(tree: SyntaxTree, node: cst.BaseExpression) -> cst.BaseExpression:
+def _whole_gradient(tree: SyntaxTree, node: cst.BaseExpression) -> cst.BaseExpression:
     """``p.grad.data[0]`` for its ``p.grad``."""
     while True:
         above = tree.parent(node)
@@ -189,7 +189,7 @@ def _is_same_on_all_ranks(tree: SyntaxTree, value: cst.BaseExpression, base: str
         return False
     if _has_gradient(text, base):
         return _is_of_itself(tree, value, base)
-    names = [node for node in tree.all(cst.Name, inside=value) if not _is_attribute(tree, node)]
+    names = [node for node in tree.all(cst.Name, inside=value) if not tree.is_attribute_name(node)]
     if not names:
         return True
     if not re.search(rf"(?<![\w.]){re.escape(base)}(?!\w)", text):
@@ -199,11 +199,6 @@ def _is_same_on_all_ranks(tree: SyntaxTree, value: cst.BaseExpression, base: str
 
 def _has_gradient(text: str, base: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(base)}\._?grad\b", text) is not None
-
-
-def _is_attribute(tree: SyntaxTree, name: cst.Name) -> bool:
-    parent = tree.parent(name)
-    return isinstance(parent, cst.Attribute) and parent.attr is name
 
 
 def _is_string(node: cst.BaseExpression, text: str) -> bool:
@@ -396,7 +391,7 @@ def may_require_gradient(tree: SyntaxTree, call: cst.Call, tensor: cst.BaseExpre
 
 def may_carry_gradient(tree: SyntaxTree, call: cst.Call, tensor: cst.BaseExpression) -> bool:
     """Whether a gradient may flow through a collective call, unless the code shows that none does."""
-    return may_require_gradient(tree, call, tensor) and not _is_read(tree, call)
+    return may_require_gradient(tree, call, tensor) and not _is_converted(tree, call)
 
 
 def _is_in_no_grad(tree: SyntaxTree, node: cst.CSTNode) -> bool:
@@ -424,7 +419,7 @@ def _disables_grad(tree: SyntaxTree, node: cst.BaseExpression) -> bool:
     )
 
 
-def _is_read(tree: SyntaxTree, call: cst.Call) -> bool:
+def _is_converted(tree: SyntaxTree, call: cst.Call) -> bool:
     """Whether a call's result is converted to numbers at once: ``.item()``, ``float(...)``."""
     node: cst.CSTNode = call
     while True:

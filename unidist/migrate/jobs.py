@@ -152,7 +152,7 @@ def _launch(command: Command, batch_nodes: int) -> LaunchLine | None:
 
 
 def _launcher_index(words: Sequence[Word]) -> int | None:
-    """Which word is the launcher: the command itself, or followed by its options behind a command that starts it."""
+    """Which word is the launcher: the command itself, or a later word that is followed by options."""
     first = next((i for i, word in enumerate(words) if not ASSIGNMENT.match(word.text)), len(words))
     indices = [i for i in range(first, len(words)) if LAUNCHER.fullmatch(words[i].name)]
     if not indices or indices[0] == first:

@@ -28,7 +28,7 @@ def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Remark]]:
         ValueError: it is not a notebook.
         libcst.ParserSyntaxError: its cells together do not parse.
     """
-    book = _read(text)
+    book = _load(text)
     module, lines, unread_remarks = _as_module(book["cells"])
     unread = [*lines, *("".join(cell.get("source", [])) for cell in book["cells"] if cell.get("cell_type") == "code")]
     named = {name for text in unread if text in lines or not _is_in(text, module) for name in re.findall(r"\w+", text)}
@@ -49,10 +49,10 @@ def source_of_notebook(text: str) -> str:
     Raises:
         ValueError: it is not a notebook.
     """
-    return _as_module(_read(text)["cells"])[0]
+    return _as_module(_load(text)["cells"])[0]
 
 
-def _read(text: str) -> Any:
+def _load(text: str) -> Any:
     book = json.loads(text)
     if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
         raise ValueError("it has no list of cells, as a notebook of format 4 has: convert it with jupyter nbconvert")

@@ -15,7 +15,7 @@ import libcst as cst
 
 from unidist.migrate import files
 from unidist.migrate.file_report import FileReport, Remark
-from unidist.migrate.files import Kind
+from unidist.migrate.files import FileKind
 from unidist.migrate.jobs import find_launches
 from unidist.migrate.module import Level, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
@@ -24,7 +24,7 @@ _HOROVOD = re.compile(
     rb"horovod|unidist\.hvd|from unidist import .*hvd|Horovod(?:Strategy|Plugin|Accelerator)|HOROVOD_\w*(?:RANK|SIZE)"
     rb"|OMPI_COMM_WORLD_\w*(?:RANK|SIZE)|PMIX?_RANK"
 )
-_LAUNCHER = re.compile(rb"horovodrun|mpirun|mpiexec")
+_NAMES_LAUNCHER = re.compile(rb"horovodrun|mpirun|mpiexec")
 _FROM = re.compile(r"^[ \t]*from\s+(?!horovod\b)([.\w]+)\s+import\s+(?:\(([^)]*)\)|([^\n#]+))", re.MULTILINE)
 _OF_MODULE = re.compile(r"\b(\w+)\.hvd\b")
 #: Calls through an attribute, by names that Horovod has and unidist does not.
@@ -34,7 +34,7 @@ _OF_ATTRIBUTE = re.compile(
 _IMPORTS = re.compile(r"^\s*(?:>>>\s*)?(?:from\s+horovod\b|import\s+(?:[\w.]+\s*,\s*)*horovod\b)", re.MULTILINE)
 _LOADED = re.compile(r"(?:import_module|__import__)\(\s*[fF]?['\"]horovod\b")
 #: Lightning's ways to Horovod.
-_LIGHTNING = re.compile(
+_USES_LIGHTNING = re.compile(
     r"""(?:accelerator|strategy|distributed_backend)["']?\s*[=:]\s*["']horovod["']|\bHorovod(?:Strategy|Plugin|Accelerator)\b"""
 )
 
@@ -99,7 +99,7 @@ def migrate_file(path: Path, level: Level, exports: Exports) -> FileReport | Non
     except OSError as error:
         return _failed(path, 1, f"it cannot be read: {error.strerror}", "make it readable, then migrate again")
     if what == "shell":
-        return _job_script_report(path, data) if _LAUNCHER.search(data) else None
+        return _job_script_report(path, data) if _NAMES_LAUNCHER.search(data) else None
     if not _HOROVOD.search(data):
         return None
     try:
@@ -113,7 +113,7 @@ def migrate_file(path: Path, level: Level, exports: Exports) -> FileReport | Non
     return report
 
 
-def _migrate_text(path: Path, text: str, what: Kind, rules: Migrate) -> FileReport:
+def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate) -> FileReport:
     try:
         after, remarks = migrate_notebook(text, rules) if what == "notebook" else rules(text)
     except cst.ParserSyntaxError as error:
@@ -153,7 +153,7 @@ def _failed(path: Path, line: int, why: str, remedy: str) -> FileReport:
     return FileReport(path, "failed", [Remark(line, path.name, why, remedy)])
 
 
-def _code_of(text: str, what: Kind) -> str:
+def _code_of(text: str, what: FileKind) -> str:
     try:
         return source_of_notebook(text) if what == "notebook" else text
     except ValueError:
@@ -165,11 +165,11 @@ def imports_horovod(code: str) -> bool:
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError):
-        return bool(_IMPORTS.search(code) or _LOADED.search(code) or _LIGHTNING.search(code))
+        return bool(_IMPORTS.search(code) or _LOADED.search(code) or _USES_LIGHTNING.search(code))
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.append(node.module)
         if any(name.split(".")[0] == "horovod" for name in names):
             return True
-    return bool(_LOADED.search(code) or _LIGHTNING.search(code))
+    return bool(_LOADED.search(code) or _USES_LIGHTNING.search(code))

@@ -146,7 +146,7 @@ def _walk(nodes: Sequence[Node], source: bytes, base: int, depth: int) -> _Found
 
 
 def _last_command(node: Node | None) -> Node | None:
-    """The simple command to which the redirections behind a statement belong."""
+    """The simple command to which the redirections after a statement belong."""
     while node is not None and node.type != "command":
         if node.type == "redirected_statement":
             node = node.child_by_field_name("body")
@@ -156,14 +156,14 @@ def _last_command(node: Node | None) -> Node | None:
 
 
 def _spans(part: Node) -> Iterator[tuple[int, int, bool]]:
-    """The words of a part of a command: from, to, and whether it is a redirection."""
+    """The words of a part of a command: start, end, and whether it is a redirection."""
     if part.type in ("file_redirect", "heredoc_redirect"):
         ends = [
             *part.children_by_field_name("destination"),
             *(each for each in part.children if each.type == "heredoc_start"),
         ]
         yield part.start_byte, ends[0].end_byte if ends else part.end_byte, True
-        # The grammar takes words behind a redirection for parts of it.
+        # The grammar makes words after a redirection parts of it.
         more = [each for name in ("argument", "redirect") for each in part.children_by_field_name(name)]
         for each in [*ends[1:], *more]:
             yield from _spans(each)
@@ -181,7 +181,7 @@ def _words(source: bytes, spans: Sequence[tuple[int, int, bool]]) -> Iterator[Wo
 def _code(
     source: bytes, spans: Sequence[tuple[int, int, bool]], base: int, parts: Sequence[Node]
 ) -> Iterator[tuple[int, int]]:
-    """Where the words and here-documents of a command are code."""
+    """The ranges of words and here-documents of a command that are code."""
     words = list(_words(source, spans)) if spans else []
     is_ssh = any(word.name == "ssh" for word in words[:1])
     for before, (start, end, _), word in zip([Word(""), *words], spans, words):

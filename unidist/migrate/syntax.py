@@ -41,7 +41,7 @@ class SyntaxTree:
         self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
         #: All nodes, parents first, in the order of the text.
         self.nodes: list[cst.CSTNode] = []
-        #: A node's index among them, and that of the first node behind its descendants.
+        #: A node's index among them, and that of the first node after its descendants.
         self._spans: dict[cst.CSTNode, tuple[int, int]] = {}
         self._list(self.module)
         self._kinds: dict[type[cst.CSTNode], list[int]] = {}
@@ -83,7 +83,7 @@ class SyntaxTree:
                 yield call
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
-        """A node's index in ``nodes``, and that of the first node behind its descendants."""
+        """A node's index in ``nodes``, and that of the first node after its descendants."""
         return self._spans[node]
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
@@ -100,6 +100,11 @@ class SyntaxTree:
         """Whether a node is ``outer`` or a descendant of it."""
         first, end = self._spans[outer]
         return first <= self._spans[node][0] < end
+
+    def is_attribute_name(self, name: cst.Name) -> bool:
+        """Whether a name is what follows the dot of an attribute."""
+        parent = self.parent(name)
+        return isinstance(parent, cst.Attribute) and parent.attr is name
 
     def line(self, node: cst.CSTNode) -> int:
         """The line on which a node begins, from 1."""
@@ -118,7 +123,7 @@ class SyntaxTree:
 
     # -------------------------------------------------------------------------------- names
     def imported(self, node: cst.CSTNode) -> set[str]:
-        """Full names of what a dotted name stands for by imports."""
+        """The full names that a dotted name may refer to by imports."""
         return self._names(node, QualifiedNameSource.IMPORT) if full_name(node) else set()
 
     def variable(self, node: cst.CSTNode) -> str | None:

@@ -33,7 +33,7 @@ def change_accumulation(
 
 
 #: The statements of one pass, and the condition under which it is the last.
-Found = tuple[list[cst.CSTNode], str]
+Pass = tuple[list[cst.CSTNode], str]
 
 
 def _steps(context: Context, optimizer: Flow) -> list[cst.Call]:
@@ -45,7 +45,7 @@ def _steps(context: Context, optimizer: Flow) -> list[cst.Call]:
     ]
 
 
-def _inner_loop(context: Context, optimizer: Flow) -> Found | None:
+def _inner_loop(context: Context, optimizer: Flow) -> Pass | None:
     """``for i in range(...): loss.backward()``, followed by one ``step()``."""
     tree = context.tree
     backwards, steps = list(context.tree.method_calls("backward")), _steps(context, optimizer)
@@ -65,7 +65,7 @@ def _inner_loop(context: Context, optimizer: Flow) -> Found | None:
     if (
         _may_skip_step(context, loop)
         or not isinstance(loop.body, cst.IndentedBlock)
-        or _is_set(context, counter, loop.body)
+        or _is_assigned(context, counter, loop.body)
     ):
         return None
     values = [arg.value for arg in whole.args]
@@ -76,7 +76,7 @@ def _inner_loop(context: Context, optimizer: Flow) -> Found | None:
     return list(loop.body.body), f"{counter.value} + {stride} >= {context.text(stop)}"
 
 
-def _modulo(context: Context, optimizer: Flow) -> Found | None:
+def _modulo(context: Context, optimizer: Flow) -> Pass | None:
     """``for i, batch in enumerate(...): loss.backward(); if (i + 1) % n == 0: step()``."""
     tree = context.tree
     backwards, steps = list(context.tree.method_calls("backward")), _steps(context, optimizer)
@@ -124,7 +124,7 @@ def _may_skip_step(context: Context, loop: cst.For) -> bool:
     return any(not isinstance(jump, cst.Raise) for jump in context.tree.jumps(loop.body))
 
 
-def _is_set(context: Context, name: cst.Name, block: cst.CSTNode) -> bool:
+def _is_assigned(context: Context, name: cst.Name, block: cst.CSTNode) -> bool:
     targets = (cst.AssignTarget, cst.AugAssign)
     return any(
         isinstance(node, targets) and isinstance(node.target, cst.Name) and node.target.value == name.value

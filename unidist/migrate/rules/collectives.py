@@ -103,7 +103,7 @@ def reduction(context: Context, arguments: Arguments) -> str | None:
     if op is not None and not is_constant(op, None):
         return OPS.get(context.symbol(op) or "")
     if average is None or is_constant(average, None, True) or _is_name(context, average):
-        return "mean"  # hvd.allreduce(x, "name"): any true value asks for the average
+        return "mean"  # hvd.allreduce(x, "name"): any true value means the average
     return "sum" if is_constant(average, False) else None
 
 

@@ -15,7 +15,7 @@ _LOOKUPS = {*IMPORTERS, "find_spec", "importorskip"}
 _NOT_IN_DROP_IN = "the drop-in replaces horovod.torch, and does not have this"
 _REEXPORTED = "other files may import this name from here, so it stays, as the drop-in's"
 _REBOUND = "this name is also bound to something else, so calls through it stay on the drop-in"
-_BY_HAND = "replace it by hand, or keep Horovod for it"
+_REPLACE = "replace it by hand, or keep Horovod for it"
 _DROP_IN = ("unidist has no equivalent, so it is imported from the drop-in", "keep it, or rewrite what needs it")
 _RUN = ("unidist starts no processes, so it is imported from the drop-in", "start the script with torchrun")
 
@@ -96,7 +96,7 @@ class _Imports:
     def import_statement(self, node: cst.Import) -> None:
         """``import horovod.torch as hvd``."""
         aliases: list[cst.ImportAlias] = []
-        own = node in self._imports_to_extend
+        needs_unidist_too = node in self._imports_to_extend
         for alias in node.names:
             name, bound = full_name(alias.name), full_name(alias.asname.name) if alias.asname else None
             if symbol_of(name) is None and not is_horovod(name):
@@ -104,20 +104,20 @@ class _Imports:
             elif symbol_of(name) is not None:
                 new, needs_own = self._module(alias, name, bound)
                 aliases += new
-                own = own or needs_own
+                needs_unidist_too = needs_unidist_too or needs_own
             elif name == "horovod":
                 new, needs_own = self._package(node, alias, bound or name)
                 aliases += new
-                own = own or needs_own
+                needs_unidist_too = needs_unidist_too or needs_own
             elif drop_in_name_of(name) is not None:
                 self._remark_drop_in(alias, name)
                 aliases.append(alias.with_changes(name=dotted(drop_in_name_of(name) or "")))
             else:
                 aliases.append(alias)
                 self._remark_unmovable(node, name)
-        if list(node.names) != aliases or own:
+        if list(node.names) != aliases or needs_unidist_too:
             self._replace_import(
-                node, [node.with_changes(names=_without_trailing_comma(aliases))] if aliases else [], own
+                node, [node.with_changes(names=_without_trailing_comma(aliases))] if aliases else [], needs_unidist_too
             )
 
     def _module(self, alias: cst.ImportAlias, name: str, bound: str | None) -> tuple[list[cst.ImportAlias], bool]:
@@ -149,8 +149,8 @@ class _Imports:
             self._remark_unmovable(node, "horovod")
         if first in self._still_used | self._other_parts_used or (first in self._used_whole and not self._unmovable):
             asname = None if word == "unidist.hvd" else cst.AsName(cst.Name(word))
-            there = asname is None and any(full_name(each.name) == word and not each.asname for each in node.names)
-            kept += [] if there else [cst.ImportAlias(dotted("unidist.hvd"), asname)]
+            is_present = asname is None and any(full_name(each.name) == word and not each.asname for each in node.names)
+            kept += [] if is_present else [cst.ImportAlias(dotted("unidist.hvd"), asname)]
             return kept, asname is not None and self._is_used(first)
         return kept, not kept or self._is_used(first)
 
@@ -201,15 +201,15 @@ class _Imports:
             return
         renamed: list[cst.Import] = []
         by_module: dict[str, list[cst.ImportAlias]] = {}
-        own = node in self._imports_to_extend
+        needs_unidist_too = node in self._imports_to_extend
         for alias in node.names:
             new, needs_own = self._from_import_name(node, module, alias)
-            own = own or needs_own
+            needs_unidist_too = needs_unidist_too or needs_own
             if isinstance(new, cst.Import):
                 renamed.append(new)
             elif new is not None:
                 by_module.setdefault(new[0], []).append(new[1])
-        if not own and not renamed and by_module == {module: list(node.names)}:
+        if not needs_unidist_too and not renamed and by_module == {module: list(node.names)}:
             return
         statements = [
             node.with_changes(
@@ -219,7 +219,7 @@ class _Imports:
             )
             for module_name, aliases in by_module.items()
         ]
-        self._replace_import(node, [*renamed, *statements], own)
+        self._replace_import(node, [*renamed, *statements], needs_unidist_too)
 
     def _from_import_name(
         self, node: cst.ImportFrom, module: str, alias: cst.ImportAlias
@@ -231,12 +231,12 @@ class _Imports:
         meaning, target, used = symbol_of(whole), drop_in_name_of(whole), self._is_used(bound)
         if bound in self._context.names.rebound and target is not None:
             self._remark_rebound(alias, bound)
-        own = False
+        needs_unidist_too = False
         if meaning is not None and bound not in self._still_used:
             if meaning != "" or bound in self._context.names.import_only:
                 if used and bound not in self._exported:
                     return None, True
-                own = used
+                needs_unidist_too = used
                 if target is not None:
                     self._remark_reexported(alias, bound)
             elif self._context.aliases_are_native and is_horovod(whole):
@@ -244,22 +244,22 @@ class _Imports:
         if target is None:
             if is_horovod(whole):
                 self._remark_unmovable(node, whole)
-            return (module, alias), own
+            return (module, alias), needs_unidist_too
         if meaning is None:
             self._remark_drop_in(alias, whole)
         parent, _, last = target.rpartition(".")
         if last != name:  # `from horovod import torch`: what it is called here stays
             asname = alias.asname or cst.AsName(cst.Name(name))
             alias = alias.with_changes(name=cst.Name(last), asname=None if full_name(asname.name) == last else asname)
-        return (parent, alias), own or (meaning == "" and used)
+        return (parent, alias), needs_unidist_too or (meaning == "" and used)
 
     def _replace_import(
-        self, node: cst.Import | cst.ImportFrom, statements: Sequence[cst.BaseSmallStatement], own: bool
+        self, node: cst.Import | cst.ImportFrom, statements: Sequence[cst.BaseSmallStatement], needs_unidist_too: bool
     ) -> None:
         """Replace an import by others, and by ``import unidist`` if that is needed and not there yet."""
         statement = self._tree.statement(node)
         block = next(above for above in self._tree.parents(node) if isinstance(above, (cst.Module, cst.IndentedBlock)))
-        added = own and id(block) not in self._blocks_with_unidist
+        added = needs_unidist_too and id(block) not in self._blocks_with_unidist
         if added:
             self._blocks_with_unidist.add(id(block))
         new = [*([cst.Import([cst.ImportAlias(cst.Name("unidist"))])] if added else []), *statements]
@@ -410,7 +410,7 @@ class _Imports:
             self._context.edits.remark(node, name, *(_RUN if name.endswith(".run") else _DROP_IN))
 
     def _remark_unmovable(self, node: cst.CSTNode, name: str) -> None:
-        self._context.edits.remark(node, name, _NOT_IN_DROP_IN, _BY_HAND)
+        self._context.edits.remark(node, name, _NOT_IN_DROP_IN, _REPLACE)
 
 
 def _named_in_strings(context: Context) -> set[str]:

@@ -31,7 +31,9 @@ _NOT_EVERY_EPOCH = (
     "whether set_epoch() precedes every iteration over the loader cannot be determined; "
     "shard_loader counts each iteration as an epoch"
 )
-_BY_HAND = "call set_epoch(epoch) before each epoch, then migrate again, or use unidist.shard_loader(DataLoader(...))"
+_CALL_SET_EPOCH = (
+    "call set_epoch(epoch) before each epoch, then migrate again, or use unidist.shard_loader(DataLoader(...))"
+)
 _SAME_ORDER = "set_epoch() is never called, so every epoch has the same order; with shard_loader each has another"
 
 
@@ -144,7 +146,7 @@ def change_loaders(context: Context) -> None:
     gone: list[Statement] = []
     for pair in list(_samplers_with_loaders(context)):
         uses = _uses_of_sampler(context, pair)
-        epochs = [use for use in uses or () if _method(context, use) == "set_epoch"]
+        epochs = [use for use in uses or () if _called_method(context, use) == "set_epoch"]
         shuffle = not is_constant(pair.arguments.get("shuffle"), False)
         if (
             uses is None
@@ -159,11 +161,11 @@ def change_loaders(context: Context) -> None:
             and epochs
             and not all(_follows_set_epoch(context, use, statements) for use in _iterations(context, pair))
         ):
-            context.remark(pair.sampler, _NOT_EVERY_EPOCH, _BY_HAND)
+            context.remark(pair.sampler, _NOT_EVERY_EPOCH, _CALL_SET_EPOCH)
             continue
         if shuffle and not epochs:
             if _trains(context, pair):
-                context.remark(pair.sampler, _SAME_ORDER, _BY_HAND)
+                context.remark(pair.sampler, _SAME_ORDER, _CALL_SET_EPOCH)
             continue
         _change(context, pair, uses, shuffle)
         gone.append(pair.sampler_statement)
@@ -310,7 +312,7 @@ def _rank_or_size(context: Context, node: cst.BaseExpression | None) -> str | No
     return _rank_or_size(context, values[0]) if len(values) == 1 and isinstance(values[0], cst.Call) else None
 
 
-def _method(context: Context, use: cst.BaseExpression) -> str | None:
+def _called_method(context: Context, use: cst.BaseExpression) -> str | None:
     parent = context.tree.parent(use)
     called = isinstance(parent, cst.Attribute) and isinstance(context.tree.parent(parent), cst.Call)
     return parent.attr.value if called and isinstance(parent, cst.Attribute) else None
@@ -323,7 +325,9 @@ def _uses_of_sampler(context: Context, pair: SampledLoader) -> list[cst.BaseExpr
         if is_target(context.tree, use) or use is argument(pair.loader, "sampler"):
             continue
         call = context.tree.parent(context.tree.parent(use))
-        if (_method(context, use) == "set_epoch" and context.tree.is_statement(call)) or _is_length(context, use):
+        if (_called_method(context, use) == "set_epoch" and context.tree.is_statement(call)) or _is_length(
+            context, use
+        ):
             found.append(use)
         else:
             return None
@@ -363,7 +367,7 @@ def _change(context: Context, pair: SampledLoader, uses: list[cst.BaseExpression
         call = tree.parent(tree.parent(each))
         statement = tree.statement(call)
         name = pair.loader_name
-        if _method(context, each) != "set_epoch":
+        if _called_method(context, each) != "set_epoch":
             context.edits.replace(each, cst.Attribute(name.deep_clone(), cst.Name("sampler")))
         elif isinstance(call, cst.Call) and statement is not None and _is_default_epoch(context, pair, call, statement):
             context.remove(statement)

@@ -96,7 +96,7 @@ def _verdict(context: Context, use: cst.BaseExpression, escapes: bool) -> cst.Ba
             return None
         if chain[0] in _MOVES:
             return "the model is moved or converted where it would be wrapped already"
-        if is_target(tree, _whole(context, use)):
+        if is_target(tree, _attribute_chain(context, use)):
             return "the model is modified where it would be wrapped already"
         if chain[0] in INNER or chain[-1] in INNER | SAME or set(chain) & _DATA:
             return use
@@ -136,7 +136,7 @@ def _raw_aliases(context: Context, variable: str, wrap: Statement) -> Iterator[P
     aliases: set[str] = set()
     for use in references(tree).get(variable, ()):
         if not is_target(tree, use) and _is_before(context, use, wrap) and not tree.is_inside(use, wrap):
-            kept = _kept(context, use, variable)
+            kept = _references_after(context, use, variable)
             if isinstance(kept, str):
                 yield use, kept
             else:
@@ -176,7 +176,7 @@ def _is_made_of_torch(context: Context, variable: str) -> bool:
     )
 
 
-def _kept(context: Context, use: cst.BaseExpression, variable: str) -> set[str] | str:
+def _references_after(context: Context, use: cst.BaseExpression, variable: str) -> set[str] | str:
     """The variables that refer to the model, or to a part of it, after a use; or why they cannot be determined."""
     tree = context.tree
     parent = tree.parent(use)
@@ -188,7 +188,7 @@ def _kept(context: Context, use: cst.BaseExpression, variable: str) -> set[str] 
             return set()
         called = callees(tree, call)
         if called and (parameters := destinations(tree, use)) is not None:
-            return _kept_by_functions(context, parameters)
+            return _references_after_functions(context, parameters)
         effect = tree.is_statement(call) or any(
             value is call and tree.variable(to) == variable for value, to in assignments(tree)
         )
@@ -204,7 +204,7 @@ def _kept(context: Context, use: cst.BaseExpression, variable: str) -> set[str] 
     return {name for name in found if name != variable}
 
 
-def _kept_by_functions(context: Context, parameters: list[str]) -> set[str] | str:
+def _references_after_functions(context: Context, parameters: list[str]) -> set[str] | str:
     """The variables outside of some functions that refer to their parameters afterwards; or why that is unknown."""
     tree = context.tree
     found: set[str] = set()
@@ -237,14 +237,14 @@ def _is_harmless(context: Context, use: cst.BaseExpression) -> bool:
     chain = list(_chain(context, use))
     if chain[0] in SAME | INNER | _MOVES or chain[-1] in SAME | INNER or set(chain) & _DATA:
         return True
-    whole = _whole(context, use)
+    whole = _attribute_chain(context, use)
     call = tree.parent(whole)
     return is_target(tree, whole) or (
         isinstance(call, cst.Call) and call.func is whole and tree.is_statement(call) is not None
     )
 
 
-def _whole(context: Context, use: cst.BaseExpression) -> cst.BaseExpression:
+def _attribute_chain(context: Context, use: cst.BaseExpression) -> cst.BaseExpression:
     """``model.fc.weight`` for its ``model``."""
     node = use
     while isinstance(above := context.tree.parent(node), (cst.Attribute, cst.Subscript)) and above.value is node:
@@ -254,7 +254,7 @@ def _whole(context: Context, use: cst.BaseExpression) -> cst.BaseExpression:
 
 def _targets_of_part(context: Context, use: cst.BaseExpression) -> set[str] | str:
     """``encoder`` for ``encoder = model.encoder``."""
-    whole = _whole(context, use)
+    whole = _attribute_chain(context, use)
     found = destinations(context.tree, whole)
     return (
         set(found) if found else f"`{context.text(whole)}` is used before the model is wrapped, and cannot be followed"
@@ -407,11 +407,6 @@ def _unused_layers(context: Context) -> Iterator[Problem]:
                 yield uses[0], why
 
 
-def _is_attribute(context: Context, name: cst.Name) -> bool:
-    parent = context.tree.parent(name)
-    return isinstance(parent, cst.Attribute) and parent.attr is name
-
-
 def _is_data_dependent(context: Context, node: cst.CSTNode, kind: cst.ClassDef) -> bool:
     """Whether a condition on something else than the module's own attributes decides if a node is executed."""
     child = node
@@ -420,7 +415,9 @@ def _is_data_dependent(context: Context, node: cst.CSTNode, kind: cst.ClassDef) 
             return False
         if isinstance(above, (cst.If, cst.IfExp)) and child is not above.test:
             roots = {
-                each.value for each in context.tree.all(cst.Name, inside=above.test) if not _is_attribute(context, each)
+                each.value
+                for each in context.tree.all(cst.Name, inside=above.test)
+                if not context.tree.is_attribute_name(each)
             }
             if roots - {"self", "None", "True", "False", "hasattr", "isinstance"}:
                 return True

@@ -20,7 +20,7 @@ _RANKS = {"rank", "local_rank", "cross_rank"}
 _LONG = re.compile(
     r"download|preprocess|prepare|extract|tokeni[sz]e|evaluat|validat|untar|unzip|check_call|os\.system|subprocess\.run"
 )
-_LAUNCHER = (
+_LAUNCHER_VARIABLE = (
     "MPI launchers or Horovod set this variable, torchrun does not",
     "unidist.rank(), world_size(), local_rank(), ...; or stay with this launcher",
 )
@@ -32,7 +32,10 @@ _ALONE = (
     "meanwhile the other ranks wait in the next collective call: in Horovod forever, now for 30 minutes at most",
     "unidist.init(timeout=seconds) if this may take longer",
 )
-_LIGHTNING = ("with this argument, Lightning imports Horovod", 'strategy="ddp" under torchrun, or keep Horovod')
+_LIGHTNING_ARGUMENT = (
+    "with this argument, Lightning imports Horovod",
+    'strategy="ddp" under torchrun, or keep Horovod',
+)
 _COMPUTED_NAME = (
     "a module of Horovod's is imported by a computed name",
     "import each module that it can be by its literal name, then migrate again",
@@ -45,12 +48,12 @@ def report_surroundings(context: Context) -> None:
     """Launchers' environment variables, a late CUDA_VISIBLE_DEVICES, long work of one rank, Lightning's Horovod."""
     for text in context.tree.all(cst.SimpleString):
         value = str(text.evaluated_value)
-        if _RANK_VARIABLES.fullmatch(value) and _is_read(context, text):
-            context.remark(text, *_LAUNCHER)
-        if value == "CUDA_VISIBLE_DEVICES" and _is_set(context, text) and _is_after_init(context, text):
+        if _RANK_VARIABLES.fullmatch(value) and _is_read_variable(context, text):
+            context.remark(text, *_LAUNCHER_VARIABLE)
+        if value == "CUDA_VISIBLE_DEVICES" and _is_assigned_variable(context, text) and _is_after_init(context, text):
             context.remark(text, *_LATE)
         if value == "horovod" and _is_for_lightning(context, text):
-            context.remark(text, *_LIGHTNING)
+            context.remark(text, *_LIGHTNING_ARGUMENT)
     for call in context.tree.all(cst.Call):
         if (
             full_name(call.func).split(".")[-1] in IMPORTERS
@@ -63,7 +66,7 @@ def report_surroundings(context: Context) -> None:
         return
 
 
-def _is_read(context: Context, text: cst.SimpleString) -> bool:
+def _is_read_variable(context: Context, text: cst.SimpleString) -> bool:
     """``os.environ["X"]``, ``os.environ.get("X")``, ``os.getenv("X")``, ``"X" in os.environ``, unless it is set."""
     parent = context.tree.parent(text)
     above = context.tree.parent(parent)
@@ -75,7 +78,7 @@ def _is_read(context: Context, text: cst.SimpleString) -> bool:
     return isinstance(parent, cst.Comparison)
 
 
-def _is_set(context: Context, text: cst.SimpleString) -> bool:
+def _is_assigned_variable(context: Context, text: cst.SimpleString) -> bool:
     above = context.tree.parent(context.tree.parent(text))
     if isinstance(above, cst.SubscriptElement):
         return isinstance(context.tree.parent(context.tree.parent(above)), cst.AssignTarget)

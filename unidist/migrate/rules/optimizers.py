@@ -11,7 +11,7 @@ from unidist.migrate.flow import assignments, follow, result_variables
 from unidist.migrate.gradients import gradient_problems
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
 from unidist.migrate.rules.models import examine_model
-from unidist.migrate.rules.wrapping import COMPRESSION, METHODS, OptimizerPlan, horovod_method, wrap_model
+from unidist.migrate.rules.wrapping import COMPRESSION, METHODS, OptimizerPlan, horovod_method, replace_optimizer
 from unidist.migrate.syntax import Statement, full_name
 
 _AVERAGE = "keep it, or use a plain optimizer and unidist.all_reduce(p.grad, 'mean') for each gradient"
@@ -38,7 +38,7 @@ def change_optimizers(context: Context) -> None:
         context.covered.update(context.uses("broadcast_parameters", "broadcast_optimizer_state"))
         return
     for optimizer in optimizers:
-        wrap_model(context, optimizer)
+        replace_optimizer(context, optimizer)
     for node in compressions:
         context.edits.replace(node, cst.parse_expression(COMPRESSION[context.names.symbols[node]]))
         context.mark_handled(node)

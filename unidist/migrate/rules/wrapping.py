@@ -41,7 +41,7 @@ class OptimizerPlan:
     flow: Flow
 
 
-def wrap_model(context: Context, each: OptimizerPlan) -> None:
+def replace_optimizer(context: Context, each: OptimizerPlan) -> None:
     tree, edits = context.tree, context.edits
     change_accumulation(context, each.arguments.get("backward_passes_per_step"), each.flow, each.model, each.wrap)
     inner = each.arguments["optimizer"]
@@ -51,9 +51,9 @@ def wrap_model(context: Context, each: OptimizerPlan) -> None:
     if each.target is not None and context.text(inner) == context.text(each.target):
         edits.remove(each.statement)
     else:
-        became = _UpdatedArgument(context, inner)
+        updated_inner = _UpdatedArgument(context, inner)
         edits.keep_comments(each.statement, each.call, but=[inner])
-        edits.replace(each.call, lambda updated: became.of(each.call, updated))
+        edits.replace(each.call, lambda updated: updated_inner.of(each.call, updated))
     if each.broadcast is not None:
         edits.remove(each.broadcast)
         context.mark_handled(each.broadcast)
@@ -74,7 +74,7 @@ def wrap_model(context: Context, each: OptimizerPlan) -> None:
     for use in each.flow.uses:
         _change_method(context, use)
         _remark_on_use(context, each, use)
-    if not any(_method(context, use) == "synchronize" for use in each.flow.uses):
+    if not any(_accessed_attribute(context, use) == "synchronize" for use in each.flow.uses):
         for call in tree.all(cst.Call):
             if full_name(call.func).split(".")[-1] in ("clip_grad_norm_", "clip_grad_value_", "unscale_"):
                 context.remark(call, _CLIPPED, "nothing; the curves may differ from the legacy ones")
@@ -108,7 +108,7 @@ def _wrap_call(context: Context, each: OptimizerPlan) -> cst.Call:
                     text = text.replace(context.text(node), COMPRESSION[symbol])
             value = cst.parse_expression(text)
         options.append(keyword("compression", value))
-    # Horovod leaves BatchNorm's statistics to each rank.
+    # Horovod does not synchronize the statistics of BatchNorm.
     options.append(keyword("broadcast_buffers", cst.Name("False")))
     return cst.Call(context.unidist_name_for(each.call.func, "wrap_model"), options)
 
@@ -130,7 +130,7 @@ def _remark_on_use(context: Context, each: OptimizerPlan, use: cst.BaseExpressio
     call = tree.parent(tree.parent(use))
     if not isinstance(call, cst.Call):
         return
-    if _method(context, use) == "step" and call.args:
+    if _accessed_attribute(context, use) == "step" and call.args:
         context.remark(call, _CLOSURE, "nothing, if the closure calls backward()")
     elif use in each.flow.escapes and isinstance(call.func, cst.Name) and "sched" not in call.func.value.lower():
         known = any(name.startswith(("torch.", "unidist.")) for name in tree.imported(call.func))
@@ -138,7 +138,7 @@ def _remark_on_use(context: Context, each: OptimizerPlan, use: cst.BaseExpressio
             context.remark(call, _PASSED_ON, "make sure that it calls neither synchronize() nor skip_synchronize()")
 
 
-def _method(context: Context, use: cst.BaseExpression) -> str | None:
+def _accessed_attribute(context: Context, use: cst.BaseExpression) -> str | None:
     method = context.tree.parent(use)
     return method.attr.value if isinstance(method, cst.Attribute) else None
 
