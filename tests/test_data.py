@@ -211,7 +211,9 @@ def test_a_stream_that_splits_itself_has_no_position(monkeypatch: pytest.MonkeyP
 def test_workers_of_a_stream_need_worker_split() -> None:
     unidist.init("single")
     try:
-        with pytest.raises(ValueError, match=r"2 workers read .* Stream: pass worker_split='dataset' if it splits itself"):
+        with pytest.raises(
+            ValueError, match=r"2 workers read .* Stream: pass worker_split='dataset' if it splits itself"
+        ):
             unidist.shard_loader(DataLoader(Stream(4), num_workers=2))
         with pytest.raises(ValueError, match="use 'dataset' or 'loader'"):
             unidist.shard_loader(DataLoader(Stream(4)), worker_split="both")  # type: ignore[arg-type]
