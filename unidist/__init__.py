@@ -1,4 +1,4 @@
-"""One training script, any launcher, any engine."""
+"""One training script, any launcher, any backend."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

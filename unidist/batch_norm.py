@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, on every engine and device."""
+"""Batch normalisation over the batches of all ranks, on every backend and device."""
 
 from __future__ import annotations
 

@@ -265,8 +265,8 @@ def _timeout(timeout: float | timedelta | None) -> timedelta | None:
 def _class(name: str) -> type[Backend]:
     if name not in BACKENDS:
         raise BackendError(f"backend {name!r} is unknown: use auto, {', '.join(BACKENDS)}.")
-    engine = BACKENDS[name]
-    found: type[Backend] = getattr(importlib.import_module(engine.module), engine.attribute)
+    entry = BACKENDS[name]
+    found: type[Backend] = getattr(importlib.import_module(entry.module), entry.attribute)
     return found
 
 
@@ -297,8 +297,8 @@ def _pick(start: Start) -> tuple[str, str]:
     launcher = start.launch.launcher
     if launcher is NO_LAUNCHER and start.init_method is None:
         return "single", "no launcher"
-    if launcher.engine and importlib.util.find_spec(launcher.engine):
-        return launcher.engine, f"started by {launcher.name}"
+    if launcher.backend and importlib.util.find_spec(launcher.backend):
+        return launcher.backend, f"started by {launcher.name}"
     cuda = torch.cuda.is_available() and (start.device is None or start.device.type == "cuda")
     return ("nccl", "CUDA is available") if cuda else ("gloo", "CUDA is not used")
 

@@ -132,7 +132,7 @@ class Accuracy(Metric):
 
 
 def wrap_metric(metric: M) -> M:
-    """Make a torchmetrics metric, or a collection of them, compute over all ranks, on any engine.
+    """Make a torchmetrics metric, or a collection of them, compute over all ranks, on any backend.
 
     Not collective itself; afterwards ``metric.compute()`` is. A rank without samples contributes nothing.
     What ``metric(...)`` returns for a batch stays this rank's own, as in torchmetrics.

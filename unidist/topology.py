@@ -34,8 +34,8 @@ class Launcher:
     meeting: str = "master"
     #: The MPI library that it belongs to: ``openmpi``, ``mpich`` or none.
     mpi: str = ""
-    #: The engine that ``init("auto")`` picks under it where that is installed; empty: by device.
-    engine: str = ""
+    #: The backend that ``init("auto")`` picks under it where that is installed; empty: by device.
+    backend: str = ""
 
     def started(self, env: Mapping[str, str]) -> bool:
         """Whether its marks are in the environment."""
@@ -57,7 +57,7 @@ def _torch_like(name: str, mark: str) -> Launcher:
     )
 
 
-def _openmpi(name: str, *marks: str, engine: str = "") -> Launcher:
+def _openmpi(name: str, *marks: str, backend: str = "") -> Launcher:
     # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the rank of the node.
     return Launcher(
         name,
@@ -68,7 +68,7 @@ def _openmpi(name: str, *marks: str, engine: str = "") -> Launcher:
         marks=("OMPI_COMM_WORLD_RANK", *marks),
         meeting="mpi",
         mpi="openmpi",
-        engine=engine,
+        backend=backend,
     )
 
 
@@ -86,7 +86,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         num_nodes="HOROVOD_CROSS_SIZE",
         marks=("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
         meeting="horovod",
-        engine="horovod",
+        backend="horovod",
     ),
     # horovodrun --mpi replaces itself by an mpirun with these options, which become variables
     # (horovod/runner/mpi_run.py). Its lines for MPICH and Intel MPI have no option of the kind.
@@ -96,7 +96,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "OMPI_MCA_btl=^openib",
         "OMPI_MCA_btl_tcp_if_include",
         "NCCL_SOCKET_IFNAME",
-        engine="horovod",
+        backend="horovod",
     ),
     _openmpi("openmpi"),
     Launcher(

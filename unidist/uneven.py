@@ -67,8 +67,8 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
             raise TypeError(
                 f"unidist.join takes models, optimizers and the like, not {type(thing).__name__}: it has no state_dict."
             )
-    engine = current()
-    everyone = engine.ranks(group)
+    backend = current()
+    everyone = backend.ranks(group)
     for thing in objects:
         if is_wrapped(thing) and thing.options.static_graph:
             raise ValueError("unidist.join: a model wrapped with static_graph=True is not supported.")
@@ -77,7 +77,7 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
                 f"unidist.join over the ranks {list(everyone)}: the model was wrapped for {list(thing.options.ranks)}; "
                 "pass its group."
             )
-    joined = Joined(engine, group)
+    joined = Joined(backend, group)
     with ExitStack() as stack:
         stack.enter_context(replaced(joined))
         for thing in objects:

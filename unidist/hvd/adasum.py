@@ -18,8 +18,8 @@ def adasum(backend: Backend, tensors: Sequence[Tensor], group: Group) -> None:
     """Combine tensors, each by itself, in place. Collective.
 
     Args:
-        backend: the engine.
-        tensors: of one dtype, contiguous, on a device of the engine.
+        backend: the backend.
+        tensors: of one dtype, contiguous, on a device of the backend.
         group: a power of 2 of ranks.
     """
     ranks = backend.ranks(group)

@@ -20,13 +20,13 @@ from unidist.topology import NONE, Topology, detect
 #: The reduction operations, by Horovod's numbers.
 Average, Sum, Adasum, Min, Max, Product = range(6)
 
-_started_engine = False
+_started_backend = False
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the world that the launcher declared, on ``torch.distributed``. Collective. A second call is a no-op.
 
-    The engine is that of ``UNIDIST_BACKEND``, else one that runs already, else nccl where CUDA is available, else gloo;
+    The backend is that of ``UNIDIST_BACKEND``, else one that runs already, else nccl where CUDA is available, else gloo;
     one process without a launcher is a world of its own. After ``unidist.init()`` this call is needless.
 
     Args:
@@ -34,16 +34,16 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         process_sets: sets to make, which get their numbers here; ``"dynamic"`` is accepted and needless.
 
     Raises:
-        BackendError: the engine cannot start here.
+        BackendError: the backend cannot start here.
         NotImplementedError: ``comm`` is an MPI communicator, or a part of the world.
         ValueError: a process set is there twice.
     """
-    global _started_engine
+    global _started_backend
     if is_open():
         return
     if not context.is_initialized():
-        context.init(_engine())  # type: ignore[arg-type]  # it refuses names that it does not know
-        _started_engine = True
+        context.init(_backend())  # type: ignore[arg-type]  # it refuses names that it does not know
+        _started_backend = True
     place = context.current().topology
     if comm is not None and (
         not isinstance(comm, Sequence) or (comm and sorted(comm) != list(range(place.world_size)))
@@ -57,12 +57,12 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         add_process_set(process_set)
 
 
-def _engine() -> str:
+def _backend() -> str:
     wanted = knobs.backend(os.environ)
     if wanted == "horovod" and alias.is_installed():
         raise BackendError(
             f"{knobs.BACKEND}=horovod: in this process `horovod` means the drop-in, so Horovod itself cannot be the "
-            "engine. Unset the variable, or start the script without `-m unidist.hvd`."
+            "backend. Unset the variable, or start the script without `-m unidist.hvd`."
         )
     if wanted != "auto":
         return wanted
@@ -79,10 +79,10 @@ def shutdown() -> None:
     """Leave. Operations under way fail, here and on the other ranks. ``init`` may be called again. No-op when not
     initialised.
     """
-    global _started_engine
+    global _started_backend
     close_session()
-    if _started_engine:
-        _started_engine = False
+    if _started_backend:
+        _started_backend = False
         context.leave()
 
 
@@ -152,7 +152,7 @@ def stop_timeline() -> None:
 
 # ------------------------------------------------------------------------------------ what is there
 def mpi_threads_supported() -> bool:
-    """Whether the engine takes calls from several threads: each one does."""
+    """Whether the backend takes calls from several threads: each one does."""
     _topology()
     return True
 
@@ -163,7 +163,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_built() -> bool:
-    """Whether the engine ``mpi`` has what it needs: mpi4py."""
+    """Whether the backend ``mpi`` has what it needs: mpi4py."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
@@ -186,12 +186,12 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False: torch has no engine of that name."""
+    """False: torch has no backend of that name."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: torch has no engine of that name."""
+    """False: torch has no backend of that name."""
     return False
 
 

@@ -16,7 +16,7 @@ from unidist.hvd.adasum import adasum
 from unidist.hvd.negotiation import Response, Signature
 from unidist.hvd.operation import Operation
 
-_ENGINE_OPS: dict[str, Op] = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
+_BACKEND_OPS: dict[str, Op] = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
 _ROW_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "average": lambda rows: rows.sum(0, dtype=rows.dtype),
     "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
@@ -81,7 +81,7 @@ def _all_reduce(backend: Backend, group: Group, response: Response, operations: 
             if signature.op == "adasum":
                 adasum(backend, parts, group)
             else:
-                backend.all_reduce(flat, _ENGINE_OPS[signature.op], group)
+                backend.all_reduce(flat, _BACKEND_OPS[signature.op], group)
         _postscale_(flat, signature, len(group.ranks))
         if not in_place:
             torch._foreach_copy_([_flat(target) for target in targets], parts)

@@ -31,7 +31,7 @@ from unidist.hvd.operation import GLOBAL_SET
 from unidist.hvd.process_sets import ProcessSet
 from unidist.hvd.session import current_session
 
-_ENGINE_OPS: dict[int, Op] = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
+_BACKEND_OPS: dict[int, Op] = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 #: MiB of gradients that are reduced together.
 _BUCKET_MB = 25.0
 
@@ -246,7 +246,7 @@ class GradientReducer:
         if timeline.on:
             timeline.begin(row, "ALLREDUCE")
         with horovod_errors():
-            wait = backend.start_all_reduce(sent, _ENGINE_OPS[self._options.op], group)
+            wait = backend.start_all_reduce(sent, _BACKEND_OPS[self._options.op], group)
 
         def finish() -> None:
             with horovod_errors():

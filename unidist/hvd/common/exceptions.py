@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation failed: ranks that do not agree, one that is gone, or the engine's own error."""
+    """An operation failed: ranks that do not agree, one that is gone, or the backend's own error."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
