@@ -17,7 +17,8 @@ if TYPE_CHECKING:
         new_group,
         reduce_scatter,
     )
-    from unidist.console import RankFilter, print, progress
+    from unidist.console import RankFilter, progress
+    from unidist.console import print as print
     from unidist.context import (
         backend_name,
         device,
@@ -116,6 +117,7 @@ _MODULES = {
     "seed": ("set_seed",),
 }
 
+# Without print: `from unidist import *` must not replace Python's.
 __all__ = [
     "Accuracy",
     "BackendError",
@@ -157,7 +159,6 @@ __all__ = [
     "new_group",
     "node_rank",
     "num_nodes",
-    "print",
     "progress",
     "rank",
     "reduce_scatter",
@@ -184,4 +185,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "print"})
