@@ -11,7 +11,7 @@ PROGRAMS := g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld
 # Engines, their process groups, the drop-in, weights, data, checkpoints, comparisons: all that calls PyTorch's own parts.
 TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint compare compare_worlds launch)
 
-.PHONY: demo unit test test-torch bench lint system clean
+.PHONY: demo unit test test-torch test-gpu bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
@@ -28,6 +28,12 @@ test-torch:
 	@[ -n "$(TORCH)" ] || { echo "Which PyTorch? make test-torch TORCH=2.15.0" >&2; exit 1; }
 	$(MAKE) VENV=$(TORCH_VENV) PINS=torch==$(TORCH) $(TORCH_VENV)/test.stamp
 	$(TORCH_VENV)/bin/pytest $(TORCH_TESTS)
+
+# On a machine with a GPU. GPU_PYTHON=python3 takes that environment as it is, and installs nothing.
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/pip.stamp)
+	@$(GPU_PYTHON) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else f'torch {torch.__version__} sees no GPU')"
+	$(GPU_PYTHON) -m pytest tests/test_gpu.py -rs --durations=10
 
 bench: $(VENV)/test.stamp
 	$(BIN)/unidist bench all --quick --json bench.json --plot bench.png

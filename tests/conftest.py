@@ -1,4 +1,4 @@
-"""Unit tests and tests that start worlds; ``contract``, ``hvd`` and ``process_group`` run inside one, on every rank.
+"""Unit tests and tests that start worlds; ``contract``, ``gpu``, ``hvd`` and ``process_group`` run inside one, on every rank.
 
 ``support`` has what is not a test, ``programs`` what tests run.
 """
@@ -19,7 +19,7 @@ STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.
 #: Fixtures of several worlds.
 SHARED = ("legacy_under_horovod", "trained")
 # What runs inside a world is collected only there.
-collect_ignore = [] if IN_WORLD in os.environ else ["contract", "hvd", "process_group"]
+collect_ignore = [] if IN_WORLD in os.environ else ["contract", "gpu", "hvd", "process_group"]
 
 
 @pytest.hookimpl(wrapper=True)

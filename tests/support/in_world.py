@@ -21,7 +21,7 @@ counts = {"passed": 0, "skipped": 0}
 
 @pytest.fixture(scope="session", autouse=True)
 def world() -> Iterator[None]:
-    unidist.init(timeout=60)
+    unidist.init(timeout=60, device=os.environ.get("UNIDIST_TEST_DEVICE"))
     torch.manual_seed(0)
     outcome = Path(os.environ[IN_WORLD]) / f"{unidist.rank()}.json"
     yield

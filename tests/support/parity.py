@@ -9,6 +9,7 @@ Every number that a case trains on depends on the step alone, so that worlds of 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ import unidist
 STEPS = 20
 WHOLE = 12
 LR = 0.05
+#: Where the cases train.
+DEVICE = torch.device(os.environ.get("UNIDIST_TEST_DEVICE", "cpu"))
 PARTS = int(sys.argv[2]) if len(sys.argv) == 3 and __name__ == "__main__" else 0
 Case = Callable[[], nn.Module]
 CASES: dict[str, Case] = {}
@@ -43,7 +46,9 @@ def mine(rows: Tensor) -> Tensor:
 
 def batch(step: int, width: int = 6) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(WHOLE, width, generator=generator), torch.randint(0, 3, (WHOLE,), generator=generator)
+    inputs = torch.randn(WHOLE, width, generator=generator, device="cpu")
+    targets = torch.randint(0, 3, (WHOLE,), generator=generator, device="cpu")
+    return inputs.to(DEVICE), targets.to(DEVICE)
 
 
 def net(*more: nn.Module) -> nn.Sequential:
@@ -114,7 +119,7 @@ def _() -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-4)
     for step in range(STEPS):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             loss = loss_of(model, step)
         loss.backward()
         optimizer.step()
@@ -125,7 +130,7 @@ def _() -> nn.Module:
 def _() -> nn.Module:
     model = unidist.wrap_model(net())
     optimizer = sgd(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=5)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**8, growth_interval=5)
     skipped = 0
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -284,8 +289,8 @@ def _() -> nn.Module:
     for step in range(STEPS):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(step)
-        x = 12.0 * torch.randint(-1, 2, (WHOLE, 3), generator=generator).double()
-        model(mine(x)).backward()
+        x = 12.0 * torch.randint(-1, 2, (WHOLE, 3), generator=generator, device="cpu").double()
+        model(mine(x.to(DEVICE))).backward()
         optimizer.step()
     return model
 
@@ -345,7 +350,8 @@ def _() -> nn.Module:
         sgd(model.module.out),  # type: ignore[arg-type]
     )
     for step in range(STEPS):
-        words = torch.randint(0, 9, (WHOLE, 2), generator=torch.Generator().manual_seed(step))
+        generator = torch.Generator().manual_seed(step)
+        words = torch.randint(0, 9, (WHOLE, 2), generator=generator, device="cpu").to(DEVICE)
         for optimizer in optimizers:
             optimizer.zero_grad()
         F.cross_entropy(model(mine(words)), mine(batch(step)[1])).backward()
@@ -416,7 +422,8 @@ def _() -> nn.Module:
 
 def main() -> None:
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method")
-    unidist.init(timeout=60)
+    unidist.init(timeout=60, device=DEVICE if DEVICE.type == "cuda" else None)
+    torch.set_default_device(unidist.device())
     torch.use_deterministic_algorithms(True)
     weights = {}
     for name, train in CASES.items():
