@@ -11,6 +11,9 @@ PROGRAMS := g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld
 # Engines, their process groups, the drop-in, weights, data, checkpoints, comparisons: all that calls PyTorch's own parts.
 TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint compare compare_worlds launch)
 
+# pip beside apt, lint beside the unit tests, and then Horovod's build.
+MAKEFLAGS += -j2
+
 .PHONY: demo unit test test-torch test-gpu bench lint system clean
 
 demo: $(VENV)/demo.stamp
@@ -19,9 +22,9 @@ demo: $(VENV)/demo.stamp
 unit: $(VENV)/pip.stamp
 	$(BIN)/pytest -m unit
 
-# Prerequisites are made in this order: what answers soonest comes first.
+# Two workers: a world waits as often as it computes.
 test: lint unit $(VENV)/test.stamp
-	$(BIN)/pytest -m "not unit" --durations=10
+	$(BIN)/pytest -m "not unit" -n 2 --dist loadgroup --durations=10
 
 test-torch: TORCH_VENV = .venv-torch-$(TORCH)
 test-torch:

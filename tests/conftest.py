@@ -36,9 +36,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a fixture of several worlds run in one worker, so that it is made once."""
-    for item in items:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under pytest-xdist, tests that share a fixture of several worlds run in one worker, so that it is made once."""
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
         for name in SHARED:
             if name in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.xdist_group(name))

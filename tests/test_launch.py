@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.places import expected, places
-from tests.support.worlds import PYTHON, ROOT, environment, free_port, missing, run_world
+from tests.support.worlds import PYTHON, ROOT, Result, environment, free_port, missing, run_world
 from unidist.backends import rendezvous
 
 PLACE = "tests/programs/place.py"
@@ -213,12 +213,17 @@ FAILS = [
 ]  # fmt: skip
 
 
+def seconds_since_the_failure(result: Result) -> float:
+    """Called when the world has ended. Its start, which takes long on a busy machine, is not counted."""
+    return time.time() - float(re.findall(r"fails at ([\d.]+)", result.output)[0])
+
+
 @pytest.mark.parametrize(("launcher", "backend", "how"), FAILS)
 def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -> None:
     if why := missing(launcher):
         pytest.skip(why)
     result = run_world(launcher, 2, ["tests/programs/fail_on_rank.py", "1", how], backend=backend, timeout=60)
-    assert result.returncode != 0 and result.seconds < 30
+    assert result.returncode != 0 and seconds_since_the_failure(result) < 20
     assert "trained to the end" not in result.output
     if how == "raise":
         assert "rank 1 fails on purpose" in result.output, result.output
@@ -231,7 +236,7 @@ def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -
 def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> None:
     argv = ["tests/programs/fail_on_rank.py", "1", "sleep"]
     result = run_world(launcher, 2, argv, backend=backend, env={"UNIDIST_TIMEOUT": "4"}, timeout=90)
-    assert result.returncode != 0 and result.seconds < 60
+    assert result.returncode != 0 and seconds_since_the_failure(result) < 30
     # The collectives of a checkpoint wait for no disk, though their timeout is 4 s.
     assert result.output.count("the disk was slow") == 2, result.output
     told = {

@@ -35,6 +35,7 @@ if how == "sleep":
 model = unidist.wrap_model(nn.Linear(4, 1))
 for step in range(100_000):
     if step == 5 and unidist.rank() == rank:
+        print(f"fails at {time.time()}", flush=True)
         if how == "exit":
             sys.exit(3)
         if how == "leave":
