@@ -20,6 +20,8 @@ from unidist.migrate.module import migrate_module
 pytestmark = pytest.mark.unit
 #: One file for each rule: the code before, after, and what the report says.
 RULES = sorted((ROOT / "tests/migrations").glob("*.txt"))
+#: Those that exercise the imports, which level ``hvd`` changes.
+ABOUT_NAMES = [path for path in RULES if re.match("drop_in|elastic|imports|module|names|other|package|star", path.stem)]
 
 
 # ------------------------------------------------------------------------------------ the rules
@@ -54,12 +56,12 @@ def test_no_rule_leaves_a_name_undefined(tmp_path: Path) -> None:
     assert not any(new.values()), new
 
 
-@pytest.mark.parametrize("path", [*RULES, *LEGACY], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*ABOUT_NAMES, *LEGACY], ids=lambda path: path.stem)
 def test_level_hvd_moves_imports_and_nothing_else(path: Path) -> None:
     before = path.read_text().split("=== after\n")[0]
     code, _ = migrate_module(before, "hvd")
     compile(code, path.name, "exec")
-    if path in RULES:
+    if path in ABOUT_NAMES:
         assert migrate_module(code, "hvd")[0] == code
     if path.parent.name == "legacy" and "horovod.torch." not in before.split("import", 1)[1]:
         changed = [line for line in before.splitlines() if line not in code.splitlines()]
