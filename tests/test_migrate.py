@@ -95,28 +95,28 @@ def unidist_migrate(*arguments: str, cwd: Path, status: int = 0) -> str:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A small code base under git."""
-    folder = tmp_path / "my project"
-    (folder / "pkg").mkdir(parents=True)
-    (folder / "train.py").write_text((ROOT / "tests/legacy/plain.py").read_text())
-    (folder / "pkg/__init__.py").write_text("")
-    (folder / "pkg/dist.py").write_text("import horovod.torch as hvd\n\nhvd.init()\n")
-    (folder / "pkg/use.py").write_text("from pkg.dist import hvd\n\nprint(hvd.rank())\n")
-    (folder / "pkg/elastic.py").write_text("import horovod.torch as hvd\n\nstate = hvd.elastic.TorchState()\n")
-    (folder / "other.py").write_text("print('nothing of it')\n")
-    (folder / "run.sh").write_text("#!/bin/bash\n# horovodrun is here\nhorovodrun -np 4 python train.py --lr 0.1\n")
+    directory = tmp_path / "my project"
+    (directory / "pkg").mkdir(parents=True)
+    (directory / "train.py").write_text((ROOT / "tests/legacy/plain.py").read_text())
+    (directory / "pkg/__init__.py").write_text("")
+    (directory / "pkg/dist.py").write_text("import horovod.torch as hvd\n\nhvd.init()\n")
+    (directory / "pkg/use.py").write_text("from pkg.dist import hvd\n\nprint(hvd.rank())\n")
+    (directory / "pkg/elastic.py").write_text("import horovod.torch as hvd\n\nstate = hvd.elastic.TorchState()\n")
+    (directory / "other.py").write_text("print('nothing of it')\n")
+    (directory / "run.sh").write_text("#!/bin/bash\n# horovodrun is here\nhorovodrun -np 4 python train.py --lr 0.1\n")
     for command in (
         ["init", "-q"],
         ["add", "."],
         ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "legacy"],
     ):
-        subprocess.run(["git", *command], cwd=folder, check=True)
-    return folder
+        subprocess.run(["git", *command], cwd=directory, check=True)
+    return directory
 
 
-def texts(folder: Path) -> dict[str, bytes]:
+def texts(directory: Path) -> dict[str, bytes]:
     return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
         if path.is_file() and ".git/" not in str(path)
     }
 
