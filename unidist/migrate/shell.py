@@ -105,13 +105,17 @@ def _read(source: bytes, start: int, end: int, depth: int) -> _Found:
 
 def _has_error(node: Node) -> bool:
     """Whether a statement has a syntax error; as for bash, a here-document may end with the script."""
-    if node.is_error or node.is_missing:
-        return node.type != "heredoc_end"
-    return node.has_error and any(map(_has_error, node.children))
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if (node.is_error or node.is_missing) and node.type != "heredoc_end":
+            return True
+        waiting += [child for child in node.children if child.has_error]
+    return False
 
 
-def _line(source: bytes, place: int) -> int:
-    return source.count(b"\n", 0, place) + 1
+def _line(source: bytes, position: int) -> int:
+    return source.count(b"\n", 0, position) + 1
 
 
 def _line_end(source: bytes, start: int, end: int) -> int:
