@@ -30,7 +30,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @dataclass(frozen=True)
-class Target:
+class RunTarget:
     """An engine and a launcher to run a side with."""
 
     launcher: str
@@ -42,19 +42,19 @@ class Target:
         return f"{DROP_IN}:{self.engine}" if self.drop_in else self.engine
 
 
-class TargetType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
+class SideType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
     """``[drop-in:]ENGINE[@LAUNCHER]``."""
 
     name = "ENGINE[@LAUNCHER]"
 
-    def convert(self, value: str | Target, param: click.Parameter | None, ctx: click.Context | None) -> Target:
-        if isinstance(value, Target):
+    def convert(self, value: str | RunTarget, param: click.Parameter | None, ctx: click.Context | None) -> RunTarget:
+        if isinstance(value, RunTarget):
             return value
         drop_in = value.startswith(f"{DROP_IN}:")
         launcher, engine = EngineAtLauncher().convert(value.removeprefix(f"{DROP_IN}:"), param, ctx)
         if drop_in and engine == "horovod":
             self.fail("the drop-in replaces Horovod: use drop-in:gloo, drop-in:nccl or drop-in:mpi", param, ctx)
-        return Target(launcher, engine, drop_in)
+        return RunTarget(launcher, engine, drop_in)
 
 
 class WithArguments(click.Command):
@@ -76,12 +76,12 @@ class WithArguments(click.Command):
     "right_script", metavar="[RIGHT.py] [-- ARGS...]", required=False, type=click.Path(exists=True, dir_okay=False)
 )
 @click.option(
-    "--left", "left_target", type=TargetType(), default="horovod", show_default=True, help="What runs the left script."
+    "--left", "left_target", type=SideType(), default="horovod", show_default=True, help="What runs the left script."
 )
 @click.option(
     "--right",
     "right_target",
-    type=TargetType(),
+    type=SideType(),
     help="What runs the right script.  [default: gloo; with one script: drop-in:gloo]",
 )
 @click.option(
@@ -121,8 +121,8 @@ def command(
     ctx: click.Context,
     left_script: str,
     right_script: str | None,
-    left_target: Target,
-    right_target: Target | None,
+    left_target: RunTarget,
+    right_target: RunTarget | None,
     ranks: int,
     seed: int,
     steps: int | None,
@@ -141,7 +141,7 @@ def command(
     import horovod: it runs them as `python -m unidist.hvd` does. In ARGS, {side} becomes left or right: use it to give
     each side a directory of its own, so that the right one does not resume from the left one's checkpoint.
     """
-    right_target = right_target or Target("torchrun", "gloo", drop_in=right_script is None)
+    right_target = right_target or RunTarget("torchrun", "gloo", drop_in=right_script is None)
     drawn = _plot_path(plot_path)
     for path in filter(None, (json_path, drawn)):
         if not path.absolute().parent.is_dir():
@@ -175,7 +175,7 @@ def _plot_path(requested: Path | None) -> Path | None:
 
 
 def run(
-    name: str, program: Sequence[str], target: Target, ranks: int, seed: int, steps: int | None, timeout: float
+    name: str, program: Sequence[str], target: RunTarget, ranks: int, seed: int, steps: int | None, timeout: float
 ) -> Side:
     """Run a side.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import NamedTuple
 
-from unidist.migrate.shell import Command, Word, find_commands, on_one_line, unquoted
+from unidist.migrate.shell import ShellCommand, Word, find_commands, on_one_line, unquoted
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _Options:
     notes: list[str] = field(default_factory=list)
 
 
-def _launch(command: Command, batch_nodes: int) -> LaunchLine | None:
+def _launch(command: ShellCommand, batch_nodes: int) -> LaunchLine | None:
     text = on_one_line(command.words)
     if command.is_broken:
         named = re.search(r"(?<![\w.-])(horovodrun|mpirun|mpiexec)\s", text)

@@ -41,7 +41,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """A simple command, or a line that does not parse."""
 
     #: From 1.
@@ -64,7 +64,7 @@ def on_one_line(words: Sequence[Word]) -> str:
     return "".join((" " if "\n" in word.space else word.space if i else "") + word.text for i, word in enumerate(words))
 
 
-def find_commands(script: str) -> list[Command]:
+def find_commands(script: str) -> list[ShellCommand]:
     """All simple commands in the order of the script, also those in substitutions, arrays, strings and here-documents.
 
     A string is read as code after ``eval``, ``-c`` and ``ssh``, and as the value of a variable; a here-document if a
@@ -76,7 +76,7 @@ def find_commands(script: str) -> list[Command]:
 
 
 #: A command with its first byte.
-_Found = Iterator[tuple[int, Command]]
+_Found = Iterator[tuple[int, ShellCommand]]
 
 
 def _read(source: bytes, start: int, end: int, depth: int) -> _Found:
@@ -98,7 +98,7 @@ def _read(source: bytes, start: int, end: int, depth: int) -> _Found:
         line, start = start + wrong.start_byte, _line_end(source, start + wrong.start_byte, end) + 1
         root = _parser.parse(source[line : start - 1]).root_node
         if _has_error(root):
-            yield line, Command(_line(source, line), [Word(source[line : start - 1].decode())], is_broken=True)
+            yield line, ShellCommand(_line(source, line), [Word(source[line : start - 1].decode())], is_broken=True)
         else:
             yield from _walk(root.children, source, line, depth)
 
@@ -139,7 +139,7 @@ def _walk(nodes: Sequence[Node], source: bytes, base: int, depth: int) -> _Found
             parts += redirections.get(node.id, [])
             spans = sorted((base + start, base + end, kind) for part in parts for start, end, kind in _spans(part))
             if spans:
-                yield spans[0][0], Command(_line(source, spans[0][0]), list(_words(source, spans)))
+                yield spans[0][0], ShellCommand(_line(source, spans[0][0]), list(_words(source, spans)))
             for start, end in _code(source, spans, base, parts):
                 yield from _read(source, start, end, depth + 1)
         value = node.child_by_field_name("value") if node.type == "variable_assignment" else None
