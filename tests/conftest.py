@@ -1,4 +1,5 @@
-"""Unit tests and tests that start worlds; ``contract``, ``gpu``, ``hvd`` and ``process_group`` run inside one, on every rank.
+"""Unit tests and tests that start worlds; ``contract``, ``gpu``, ``hvd`` and ``process_group`` run inside one, on every
+rank.
 
 ``support`` has what is not a test, ``programs`` what tests run.
 """

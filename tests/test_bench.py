@@ -35,7 +35,7 @@ def cases(path: Path) -> list[dict[str, Any]]:
 def test_worlds_of_its_own(tmp_path: Path) -> None:
     """The step on every engine beside the raw library and the peers that are installed.
 
-    A launcher that the user forced does not reach these worlds: it would make each of their ranks start worlds of its own.
+    A launcher that the user forced does not reach these worlds, whose ranks would start worlds of their own.
     """
     data, picture = tmp_path / "step.json", tmp_path / "step.png"
     options = ["--rounds", "1", "--json", str(data), "--plot", str(picture)]

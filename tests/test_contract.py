@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.worlds import run_suite, shown
 
-#: One rank and three show all that two show. mpi shares its backend with gloo, and has a suite of its own for one rank. A
-#: second library or controller of an engine is shown at two.
+#: One rank and three show all that two show. mpi shares its backend with gloo, and has a suite of its own for one rank.
+#: A second library or controller of an engine is shown at two.
 WORLDS = [("python", "single", 1)]
 WORLDS += [
     (launcher, backend, size)

@@ -1,4 +1,6 @@
-"""What needs a GPU: ``make test-gpu``. nccl at as many ranks as there are GPUs; gloo and mpi at 2 ranks that share one."""
+"""What needs a GPU: ``make test-gpu``. nccl at as many ranks as there are GPUs; gloo and mpi at 2 ranks that share
+one.
+"""
 
 import os
 import subprocess

@@ -160,7 +160,8 @@ def test_a_joined_rank_takes_part_in_allreduce_alone() -> None:
         (
             (0, 1),
             ("gather",),
-            "gather: allgather is not supported while ranks 2 have joined (with sparse gradients: sparse_as_dense=True)",
+            "gather: allgather is not supported while ranks 2 have joined (with sparse gradients: "
+            "sparse_as_dense=True)",
         ),
         ((0, 1, 2), ("before",), ""),
     ]

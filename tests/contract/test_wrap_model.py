@@ -248,7 +248,9 @@ def test_different_models_are_told_on_every_rank() -> None:
 
 
 def test_a_memory_format_that_changes_later() -> None:
-    """After wrapping, on all ranks or on one: the gradient is the mean, or DDP, which lays out its buckets again, raises on all."""
+    """After wrapping, on all ranks or on one: the gradient is the mean, or DDP, which lays out its buckets again,
+    raises on all.
+    """
 
     def loss(net: nn.Module, rank: int) -> Tensor:
         images = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(rank))

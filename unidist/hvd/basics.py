@@ -26,8 +26,8 @@ _started_backend = False
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the world that the launcher declared, on ``torch.distributed``. Collective. A second call is a no-op.
 
-    The backend is that of ``UNIDIST_BACKEND``, else one that runs already, else nccl where CUDA is available, else gloo;
-    one process without a launcher is a world of its own. After ``unidist.init()`` this call is needless.
+    The backend is that of ``UNIDIST_BACKEND``, else one that runs already, else nccl where CUDA is available, else
+    gloo; one process without a launcher is a world of its own. After ``unidist.init()`` this call is needless.
 
     Args:
         comm: the ranks of the world, all of them; None is the same.
