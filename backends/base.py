@@ -189,14 +189,14 @@ class Backend(ABC):
 
     def failure(self, call: str, error: BaseException) -> CollectiveError:
         """The ``CollectiveError`` for a library's own error."""
-        place = self.topology
+        topology = self.topology
         hint = ""
         if call == "backward":
             hint = (
                 " If none failed, a rank has made fewer steps: use unidist.shard_loader, or train inside unidist.join."
             )
         return CollectiveError(
-            f"rank {place.rank} of {place.world_size} ({self.name}): {call} failed: {error}. Another rank may have "
+            f"rank {topology.rank} of {topology.world_size} ({self.name}): {call} failed: {error}. Another rank may have "
             f"failed first, or made a different call: look for the earliest error of all ranks.{hint}"
         )
 

@@ -357,9 +357,9 @@ def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, 
     """Do what horovodrun does: serve a rendezvous from rank 0, and tell Horovod where it is. Collective."""
     launch = start.launch
     store, topology = rendezvous.join(start)
-    place = f"{socket.gethostname()},{topology.local_rank},{topology.local_size},{topology.node_rank}"
+    slot = f"{socket.gethostname()},{topology.local_rank},{topology.local_size},{topology.node_rank}"
     # Horovod tells nodes apart by name; here two of them may be on one host.
-    rows = [row.rsplit(",", 3) for row in rendezvous.exchange(store, "slot", launch, place)]
+    rows = [row.rsplit(",", 3) for row in rendezvous.exchange(store, "slot", launch, slot)]
     hosts = [row[0] for row in rows]
     slots = []
     for rank, (host, local_rank, local_size, node) in enumerate(rows):

@@ -78,12 +78,12 @@ class TorchBackend(Backend):
             torch.cuda.set_device(device)
         try:
             # A PyTorch that was built with MPI takes rank and world size from it.
-            place: Any = (
+            arguments: Any = (
                 {} if library == "mpi" else {"store": store, "rank": topology.rank, "world_size": topology.world_size}
             )
             if name == "nccl":
-                place["device_id"] = device  # else NCCL guesses it by the rank
-            dist.init_process_group(library, timeout=start.timeout, **place)
+                arguments["device_id"] = device  # else NCCL guesses it by the rank
+            dist.init_process_group(library, timeout=start.timeout, **arguments)
         except Exception as error:
             raise BackendError(
                 f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}. Is every rank running, "

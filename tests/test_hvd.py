@@ -256,8 +256,8 @@ def test_a_rank_that_fails_takes_the_others_along(end: str) -> None:
         ranks=2,
     )
     assert result.returncode != 0 and result.seconds < 30, result.output
-    told = re.search(r"TOLD: allreduce.after: rank 1 (is gone|has shut down)", result.output)
-    assert told or "ValueError: broken" in result.output, result.output
+    message = re.search(r"TOLD: allreduce.after: rank 1 (is gone|has shut down)", result.output)
+    assert message or "ValueError: broken" in result.output, result.output
 
 
 def test_a_rank_that_leaves_is_told_to_those_who_have_joined() -> None:

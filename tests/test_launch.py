@@ -239,12 +239,12 @@ def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> 
     assert result.returncode != 0 and seconds_since_the_failure(result) < 30
     # The collectives of a checkpoint wait for no disk, though their timeout is 4 s.
     assert result.output.count("the disk was slow") == 2, result.output
-    told = {
+    message = {
         "gloo": "rank 0 of 2 (gloo): backward failed: ",
         "horovod": "rank 0 of 2 (horovod): backward failed: another rank did not take part",
         "mpi": "timed out after 4 s: rank 1 is in no operation",
     }
-    assert told[backend] in result.output, result.output
+    assert message[backend] in result.output, result.output
 
 
 def test_a_rank_that_leaves_early_is_explained_in_backward() -> None:
@@ -290,8 +290,8 @@ def test_nonsense_environments_give_one_clear_error_at_once() -> None:
     )  # fmt: skip
     lines = done.stdout.strip().splitlines()
     assert len(lines) == len(NONSENSE), (done.stdout, done.stderr)
-    for line, (env, told) in zip(lines, NONSENSE):
-        assert told in line and float(line.split()[2]) < 1.0, (env, line)
+    for line, (env, message) in zip(lines, NONSENSE):
+        assert message in line and float(line.split()[2]) < 1.0, (env, line)
 
 
 #: A function of a notebook's cell: new processes cannot import it.

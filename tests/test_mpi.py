@@ -68,8 +68,8 @@ dist.all_reduce(torch.ones(5))
 """
     result = run_world(launcher, 3, ["-c", code], env={"UNIDIST_TIMEOUT": "4"}, timeout=60)
     assert result.returncode != 0 and result.seconds < 30, result.output
-    told = r"rank [02] of 3 \(mpi\): all_reduce, operation \d+, timed out after 4 s: rank 1 is in no operation"
-    assert re.search(told, result.output), result.output
+    expected = r"rank [02] of 3 \(mpi\): all_reduce, operation \d+, timed out after 4 s: rank 1 is in no operation"
+    assert re.search(expected, result.output), result.output
 
 
 def test_ranks_in_different_calls_are_told_apart() -> None:

@@ -407,14 +407,14 @@ def _from_bytes(flat: Tensor, like: Tensor, rows: int) -> Tensor:
 def _exchange(backend: Backend, tensor: Tensor, counts: Sequence[int], group: Group | None) -> list[list[int]]:
     """Every rank's ``counts``; raises on every rank when dtype or trailing shape differ."""
     _check_dense(tensor)
-    form = f"{tensor.dtype} {tuple(tensor.shape[1:])}"
-    mine = torch.tensor([zlib.crc32(form.encode()), *counts])
+    kind = f"{tensor.dtype} {tuple(tensor.shape[1:])}"
+    mine = torch.tensor([zlib.crc32(kind.encode()), *counts])
     size = len(backend.ranks(group))
     table = backend.all_gather(mine, [mine.numel()] * size, group).view(size, -1).tolist()
     if any(row[0] != table[0][0] for row in table):
-        forms = zip(backend.ranks(group), all_gather_object((str(tensor.dtype), tuple(tensor.shape)), group))
-        told = "; ".join(f"rank {rank}: {dtype} {shape}" for rank, (dtype, shape) in forms)
-        raise MismatchError(f"dtypes and all dimensions but the first must agree between ranks, but {told}.")
+        shapes = zip(backend.ranks(group), all_gather_object((str(tensor.dtype), tuple(tensor.shape)), group))
+        listed = "; ".join(f"rank {rank}: {dtype} {shape}" for rank, (dtype, shape) in shapes)
+        raise MismatchError(f"dtypes and all dimensions but the first must agree between ranks, but: {listed}.")
     return [row[1:] for row in table]
 
 

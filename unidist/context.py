@@ -116,14 +116,14 @@ def init(
                 knobs.LAUNCHER,
             )
         if started.topology.rank == 0:
-            place = started.topology
+            topology = started.topology
             _log.info(
                 "backend %s (%s): %d ranks on %d nodes, launcher %s (%s), device %s",
                 started.name,
                 why,
-                place.world_size,
-                place.num_nodes,
-                place.launcher,
+                topology.world_size,
+                topology.num_nodes,
+                topology.launcher,
                 launch.evidence,
                 started.device,
             )

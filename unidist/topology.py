@@ -181,7 +181,7 @@ class Topology:
 
 
 def detect(env: Mapping[str, str]) -> Launch:
-    """Read this process's place from its environment.
+    """Read this process's rank, world size and node from its environment.
 
     Args:
         env: a mapping such as ``os.environ``; it is only read.

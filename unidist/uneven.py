@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unidist.backends.backward_pass import BackwardPass, BackwardPasses
-from unidist.backends.base import Group, ModelOptions
+from unidist.backends.base import Group, ModelOptions, WrappedModel
 from unidist.backends.buckets import by_device, flatten_bytes, split_into_buckets, unflatten_bytes
 from unidist.backends.joined import Joined
 from unidist.backends.wrapper import unused_parameters
@@ -91,7 +91,7 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def _averaged_after_backward(wrapper: Any, joined: Joined, group: Group | None) -> Iterator[None]:
+def _averaged_after_backward(wrapper: WrappedModel[Any], joined: Joined, group: Group | None) -> Iterator[None]:
     """Average a wrapped model's gradients by collective calls at the end of its backward pass, instead of during it."""
     wrapper.rebuild_buckets()
     averaging = _Averaging(wrapper, joined, group)
@@ -108,7 +108,7 @@ def _averaged_after_backward(wrapper: Any, joined: Joined, group: Group | None) 
 
 
 class _Averaging:
-    def __init__(self, wrapper: Any, joined: Joined, group: Group | None) -> None:
+    def __init__(self, wrapper: WrappedModel[Any], joined: Joined, group: Group | None) -> None:
         self.wrapper = wrapper
         self.joined = joined
         self.group = group

@@ -103,10 +103,10 @@ def reduce(comm: MPI.Comm, tensor: Tensor, dst: int, op: Reduction) -> Requests:
     # Not in place: MPICH 4.0's MPI_Reduce reads from the address MPI_IN_PLACE when it goes through shared memory.
     result = tensor.new_empty(min(tensor.numel(), _REDUCE_CHUNK_BYTES // tensor.element_size())) if mine else None
     for part in _chunks(tensor, _REDUCE_CHUNK_BYTES):
-        place = None if result is None else result[: part.numel()]
-        comm.Reduce(_buffer_spec(part, kind), None if place is None else _buffer_spec(place, kind), mpi_op, dst)
-        if place is not None:
-            part.copy_(place)
+        out = None if result is None else result[: part.numel()]
+        comm.Reduce(_buffer_spec(part, kind), None if out is None else _buffer_spec(out, kind), mpi_op, dst)
+        if out is not None:
+            part.copy_(out)
     return []
 
 
@@ -190,9 +190,9 @@ def exchange(
         outgoing = sends[(rank + step) % comm.size]
         if outgoing is not None and outgoing.nbytes:
             requests.append(send(comm, outgoing, (rank + step) % comm.size, 0))
-    own, place = sends[rank], receives[rank]
-    if own is not None and place is not None:
-        place.copy_(own)
+    own, out = sends[rank], receives[rank]
+    if own is not None and out is not None:
+        out.copy_(own)
     return requests
 
 

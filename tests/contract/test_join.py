@@ -218,8 +218,8 @@ def test_what_is_refused() -> None:
         unidist.all_gather_object(1)
     if unidist.world_size() == 1:
         return
-    told = r"rank 0 called all_reduce \(sum\) of 1 torch.float32, and rank 1"
-    with pytest.raises(unidist.MismatchError, match=told), unidist.join(model):
+    expected = r"rank 0 called all_reduce \(sum\) of 1 torch.float32, and rank 1"
+    with pytest.raises(unidist.MismatchError, match=expected), unidist.join(model):
         unidist.all_reduce(torch.ones(1 if unidist.rank() == 0 else 2))
     assert unidist.all_reduce(torch.ones(1)).item() == unidist.world_size()
 

@@ -286,9 +286,9 @@ def test_objects() -> None:
     found: list[object] = [None] * size
     dist.all_gather_object(found, own)
     assert [entry["rank"] for entry in found] == list(range(size))  # type: ignore[index]
-    told = [own, rank]
-    dist.broadcast_object_list(told, src=size - 1)
-    assert told[1] == size - 1
+    expected = [own, rank]
+    dist.broadcast_object_list(expected, src=size - 1)
+    assert expected[1] == size - 1
     scattered: list[object] = [None]
     dist.scatter_object_list(scattered, [f"for {r}" for r in range(size)] if rank == 0 else None, src=0)
     assert scattered == [f"for {rank}"]

@@ -44,10 +44,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     if not context.is_initialized():
         context.init(_backend())  # type: ignore[arg-type]  # it refuses names that it does not know
         _started_backend = True
-    place = context.current().topology
-    if comm is not None and (
-        not isinstance(comm, Sequence) or (comm and sorted(comm) != list(range(place.world_size)))
-    ):
+    world_size = context.current().topology.world_size
+    if comm is not None and (not isinstance(comm, Sequence) or (comm and sorted(comm) != list(range(world_size)))):
         raise NotImplementedError(
             f"init(comm={comm!r}): the world is that of the launcher. Start as many processes as are meant, or use a "
             "process set."

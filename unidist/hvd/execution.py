@@ -117,11 +117,11 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _neutral_tensors(signature: Signature, device: torch.device) -> list[Tensor]:
     """Tensors that change no result, in place of those of a rank that has joined."""
-    place = device if signature.device == "cuda" else torch.device("cpu")
+    where = device if signature.device == "cuda" else torch.device("cpu")
     tensors = []
     for name, shape in zip(signature.dtypes, signature.shapes):
         dtype: torch.dtype = getattr(torch, name)
-        tensors.append(torch.full(shape, neutral_element(signature.op, dtype), dtype=dtype, device=place))
+        tensors.append(torch.full(shape, neutral_element(signature.op, dtype), dtype=dtype, device=where))
     return tensors
 
 
