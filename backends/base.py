@@ -196,8 +196,8 @@ class Backend(ABC):
                 " If none failed, a rank has made fewer steps: use unidist.shard_loader, or train inside unidist.join."
             )
         return CollectiveError(
-            f"rank {topology.rank} of {topology.world_size} ({self.name}): {call} failed: {error}. Another rank may have "
-            f"failed first, or made a different call: look for the earliest error of all ranks.{hint}"
+            f"rank {topology.rank} of {topology.world_size} ({self.name}): {call} failed: {error}. Another rank may "
+            f"have failed first, or made a different call: look for the earliest error of all ranks.{hint}"
         )
 
     def errors_of(self, call: str) -> AbstractContextManager[None]:
