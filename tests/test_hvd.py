@@ -52,7 +52,7 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
 
 def test_random_programs(tmp_path: Path) -> None:
     """The same results to the last rounding, whatever the order in which each rank begins and waits."""
-    size, count = 3, 200
+    size, count = 3, 120
     programs = drawn(hvd_programs.programs(size), count)
     assert len(programs) == count
     (tmp_path / "programs.json").write_text(json.dumps(programs))
@@ -123,6 +123,7 @@ def test_unmodified_scripts(launcher: str, backend: str, legacy_under_horovod: P
         ("torchrun", "gloo", ["examples/digits_horovod.py"], ""),
         ("openmpi", "mpi", ["-m", "digits_horovod"], f"{ROOT}:{ROOT / 'examples'}"),
     ],
+    ids=["file", "module"],
 )
 def test_the_raw_example_unmodified(
     launcher: str,
