@@ -1,4 +1,4 @@
-"""Train a small CNN on scikit-learn's handwritten digits, on any launcher and engine.
+"""Train a small CNN on scikit-learn's handwritten digits, on any launcher and backend.
 
     torchrun --nproc-per-node 2 examples/digits.py
 

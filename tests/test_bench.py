@@ -33,7 +33,7 @@ def cases(path: Path) -> list[dict[str, Any]]:
 
 
 def test_worlds_of_its_own(tmp_path: Path) -> None:
-    """The step on every engine beside the raw library and the peers that are installed.
+    """The step on every backend beside the raw library and the peers that are installed.
 
     A launcher that the user forced does not reach these worlds, whose ranks would start worlds of their own.
     """
@@ -100,14 +100,14 @@ def test_raw_calls_under_mpi() -> None:
     assert result.returncode == 0 and str(expected) in result.output, result.output
 
 
-@pytest.mark.parametrize(("launcher", "engine"), [startup.PAIRS[-1], *startup.RAW.values()])
-def test_startup(launcher: str, engine: str) -> None:
-    assert 0 < startup.first_collective(launcher, engine, 2) < 60
+@pytest.mark.parametrize(("launcher", "backend"), [startup.PAIRS[-1], *startup.RAW.values()])
+def test_startup(launcher: str, backend: str) -> None:
+    assert 0 < startup.first_collective(launcher, backend, 2) < 60
 
 
 def test_memory_holds_one_copy_of_the_gradients() -> None:
     """Bytes, not seconds: this may be held by a test. 5 % is what docs/performance.md promises."""
-    found = list(memory.cases(1, quick=True, ranks=None, engines=("gloo", "horovod")))
+    found = list(memory.cases(1, quick=True, ranks=None, backends=("gloo", "horovod")))
     for case in found:
         shown.setdefault("bench", []).append(
             f"memory, {case.name}: " + ", ".join(f"{n} {v[0] / 2**20:.0f} MiB" for n, v in case.samples.items())

@@ -1,4 +1,4 @@
-"""PyTorch's own test class for process groups, on gloo and on the mpi engine, in the same run."""
+"""PyTorch's own test class for process groups, on gloo and on the mpi backend, in the same run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.worlds import run_world, shown
 
-#: The engine's library, and the names under which the class is run: it chooses by name what applies. A test counts
+#: The backend's library, and the names under which the class is run: it chooses by name what applies. A test counts
 #: under the first name under which it is not skipped. What it has for mpi alone needs three ranks.
 LABELS = {"gloo": ("gloo", "mpi"), "mpi4py": ("mpi4py", "gloo", "mpi")}
 #: Tests that fail here and not on gloo: a name, a colon, the reason.

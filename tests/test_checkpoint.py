@@ -14,7 +14,7 @@ from unidist.launchers.process import Result, run
 
 TITLE = "checkpoints"
 SCRIPT = "examples/digits_resume.py"
-ENGINES = [("torchrun", "gloo"), ("horovodrun", "horovod")]
+BACKENDS = [("torchrun", "gloo"), ("horovodrun", "horovod")]
 
 
 def train(launcher: str, backend: str, size: int, directory: Path, *options: str) -> Result:
@@ -60,7 +60,7 @@ def test_two_jobs_that_save_to_one_path(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["run-1.pt"]
 
 
-@pytest.mark.parametrize(("launcher", "backend"), ENGINES)
+@pytest.mark.parametrize(("launcher", "backend"), BACKENDS)
 def test_a_rank_killed_in_the_middle_changes_nothing(launcher: str, backend: str, tmp_path: Path) -> None:
     """Accumulation, clipping, AMP, a schedule, dropout: the final weights are those of the unbroken run."""
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
@@ -111,7 +111,7 @@ def kill_rank_1(directory: Path) -> int:
     return killed
 
 
-def test_a_run_goes_on_on_other_engines_and_world_sizes(tmp_path: Path) -> None:
+def test_a_run_goes_on_on_other_backends_and_world_sizes(tmp_path: Path) -> None:
     """Horovod at 2 ranks, gloo at 3, one process, Horovod on MPI at 3: with the losses of one unbroken process."""
     options = ("--no-amp", "--dropout", "0", "--every", "1")
     unbroken = train("python", "single", 1, tmp_path / "unbroken", *options)

@@ -73,7 +73,7 @@ def test_one_weight_that_a_migrated_script_changes(tmp_path: Path) -> None:
 
 
 def test_ranks_that_drift_apart(tmp_path: Path) -> None:
-    """Two more launchers and another engine; sides that are wrong in the same way agree."""
+    """Two more launchers and another backend; sides that are wrong in the same way agree."""
     argv = ["--left", "gloo@spawn", "--right", "mpi", PROGRAMS / "migrated.py", "--", "{side}.pt", "never averages"]
     done = compare(tmp_path, *argv)
     assert done.returncode == 0 and "THE SAME: 6 steps" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The contract suite on every engine: one launch per world."""
+"""The contract suite on every backend: one launch per world."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from tests.support.worlds import run_suite, shown
 
 #: One rank and three show all that two show. mpi shares its backend with gloo, and has a suite of its own for one rank.
-#: A second library or controller of an engine is shown at two.
+#: A second library or controller of a backend is shown at two.
 WORLDS = [("python", "single", 1)]
 WORLDS += [
     (launcher, backend, size)

@@ -14,7 +14,7 @@ from tests.support.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, ru
 from tests.test_topology import HOROVODRUN_MPI
 from unidist.cli import checkup, main
 from unidist.cli.doctor import attempt, reason
-from unidist.launchers.table import COMMANDS, ENGINES, known_launchers
+from unidist.launchers.table import BACKENDS, COMMANDS, known_launchers
 from unidist.topology import LAUNCHERS
 
 
@@ -47,24 +47,24 @@ def test_one_screen(columns: str) -> None:
 
 
 def test_run(tmp_path: Path) -> None:
-    """Every launcher with every engine, on a machine that has no MPI and no Slurm."""
+    """Every launcher with every backend, on a machine that has no MPI and no Slurm."""
     for name in ("env", "sh"):  # horovodrun starts the ranks through them
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     done = doctor("--run", "--json", PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     pairs = json.loads(done.stdout)["pairs"]
-    assert [(pair["launcher"], pair["engine"]) for pair in pairs] == list(product(COMMANDS, ENGINES))
+    assert [(pair["launcher"], pair["backend"]) for pair in pairs] == list(product(COMMANDS, BACKENDS))
     for pair in pairs:
         command = COMMANDS[pair["launcher"]]
         shown.setdefault("doctor --run, without MPI and Slurm", []).append(
-            f"{pair['launcher']:18} {pair['engine']:8} {pair['state']:5} {pair['text']}"
+            f"{pair['launcher']:18} {pair['backend']:8} {pair['state']:5} {pair['text']}"
         )
         expected = "none"
-        if pair["engine"] == "mpi" and not command.mpi:
+        if pair["backend"] == "mpi" and not command.mpi:
             assert "needs its own launchers: horovodrun-mpi, openmpi, mpich" in pair["text"], pair
         elif command.programs:
             assert f"{command.programs[-1]} is not on PATH" in pair["text"], pair
-        elif pair["engine"] == "nccl" and torch.cuda.device_count() < 2:
+        elif pair["backend"] == "nccl" and torch.cuda.device_count() < 2:
             assert pair["text"] == f"2 ranks on nccl need 2 GPUs, {torch.cuda.device_count()} are visible"
         else:
             expected = "ok"
@@ -73,11 +73,11 @@ def test_run(tmp_path: Path) -> None:
 
 def test_need_sets_the_exit_status(srun_env: dict[str, str]) -> None:
     needed = [("horovod", "openmpi"), ("mpi", "mpich"), ("gloo", "slurm")]
-    options = [option for engine, launcher in needed for option in ("--need", f"{engine}@{launcher}")]
+    options = [option for backend, launcher in needed for option in ("--need", f"{backend}@{launcher}")]
     done = doctor(*options, "--json", LD_LIBRARY_PATH=str(mpich_for_mpi4py()), **srun_env)
     assert done.returncode == 0, done.stdout
     pairs = json.loads(done.stdout)["pairs"]
-    assert [(pair["engine"], pair["launcher"], pair["state"]) for pair in pairs] == [(*pair, "ok") for pair in needed]
+    assert [(pair["backend"], pair["launcher"], pair["state"]) for pair in pairs] == [(*pair, "ok") for pair in needed]
     broken = doctor("--need", "gloo", GLOO_SOCKET_IFNAME="nosuch0", COLUMNS="200")
     assert broken.returncode == 1 and "GLOO_SOCKET_IFNAME=nosuch0, but no such interface is up" in broken.stdout
     if torch.cuda.device_count() < 2:
@@ -90,7 +90,7 @@ def test_names_are_checked() -> None:
     for pair, message in (
         ("gloo@ssh", "'ssh' is not a launcher: use one of torchrun, spawn (unidist.spawn), horovodrun"),
         ("gloo@mpirun", "'mpirun' is not a launcher: use one of"),
-        ("tcp", "'tcp' is not an engine: use one of gloo, nccl, mpi, horovod"),
+        ("tcp", "'tcp' is not a backend: use one of gloo, nccl, mpi, horovod"),
     ):
         result = CliRunner().invoke(main, ["doctor", "--need", pair])
         assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
@@ -112,7 +112,7 @@ def test_under_a_launcher_it_tells_what_a_rank_sees() -> None:
 
 
 CHECKS = {
-    "launched by": checkup.here, "engine": checkup.here, "timeout": checkup.here,
+    "launched by": checkup.here, "backend": checkup.here, "timeout": checkup.here,
     "network": checkup.network, "ports": checkup.network, "cores": checkup.limits,
 }  # fmt: skip
 
@@ -152,8 +152,8 @@ def test_where_this_process_stands(env: dict[str, str], state: str, text: str) -
 @pytest.mark.parametrize(
     ("env", "subject", "state", "text"),
     [
-        ({"UNIDIST_BACKEND": "nonsense"}, "engine", "error", "UNIDIST_BACKEND=nonsense is unknown"),
-        ({"UNIDIST_BACKEND": "horovod"}, "engine", "error", "needs a launcher"),
+        ({"UNIDIST_BACKEND": "nonsense"}, "backend", "error", "UNIDIST_BACKEND=nonsense is unknown"),
+        ({"UNIDIST_BACKEND": "horovod"}, "backend", "error", "needs a launcher"),
         ({"UNIDIST_TIMEOUT": "soon"}, "timeout", "error", "UNIDIST_TIMEOUT='soon'"),
         ({"OMP_NUM_THREADS": "abc"}, "cores", "warning", "not a number"),
         ({"OMP_NUM_THREADS": "4096"}, "cores", "warning", "not a number from 1 to"),

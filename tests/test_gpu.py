@@ -12,7 +12,7 @@ import torch
 from tests.support.parity import CASES
 from tests.support.worlds import ROOT, environment, missing, run_suite, run_world, shown
 from tests.test_hvd import DYNAMIC
-from tests.test_parity import BETWEEN_ENGINES, distance
+from tests.test_parity import BETWEEN_BACKENDS, distance
 from unidist.launchers.table import command_line
 
 if not torch.cuda.is_available():
@@ -62,9 +62,9 @@ def test_parity(tmp_path: Path) -> None:
         assert result.returncode == 0, result.output
         weights[backend] = torch.load(path, map_location="cpu")
     for name in CASES:
-        reference = "gloo" if name in BETWEEN_ENGINES else "single"
+        reference = "gloo" if name in BETWEEN_BACKENDS else "single"
         for backend in weights.keys() - {reference, "single"}:
-            if name in BETWEEN_ENGINES and backend == "nccl" and size != 2:
+            if name in BETWEEN_BACKENDS and backend == "nccl" and size != 2:
                 continue  # each rank normalises its own part: another number of ranks, other weights
             far = distance(weights[backend][name], weights[reference][name])
             shown.setdefault("parity on CUDA", []).append(f"{name:47} {backend:5} {far:.0e}")

@@ -19,13 +19,13 @@ from tests.support import hvd_programs
 from tests.support.worlds import LEGACY, ROOT, Result, run_suite, run_world, shown
 from unidist.hvd.execution import scale_
 
-#: Launcher and engine: Horovod on Gloo and on MPI, the drop-in on gloo and on MPI.
+#: Launcher and backend: Horovod on Gloo and on MPI, the drop-in on gloo and on MPI.
 HOROVOD = [("horovodrun", "horovod"), ("openmpi", "horovod")]
 DROP_IN = [("torchrun", "gloo"), ("openmpi", "mpi")]
 DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": "DYNAMIC"}
 
 
-# One rank and three show all that two show; a second controller and a second engine are shown at two.
+# One rank and three show all that two show; a second controller and a second backend are shown at two.
 SUITES = [(*how, size) for how in (HOROVOD[0], DROP_IN[0]) for size in (1, 3)]
 SUITES += [(*how, 2) for how in (HOROVOD[1], DROP_IN[1])]
 
@@ -226,7 +226,7 @@ def test_without_a_launcher_and_without_horovod() -> None:
     assert result.returncode == 0 and "ALONE 1 1.0 0" in result.output, result.output
 
 
-def test_under_the_alias_horovod_is_refused_as_the_engine() -> None:
+def test_under_the_alias_horovod_is_refused_as_the_backend() -> None:
     argv = ["-m", "unidist.hvd", "tests/legacy/plain.py", "unused"]
     result = run_world("python", 1, argv, backend="horovod")
     assert result.returncode != 0 and "in this process `horovod` means the drop-in" in result.output
@@ -234,7 +234,7 @@ def test_under_the_alias_horovod_is_refused_as_the_engine() -> None:
 
 @pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "gloo"), ("openmpi", "mpi"), ("horovodrun", "horovod")])
 def test_in_the_world_of_unidist_init(launcher: str, backend: str) -> None:
-    """Without ``hvd.init()``, mixed with unidist's own calls, on every engine."""
+    """Without ``hvd.init()``, mixed with unidist's own calls, on every backend."""
     result = run_world(launcher, 2, ["tests/programs/hvd_in_unidist.py"], backend=backend)
     assert result.returncode == 0 and result.output.count("MIXED") == 2, result.output
 

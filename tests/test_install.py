@@ -61,7 +61,7 @@ def new_python(venv: Path) -> str:
     return str(venv / "bin" / "python")
 
 
-def test_archives_have_the_engines(archives: Path) -> None:
+def test_archives_have_the_backends(archives: Path) -> None:
     wheel = zipfile.ZipFile(next(archives.glob("*.whl"))).namelist()
     assert "unidist/backends/base.py" in wheel and "unidist/py.typed" in wheel and "backends/base.py" not in wheel
     with tarfile.open(next(archives.glob("*.tar.gz"))) as archive:

@@ -180,11 +180,11 @@ def test_two_processes_of_one_rank_are_refused() -> None:
     assert "two processes are rank 1" in outputs[running.index(ended[0])], outputs
 
 
-@pytest.mark.parametrize(("engine", "launcher"), [("torch", "torchrun"), ("horovod", "openmpi")])
-def test_adopts_what_runs_already(engine: str, launcher: str) -> None:
-    result = run_world(launcher, 2, ["tests/programs/adopt.py", engine])
+@pytest.mark.parametrize(("backend", "launcher"), [("torch", "torchrun"), ("horovod", "openmpi")])
+def test_adopts_what_runs_already(backend: str, launcher: str) -> None:
+    result = run_world(launcher, 2, ["tests/programs/adopt.py", backend])
     assert result.returncode == 0, result.output
-    assert result.output.count(f"adopted {engine}") == 2
+    assert result.output.count(f"adopted {backend}") == 2
 
 
 def test_a_missing_rank_ends_the_start_with_a_clear_error() -> None:
@@ -201,8 +201,8 @@ def test_a_missing_rank_ends_the_start_with_a_clear_error() -> None:
 
 
 # ------------------------------------------------------------------------------------ a rank that fails
-# Every launcher, and every engine, with an exception that ends a rank. The launcher, and not the engine, sees a process
-# that exits without a word.
+# Every launcher, and every backend, with an exception that ends a rank. The launcher, and not the backend, sees a
+# process that exits without a word.
 FAILS = [
     ("torchrun", "gloo", "raise"), ("torchrun", "horovod", "exit"),
     ("spawn", "horovod", "raise"), ("spawn", "gloo", "exit"),

@@ -1,4 +1,4 @@
-"""One unmodified script on every launcher and engine: each rank knows its place, and all end with the same weights."""
+"""One unmodified script on every launcher and backend: each rank knows its place, and all end with the same weights."""
 
 import re
 from pathlib import Path

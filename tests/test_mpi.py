@@ -1,4 +1,4 @@
-"""The mpi engine: its process group under real launchers, and what can go wrong."""
+"""The mpi backend: its process group under real launchers, and what can go wrong."""
 
 import re
 from pathlib import Path

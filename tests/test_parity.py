@@ -1,4 +1,4 @@
-"""What a training script does, on every engine: the same final weights."""
+"""What a training script does, on every backend: the same final weights."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from tests.support.worlds import run_world, shown
 
 TOLERANCE = 1e-5
 #: Each rank normalises its own part of the batch, so that one process has other weights.
-BETWEEN_ENGINES = {"BatchNorm, buffers of rank 0"}
-ENGINES = {
+BETWEEN_BACKENDS = {"BatchNorm, buffers of rank 0"}
+BACKENDS = {
     "gloo": ("torchrun", "gloo"), "horovod-gloo": ("horovodrun", "horovod"), "horovod-mpi": ("openmpi", "horovod"),
     "mpi": ("openmpi", "mpi"), "mpi-mpich": ("mpich", "mpi"),
 }  # fmt: skip
@@ -24,14 +24,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], W
     directory = tmp_path_factory.mktemp("parity")
     found = {}
     worlds = [("single", "python", "single", 1)]
-    worlds += [(engine, *how, 3) for engine, how in ENGINES.items()]
-    for engine, launcher, backend, size in worlds:
-        path = directory / f"{engine}{size}.pt"
+    worlds += [(label, *how, 3) for label, how in BACKENDS.items()]
+    for label, launcher, backend, size in worlds:
+        path = directory / f"{label}{size}.pt"
         program = ["-m", "tests.support.parity", str(path)]
         argv = ["-m", "mpi4py", *program] if launcher in ("openmpi", "mpich") else program
         result = run_world(launcher, size, argv, backend=backend, timeout=300)
         assert result.returncode == 0, result.output
-        found[engine, size] = torch.load(path)
+        found[label, size] = torch.load(path)
     return found
 
 
@@ -43,14 +43,14 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_final_weights_are_the_same(name: str, trained: dict[tuple[str, int], Weights]) -> None:
     figures = []
-    for (engine, size), weights in trained.items():
-        if engine == "single":
+    for (label, size), weights in trained.items():
+        if label == "single":
             continue
-        reference = ("gloo", size) if name in BETWEEN_ENGINES else ("single", 1)
-        if (engine, size) != reference:
-            figures.append(((engine, size), distance(weights[name], trained[reference][name])))
-    line = "  ".join(f"{engine} {size}: {value:.0e}" for (engine, size), value in figures)
-    beside = "gloo" if name in BETWEEN_ENGINES else "one process"
+        reference = ("gloo", size) if name in BETWEEN_BACKENDS else ("single", 1)
+        if (label, size) != reference:
+            figures.append(((label, size), distance(weights[name], trained[reference][name])))
+    line = "  ".join(f"{label} {size}: {value:.0e}" for (label, size), value in figures)
+    beside = "gloo" if name in BETWEEN_BACKENDS else "one process"
     title = "parity: distance of the final weights after 20 steps (limit 1e-5)"
     shown.setdefault(title, []).append(f"{name:47} to {beside:11} {line}")
     assert all(value <= TOLERANCE for _, value in figures), line

@@ -151,7 +151,7 @@ def test_no_module_hides_a_public_name() -> None:
     assert not (modules | packages) & set(unidist.__all__)
 
 
-def test_features_do_not_ask_which_engine_it_is() -> None:
+def test_features_do_not_ask_which_backend_it_is() -> None:
     for path in (ROOT / "unidist").glob("*.py"):
         if path.stem == "context":
             continue

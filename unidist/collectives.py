@@ -52,7 +52,7 @@ def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None)
     def run(data: Tensor) -> Tensor:
         sent = _widened(backend, data, op)
         if sent.numel():
-            backend.all_reduce(sent.view(-1), _engine_op(op), group)
+            backend.all_reduce(sent.view(-1), _backend_op(op), group)
         return _narrowed(sent, data, op)
 
     return _apply(tensor, run, lambda grad: all_reduce(grad, op, group))
@@ -175,7 +175,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
         sent = _widened(backend, data, op)
         part = sent.new_empty((sent.shape[0] // size, *sent.shape[1:]))
         if sent.numel():
-            part = backend.reduce_scatter(sent.view(-1), _engine_op(op), group).view(part.shape)
+            part = backend.reduce_scatter(sent.view(-1), _backend_op(op), group).view(part.shape)
         return _narrowed(part, data, op)
 
     def transpose(grad: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def _check_op(tensor: Tensor, op: str) -> None:
         raise ValueError(f"{op!r} over ranks has no gradient here: pass tensor.detach(), or use 'sum' or 'mean'.")
 
 
-def _engine_op(op: ReduceOp) -> Op:
+def _backend_op(op: ReduceOp) -> Op:
     if op == "and":
         return "min"
     return "max" if op == "or" else op

@@ -1,4 +1,4 @@
-"""One meaning on every engine."""
+"""One meaning on every backend."""
 
 import math
 
@@ -156,7 +156,7 @@ def test_reduce_scatter(op: ReduceOp) -> None:
 
 
 def test_calls_of_changing_shape_and_dtype() -> None:
-    """The same call again with other arguments; an engine that caches by name must notice."""
+    """The same call again with other arguments; a backend that caches by name must notice."""
     for step in range(12):
         dtype = (torch.float32, torch.int64, torch.float64)[step % 3]
         result = unidist.all_reduce(torch.ones(1 + step * 7 % 5, dtype=dtype))

@@ -142,14 +142,14 @@ def test_bad_input(value: Any, options: dict[str, Any], error: type[Exception], 
 
 
 def test_one_call_is_one_collective_two_frames_deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dict of 8 numbers: one call of the engine, made by the engine's class, called by allreduce_metric."""
+    """A dict of 8 numbers: one call of the backend, made by the backend's class, called by allreduce_metric."""
     import sys
 
-    engine = current()
+    backend = current()
     calls: list[str] = []
     stacks: list[list[str]] = []
-    real = type(engine).all_reduce
-    watched = {name: getattr(type(engine), name) for name in ("all_gather", "broadcast", "all_to_all", "barrier")}
+    real = type(backend).all_reduce
+    watched = {name: getattr(type(backend), name) for name in ("all_gather", "broadcast", "all_to_all", "barrier")}
 
     def count(name: str, method: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -167,11 +167,11 @@ def test_one_call_is_one_collective_two_frames_deep(monkeypatch: pytest.MonkeyPa
         stacks.append(names)
         real(self, *args, **kwargs)
 
-    monkeypatch.setattr(type(engine), "all_reduce", all_reduce)
+    monkeypatch.setattr(type(backend), "all_reduce", all_reduce)
     for name, method in watched.items():
-        monkeypatch.setattr(type(engine), name, count(name, method))
+        monkeypatch.setattr(type(backend), name, count(name, method))
     result = unidist.allreduce_metric({f"m{i}": float(i) for i in range(8)})
     assert result == {f"m{i}": float(i) for i in range(8)}
     assert calls == ["all_reduce"]
-    # allreduce_metric, and then the engine's own all_reduce: two frames of unidist above the engine's call.
+    # allreduce_metric, and then the backend's own all_reduce: two frames of unidist above the backend's call.
     assert stacks == [["allreduce_metric"]]

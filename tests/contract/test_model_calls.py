@@ -82,7 +82,7 @@ def test_global_mean_of_nothing_and_of_nonsense() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_sharded_models_are_refused(tmp_path: Path) -> None:
     if not torch.distributed.is_initialized():
-        pytest.skip("FSDP2 needs torch.distributed, and this engine does not start it")
+        pytest.skip("FSDP2 needs torch.distributed, and this backend does not start it")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""After ``backward()``, ``.grad`` is the mean over the ranks, whatever the engine."""
+"""After ``backward()``, ``.grad`` is the mean over the ranks, whatever the backend."""
 
 import contextlib
 import copy
@@ -290,7 +290,7 @@ def test_bad_options() -> None:
 def test_ddps_own_join() -> None:
     model = unidist.wrap_model(nn.Linear(2, 1, bias=False))
     if not isinstance(model, nn.parallel.DistributedDataParallel):
-        pytest.skip("this engine has no DistributedDataParallel")
+        pytest.skip("this backend has no DistributedDataParallel")
     with model.join():  # type: ignore[no-untyped-call]
         for _ in range(1 + 3 * unidist.rank()):
             model.zero_grad()

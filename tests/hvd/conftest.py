@@ -1,4 +1,4 @@
-"""One suite for Horovod itself and for the drop-in: the engine that the world was started with says which."""
+"""One suite for Horovod itself and for the drop-in: the backend that the world was started with says which."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Start an engine as a legacy script does, and let unidist join it: ``adopt.py horovod|torch``."""
+"""Start a backend as a legacy script does, and let unidist join it: ``adopt.py horovod|torch``."""
 
 import sys
 
@@ -32,5 +32,5 @@ model = unidist.wrap_model(torch.nn.Linear(1, 1, bias=False))
 model(torch.tensor([[float(unidist.rank())]])).sum().backward()
 assert model.module.weight.grad.item() == 0.5
 unidist.shutdown()
-assert running(), "unidist stopped an engine that it had not started"
+assert running(), "unidist stopped a backend that it had not started"
 print(f"adopted {sys.argv[1]}", flush=True)

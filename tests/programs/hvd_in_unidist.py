@@ -1,4 +1,4 @@
-"""The drop-in's calls in the world of ``unidist.init()``; a second world too, where the engine can start twice."""
+"""The drop-in's calls in the world of ``unidist.init()``; a second world too, where the backend can start twice."""
 
 import torch
 
@@ -21,8 +21,8 @@ for _ in range(2):
     optimizer.step()
     assert model.weight.grad is not None and model.weight.grad.item() == 0.5
     unidist.assert_in_sync(model)
-    engine = unidist.backend_name()
+    backend = unidist.backend_name()
     unidist.shutdown()
-    if engine == "mpi":
+    if backend == "mpi":
         break
 print("MIXED", flush=True)

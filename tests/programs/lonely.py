@@ -1,4 +1,4 @@
-"""Start an engine the wrong way, so that each process is alone, and then unidist: ``lonely.py horovod|torch``."""
+"""Start a backend the wrong way, so that each process is alone, and then unidist: ``lonely.py horovod|torch``."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """Random programs of Horovod's calls, and what one rank computes with them.
 
 As a program (``python -m tests.support.hvd_programs FILE DIRECTORY``) it is one rank: it runs the programs of ``FILE``
-and writes its results to ``DIRECTORY``. Horovod or the drop-in, by the engine, see ``tests.hvd.api``.
+and writes its results to ``DIRECTORY``. Horovod or the drop-in, by the backend, see ``tests.hvd.api``.
 """
 
 from __future__ import annotations

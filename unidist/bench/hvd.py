@@ -24,30 +24,30 @@ from unidist.bench.step import training_step
 from unidist.launchers.table import unavailable
 from unidist.launchers.world import run_world
 
-#: Launcher and engine of the drop-in, and the launcher of the Horovod beside it.
+#: Launcher and backend of the drop-in, and the launcher of the Horovod beside it.
 LAUNCHERS_OF = {"gloo": ("torchrun", "horovodrun"), "mpi": ("openmpi", "openmpi")}
 #: Operations under way at once.
 MANY = 1000
 
 
-def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str]) -> Iterator[Case]:
+def cases(rounds: int, quick: bool, ranks: int | None, backends: Collection[str]) -> Iterator[Case]:
     """A training step of each model, a blocking allreduce of 4 bytes, and many named ones in random order."""
     size = ranks or 2
-    for engine, (launcher, horovods) in LAUNCHERS_OF.items():
-        if engine not in engines or unavailable(launcher, engine, size) or unavailable(horovods, "horovod", size):
+    for backend, (launcher, horovods) in LAUNCHERS_OF.items():
+        if backend not in backends or unavailable(launcher, backend, size) or unavailable(horovods, "horovod", size):
             continue
         contenders = {OURS: (launcher, "unidist.hvd"), "hvd": (horovods, "horovod.torch")}
         samples: dict[str, dict[str, list[float]]] = {}
         for turn in range(rounds):
             for name in random.Random(turn).sample(list(contenders), 2):
-                for row, seconds in _world(*contenders[name], engine, size, 5 if quick else 15).items():
+                for row, seconds in _world(*contenders[name], backend, size, 5 if quick else 15).items():
                     samples.setdefault(row, {}).setdefault(name, []).append(seconds)
         for row, figures in samples.items():
-            yield Case("hvd", f"{engine} under {launcher}, hvd under {horovods}", row, figures)
+            yield Case("hvd", f"{backend} under {launcher}, hvd under {horovods}", row, figures)
 
 
-def _world(launcher: str, module: str, engine: str, ranks: int, turns: int) -> dict[str, float]:
-    result = run_world(launcher, engine, ranks, ["-m", "unidist.bench.hvd", module, str(turns)], timeout=600)
+def _world(launcher: str, module: str, backend: str, ranks: int, turns: int) -> dict[str, float]:
+    result = run_world(launcher, backend, ranks, ["-m", "unidist.bench.hvd", module, str(turns)], timeout=600)
     found = [line.split("HVD ")[1] for line in result.output.splitlines() if "HVD " in line]
     if result.returncode or not found:
         raise RuntimeError(f"{module} under {launcher} failed:\n{result.output}")

@@ -25,7 +25,7 @@ class Case:
     """One row of a suite's table: what was measured, and each contender's figures."""
 
     suite: str
-    #: Where: the engine and its launcher.
+    #: Where: the backend and its launcher.
     world: str
     name: str
     #: Each contender's figures, one for each round, in ``unit``. A contender that could not run is not in it.

@@ -19,37 +19,37 @@ from unidist.bench.measure import OURS, Case
 from unidist.launchers.table import unavailable
 from unidist.launchers.world import run_world
 
-#: Launcher, engine, and the raw wrappers beside ours.
+#: Launcher, backend, and the raw wrappers beside ours.
 CONTENDERS = {"gloo": ("torchrun", ["DDP", "DDP bucket view"]), "horovod": ("horovodrun", ["hvd"])}
 WIDTH, LAYERS = 2048, 12
 
 
-def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str]) -> Iterator[Case]:
+def cases(rounds: int, quick: bool, ranks: int | None, backends: Collection[str]) -> Iterator[Case]:
     """Growth of a rank's resident memory while it trains a model of 192 MiB with momentum."""
     ddp: list[float] = []
-    for engine, (launcher, raw) in CONTENDERS.items():
-        if engine not in engines or unavailable(launcher, engine, ranks or 2):
+    for backend, (launcher, raw) in CONTENDERS.items():
+        if backend not in backends or unavailable(launcher, backend, ranks or 2):
             continue
         samples = {
-            name: [_peak(launcher, engine, name, ranks or 2) for _ in range(1 if quick else rounds)]
+            name: [_peak(launcher, backend, name, ranks or 2) for _ in range(1 if quick else rounds)]
             for name in [OURS, *raw]
         }
         if ddp := samples.get("DDP", ddp):
             samples["DDP"] = ddp
-        yield Case("memory", "worlds of its own", f"{engine} under {launcher}", samples, unit="B")
+        yield Case("memory", "worlds of its own", f"{backend} under {launcher}", samples, unit="B")
 
 
-def _peak(launcher: str, engine: str, contender: str, ranks: int) -> float:
-    result = run_world(launcher, engine, ranks, ["-m", "unidist.bench.memory", contender], timeout=300)
+def _peak(launcher: str, backend: str, contender: str, ranks: int) -> float:
+    result = run_world(launcher, backend, ranks, ["-m", "unidist.bench.memory", contender], timeout=300)
     found = [float(text) for text in re.findall(r"PEAK (\d+)", result.output)]
     if result.returncode or not found:
-        raise RuntimeError(f"{contender} on {engine} under {launcher} failed:\n{result.output}")
+        raise RuntimeError(f"{contender} on {backend} under {launcher} failed:\n{result.output}")
     return max(found)
 
 
 def _rank(contender: str) -> None:
     unidist.init()
-    unidist.all_reduce(torch.zeros(1))  # what the engine needs for itself is not counted
+    unidist.all_reduce(torch.zeros(1))  # what the backend needs for itself is not counted
     before = psutil.Process().memory_info().rss
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)

@@ -29,13 +29,13 @@ def over_horovod() -> bool:
 
 
 def supported_by_peers() -> bool:
-    """Whether the layers over torch.distributed support this world's engine."""
+    """Whether the layers over torch.distributed support this world's backend."""
     return unidist.backend_name() in ("gloo", "nccl")
 
 
 @cache
 def gloo_group() -> Any:
-    """gloo, beside the engine of this world."""
+    """gloo, beside the backend of this world."""
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo")

@@ -17,7 +17,7 @@ from unidist.bench.measure import OURS, Case
 from unidist.launchers.table import unavailable
 from unidist.launchers.world import run_world
 
-#: Which launchers start an engine here, and what its users would call without us.
+#: Which launchers start a backend here, and what its users would call without us.
 PAIRS = [
     ("torchrun", "gloo"),
     ("horovodrun", "gloo"),
@@ -29,29 +29,29 @@ RAW = {"gloo": ("torchrun", "raw-torch"), "horovod": ("horovodrun", "raw-horovod
 HERE = "worlds of its own"
 
 
-def cases(rounds: int, quick: bool, ranks: int | None, engines: Collection[str]) -> Iterator[Case]:
-    """The import, then each launcher and engine by number of ranks: ``ranks``, or how it grows."""
+def cases(rounds: int, quick: bool, ranks: int | None, backends: Collection[str]) -> Iterator[Case]:
+    """The import, then each launcher and backend by number of ranks: ``ranks``, or how it grows."""
     yield Case("startup", HERE, "import", _imports(2 * rounds))
-    pairs = [pair for pair in PAIRS if pair[1] in engines and not unavailable(*pair, ranks or 2)]
+    pairs = [pair for pair in PAIRS if pair[1] in backends and not unavailable(*pair, ranks or 2)]
     for size in (ranks,) if ranks else (2, 4) if quick else (2, 4, 8, 16):
         samples: dict[tuple[str, str], list[float]] = {}
-        worlds_of = [*pairs, *(RAW[engine] for engine in dict.fromkeys(engine for _, engine in pairs))]
+        worlds_of = [*pairs, *(RAW[backend] for backend in dict.fromkeys(backend for _, backend in pairs))]
         for turn in range(1 if quick else rounds):
-            for launcher, engine in random.Random(turn).sample(worlds_of, len(worlds_of)):
-                samples.setdefault((launcher, engine), []).append(first_collective(launcher, engine, size))
-        for launcher, engine in pairs:
-            figures = {OURS: samples[launcher, engine], "raw": samples[RAW[engine]]}
-            yield Case("startup", HERE, f"{size} ranks: {engine} under {launcher}", figures)
+            for launcher, backend in random.Random(turn).sample(worlds_of, len(worlds_of)):
+                samples.setdefault((launcher, backend), []).append(first_collective(launcher, backend, size))
+        for launcher, backend in pairs:
+            figures = {OURS: samples[launcher, backend], "raw": samples[RAW[backend]]}
+            yield Case("startup", HERE, f"{size} ranks: {backend} under {launcher}", figures)
 
 
-def first_collective(launcher: str, engine: str, ranks: int) -> float:
+def first_collective(launcher: str, backend: str, ranks: int) -> float:
     """Seconds from the last rank's entry into ``init()`` to the last one's end of the first collective."""
-    raw = engine.startswith("raw-")
-    argv = ["-m", "unidist.bench.startup", engine if raw else "unidist"]
-    result = run_world(launcher, None if raw else engine, ranks, argv, timeout=300)
+    raw = backend.startswith("raw-")
+    argv = ["-m", "unidist.bench.startup", backend if raw else "unidist"]
+    result = run_world(launcher, None if raw else backend, ranks, argv, timeout=300)
     times = [json.loads(line.split("STARTUP ")[1]) for line in result.output.splitlines() if "STARTUP" in line]
     if result.returncode or len(times) != ranks:
-        raise RuntimeError(f"{engine} under {launcher} did not start {ranks} ranks:\n{result.output}")
+        raise RuntimeError(f"{backend} under {launcher} did not start {ranks} ranks:\n{result.output}")
     return float(max(end for _, end in times) - max(start for start, _ in times))
 
 

@@ -22,7 +22,7 @@ from unidist.errors import UnidistError
 HELP = {
     "migrate": "Turn code that uses Horovod into unidist's, with a diff and a report.",
     "bench": "Measure unidist beside the raw libraries and its peers.",
-    "compare": "Train on two engines, and show where they first differ.",
+    "compare": "Train on two backends, and show where they first differ.",
     "doctor": "Show what this machine can run, and how to fix what it cannot.",
     "build-horovod": "Build Horovod for the installed PyTorch.",
 }
@@ -52,5 +52,5 @@ class LazyCommands(click.Group):
 
 
 main = click.version_option(__version__, prog_name="unidist", message="%(prog)s %(version)s")(
-    LazyCommands("unidist", help="One PyTorch training script for every launcher and engine.")
+    LazyCommands("unidist", help="One PyTorch training script for every launcher and backend.")
 )

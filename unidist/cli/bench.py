@@ -17,7 +17,7 @@ import unidist
 from unidist.bench import machine
 from unidist.bench.measure import Case
 from unidist.bench.report import plot, tables
-from unidist.launchers.table import ENGINES, unavailable
+from unidist.launchers.table import BACKENDS, unavailable
 from unidist.launchers.world import run_world
 from unidist.topology import NONE, detect
 
@@ -25,7 +25,7 @@ from unidist.topology import NONE, detect
 INSIDE = ("collectives", "step", "metric", "loader")
 OUTSIDE = ("hvd", "startup", "memory")
 #: Where the former run.
-WORLDS = [*((launcher, engine) for engine, launcher in ENGINES.items()), ("openmpi", "horovod")]
+WORLDS = [*((launcher, backend) for backend, launcher in BACKENDS.items()), ("openmpi", "horovod")]
 FILE = click.Path(path_type=Path, dir_okay=False)
 #: What a rank in a world of ours prints before the name of each case that is done.
 PROGRESS = "unidist bench: "
@@ -42,7 +42,7 @@ PROGRESS = "unidist bench: "
 @click.option(
     "--ranks", "asked", type=click.IntRange(min=2), help="Processes of each world.  [default: 2; startup: 2, 4, 8, 16]"
 )
-@click.option("--backend", "engines", multiple=True, type=click.Choice(list(ENGINES)), help="Only worlds on these.")
+@click.option("--backend", "backends", multiple=True, type=click.Choice(list(BACKENDS)), help="Only worlds on these.")
 @click.option("--json", "json_path", type=FILE, help="Write all figures here.")
 @click.option("--plot", "plot_path", type=FILE, help="Draw them here (.png, .svg, .pdf).")
 @click.option("--world", hidden=True, help="Name of the world that this process is in.")
@@ -51,7 +51,7 @@ def command(
     quick: bool,
     rounds: int | None,
     asked: int | None,
-    engines: tuple[str, ...],
+    backends: tuple[str, ...],
     json_path: Path | None,
     plot_path: Path | None,
     world: str | None,
@@ -78,7 +78,7 @@ def command(
     if world and not launched:
         raise click.ClickException("no launcher's variables are set in this rank of a world: start it with a launcher")
     if launched:
-        if asked or engines:
+        if asked or backends:
             raise click.UsageError(
                 "--ranks and --backend choose the worlds to start; under a launcher, the world is given"
             )
@@ -90,7 +90,7 @@ def command(
             return
         cases = measured
     else:
-        cases, failed = _measure_in_worlds(wanted, rounds, quick, asked, engines)
+        cases, failed = _measure_in_worlds(wanted, rounds, quick, asked, backends)
     limits = machine.limits() if "collectives" in wanted and not world else {}
     facts = machine.describe()
     report = {"machine": facts, "limits": limits, "cases": [case.as_json() for case in cases]}
@@ -119,7 +119,7 @@ def _measure_here(wanted: Sequence[str], rounds: int, quick: bool, world: str | 
 
 
 def _measure_in_worlds(
-    wanted: Sequence[str], rounds: int, quick: bool, asked: int | None, engines: Sequence[str]
+    wanted: Sequence[str], rounds: int, quick: bool, asked: int | None, backends: Sequence[str]
 ) -> tuple[list[Case], list[str]]:
     """The suites in worlds of our own: what they measured, and what went wrong."""
     cases: list[Case] = []
@@ -127,18 +127,18 @@ def _measure_in_worlds(
     suites = [name for name in wanted if name in INSIDE]
     ranks = asked or 2
     with Console(stderr=True).status("") as status:
-        for launcher, engine in WORLDS if suites else ():
-            if engines and engine not in engines:
+        for launcher, backend in WORLDS if suites else ():
+            if backends and backend not in backends:
                 continue
-            if why := _unavailable(launcher, engine, ranks):
-                if engine in engines:
-                    failed.append(f"{engine} under {launcher}: {why}")
+            if why := _unavailable(launcher, backend, ranks):
+                if backend in backends:
+                    failed.append(f"{backend} under {launcher}: {why}")
                 continue
-            world = f"{engine} under {launcher}, {ranks} ranks"
+            world = f"{backend} under {launcher}, {ranks} ranks"
             status.update(world)
             try:
-                cases += _run_world(launcher, engine, world, suites, rounds, quick, ranks, status.update)
-                # The loader does not depend on the engine.
+                cases += _run_world(launcher, backend, world, suites, rounds, quick, ranks, status.update)
+                # The loader does not depend on the backend.
                 suites = [name for name in suites if name != "loader"]
             except (RuntimeError, TimeoutError) as error:
                 failed.append(f"{world}: {error}")
@@ -146,7 +146,7 @@ def _measure_in_worlds(
             status.update(name)
             try:
                 for case in import_module(f"unidist.bench.{name}").cases(
-                    max(1, rounds // 4), quick, asked, engines or list(ENGINES)
+                    max(1, rounds // 4), quick, asked, backends or list(BACKENDS)
                 ):
                     cases.append(case)
                     status.update(f"{name}: {case.name}, {case.world}")
@@ -157,7 +157,7 @@ def _measure_in_worlds(
 
 def _run_world(
     launcher: str,
-    engine: str,
+    backend: str,
     world: str,
     suites: Sequence[str],
     rounds: int,
@@ -174,15 +174,15 @@ def _run_world(
                 progress(f"{world}: {line.split(PROGRESS)[1].strip()}")
 
         argv += ["--quick"] * quick
-        result = run_world(launcher, engine, ranks, argv, timeout=3600, on_line=on_line)
+        result = run_world(launcher, backend, ranks, argv, timeout=3600, on_line=on_line)
         if result.returncode or not path.exists():
             raise RuntimeError(f"ended with status {result.returncode}:\n{result.output[-4000:]}")
         return [Case.from_json(data) for data in json.loads(path.read_text())["cases"]]
 
 
-def _unavailable(launcher: str, engine: str, ranks: int) -> str | None:
-    why = unavailable(launcher, engine, ranks)
-    if why is None and (launcher, engine) == ("openmpi", "horovod"):
+def _unavailable(launcher: str, backend: str, ranks: int) -> str | None:
+    why = unavailable(launcher, backend, ranks)
+    if why is None and (launcher, backend) == ("openmpi", "horovod"):
         import horovod.torch as hvd
 
         # Without MPI, this is another world of Horovod on Gloo.

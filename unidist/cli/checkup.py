@@ -64,12 +64,12 @@ def findings(env: Mapping[str, str]) -> Iterator[Finding]:
 
 # ------------------------------------------------------------------------------------- software
 def software() -> Finding:
-    engines = [name for name in ("gloo", "nccl", "mpi") if dist.is_available() and dist.is_backend_available(name)]
+    backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_available() and dist.is_backend_available(name)]
     text = (
-        f"{torch.__version__}, built with {', '.join(engines) or 'no torch.distributed'}; "
+        f"{torch.__version__}, built with {', '.join(backends) or 'no torch.distributed'}; "
         f"unidist {unidist.__version__}, Python {platform.python_version()}"
     )
-    return Finding("torch", "ok" if engines else "error", text, "" if engines else "install another build of torch")
+    return Finding("torch", "ok" if backends else "error", text, "" if backends else "install another build of torch")
 
 
 def horovod() -> Iterator[Finding]:
@@ -194,12 +194,12 @@ def here(env: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("launched by", "warning", text, "start the ranks with srun")
     wanted = knobs.backend(env)
     if wanted not in ("auto", *BACKENDS):
-        yield Finding("engine", "error", f"{knobs.BACKEND}={wanted} is unknown", f"use auto, {', '.join(BACKENDS)}")
+        yield Finding("backend", "error", f"{knobs.BACKEND}={wanted} is unknown", f"use auto, {', '.join(BACKENDS)}")
     elif wanted == "horovod" and launch.launcher is NONE:
         text = f"{knobs.BACKEND}=horovod needs a launcher"
-        yield Finding("engine", "error", text, "horovodrun -np 2 python script.py, or torchrun")
+        yield Finding("backend", "error", text, "horovodrun -np 2 python script.py, or torchrun")
     elif wanted != "auto":
-        yield Finding("engine", "ok", f"{knobs.BACKEND}={wanted}")
+        yield Finding("backend", "ok", f"{knobs.BACKEND}={wanted}")
     try:
         knobs.timeout(env)
     except UnidistError as error:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from unidist.bench.machine import describe
-from unidist.cli.options import EngineAtLauncher
+from unidist.cli.options import BackendAtLauncher
 from unidist.compare.comparison import Comparison, Side, notes, tables, verdict
 from unidist.compare.difference import Tolerance
 from unidist.compare.picture import plot
@@ -31,30 +31,30 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 
 @dataclass(frozen=True)
 class RunTarget:
-    """An engine and a launcher to run a side with."""
+    """A backend and a launcher to run a side with."""
 
     launcher: str
-    engine: str
+    backend: str
     drop_in: bool
 
     @property
     def name(self) -> str:
-        return f"{DROP_IN}:{self.engine}" if self.drop_in else self.engine
+        return f"{DROP_IN}:{self.backend}" if self.drop_in else self.backend
 
 
 class SideType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
-    """``[drop-in:]ENGINE[@LAUNCHER]``."""
+    """``[drop-in:]BACKEND[@LAUNCHER]``."""
 
-    name = "ENGINE[@LAUNCHER]"
+    name = "BACKEND[@LAUNCHER]"
 
     def convert(self, value: str | RunTarget, param: click.Parameter | None, ctx: click.Context | None) -> RunTarget:
         if isinstance(value, RunTarget):
             return value
         drop_in = value.startswith(f"{DROP_IN}:")
-        launcher, engine = EngineAtLauncher().convert(value.removeprefix(f"{DROP_IN}:"), param, ctx)
-        if drop_in and engine == "horovod":
+        launcher, backend = BackendAtLauncher().convert(value.removeprefix(f"{DROP_IN}:"), param, ctx)
+        if drop_in and backend == "horovod":
             self.fail("the drop-in replaces Horovod: use drop-in:gloo, drop-in:nccl or drop-in:mpi", param, ctx)
-        return RunTarget(launcher, engine, drop_in)
+        return RunTarget(launcher, backend, drop_in)
 
 
 class WithArguments(click.Command):
@@ -132,14 +132,14 @@ def command(
     json_path: Path,
     plot_path: Path | None,
 ) -> None:
-    """Train a script, or two versions of it, on two engines, and report where the trainings first differ.
+    """Train a script, or two versions of it, on two backends, and report where the trainings first differ.
 
     The sides run one after the other in the current directory, with the same seed and number of ranks. Losses,
     gradients and weights are recorded at every step() of torch.optim; the scripts are not changed.
 
-    --left and --right take ENGINE or ENGINE@LAUNCHER, named as in `unidist doctor`. drop-in:ENGINE is for scripts that
-    import horovod: it runs them as `python -m unidist.hvd` does. In ARGS, {side} becomes left or right: use it to give
-    each side a directory of its own, so that the right one does not resume from the left one's checkpoint.
+    --left and --right take BACKEND or BACKEND@LAUNCHER, named as in `unidist doctor`. drop-in:BACKEND is for scripts
+    that import horovod: it runs them as `python -m unidist.hvd` does. In ARGS, {side} becomes left or right: use it to
+    give each side a directory of its own, so that the right one does not resume from the left one's checkpoint.
     """
     right_target = right_target or RunTarget("torchrun", "gloo", drop_in=right_script is None)
     drawn = _plot_path(plot_path)
@@ -187,7 +187,7 @@ def run(
         click.ClickException: the world cannot be started here, failed or took too long, or no step was recorded.
     """
     where = f"the {name} side ({target.name} under {target.launcher})"
-    if lack := unavailable(target.launcher, target.engine, ranks):
+    if lack := unavailable(target.launcher, target.backend, ranks):
         raise click.ClickException(f"{where} cannot run here: {lack}")
     with tempfile.TemporaryDirectory(prefix="unidist-compare-") as directory:
         options = [
@@ -198,7 +198,7 @@ def run(
         ]
         argv = ["-m", "unidist.compare", *options, directory, *program]
         try:
-            result = run_world(target.launcher, target.engine, ranks, argv, timeout=timeout)
+            result = run_world(target.launcher, target.backend, ranks, argv, timeout=timeout)
         except TimeoutError as error:
             raise click.ClickException(
                 f"{where} did not end within {timeout:g} s (--timeout):\n{str(error)[-4000:]}"

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from unidist import knobs
 from unidist.cli.checkup import Finding, State, findings
-from unidist.cli.options import EngineAtLauncher
-from unidist.launchers.table import COMMANDS, ENGINES, unavailable
+from unidist.cli.options import BackendAtLauncher
+from unidist.launchers.table import BACKENDS, COMMANDS, unavailable
 from unidist.launchers.world import run_world
 
 #: Size of the worlds that the doctor starts.
@@ -33,11 +33,11 @@ MARKS: dict[State, str] = {
 
 
 @click.command()
-@click.option("--run", "run_all", is_flag=True, help="Start a world of 2 ranks for every pair of launcher and engine.")
+@click.option("--run", "run_all", is_flag=True, help="Start a world of 2 ranks for every pair of launcher and backend.")
 @click.option(
     "--need",
     "needed",
-    type=EngineAtLauncher(),
+    type=BackendAtLauncher(),
     multiple=True,
     help="Start this pair; exit status 1 if it does not work.",
 )
@@ -56,9 +56,9 @@ def command(run_all: bool, needed: tuple[tuple[str, str], ...], as_json: bool) -
     pairs = list(dict.fromkeys([*needed, *(all_pairs() if run_all else [])]))
     matrix: dict[tuple[str, str], Finding] = {}
     with Console(stderr=True).status("") as status:
-        for launcher, engine in pairs:
-            status.update(f"{engine} under {launcher}")
-            matrix[launcher, engine] = attempt(launcher, engine)
+        for launcher, backend in pairs:
+            status.update(f"{backend} under {launcher}")
+            matrix[launcher, backend] = attempt(launcher, backend)
     if as_json:
         click.echo(json.dumps(report(found, matrix), indent=1))
     else:
@@ -69,18 +69,18 @@ def command(run_all: bool, needed: tuple[tuple[str, str], ...], as_json: bool) -
 
 def all_pairs() -> Iterator[tuple[str, str]]:
     for launcher in COMMANDS:
-        for engine in ENGINES:
-            yield launcher, engine
+        for backend in BACKENDS:
+            yield launcher, backend
 
 
-def attempt(launcher: str, engine: str) -> Finding:
+def attempt(launcher: str, backend: str) -> Finding:
     """Start a world, and say how it went."""
-    subject = f"{engine} under {launcher}"
-    if why := unavailable(launcher, engine, RANKS):
+    subject = f"{backend} under {launcher}"
+    if why := unavailable(launcher, backend, RANKS):
         return Finding(subject, "none", why)
     extra = {knobs.TIMEOUT: str(TIMEOUT_S / 2)}
     try:
-        result = run_world(launcher, engine, RANKS, ["-m", "unidist.cli.probe"], timeout=TIMEOUT_S, extra=extra)
+        result = run_world(launcher, backend, RANKS, ["-m", "unidist.cli.probe"], timeout=TIMEOUT_S, extra=extra)
     except TimeoutError as error:
         return Finding(subject, "error", f"did not end within {TIMEOUT_S} s; {reason(str(error))}")
     if result.returncode == 0 and f"WORKS with {RANKS} ranks" in result.output:
@@ -102,8 +102,8 @@ def report(found: list[Finding], matrix: dict[tuple[str, str], Finding]) -> dict
     return {
         "findings": [vars(finding) for finding in found],
         "pairs": [
-            {"launcher": launcher, "engine": engine, "state": finding.state, "text": finding.text}
-            for (launcher, engine), finding in matrix.items()
+            {"launcher": launcher, "backend": backend, "state": finding.state, "text": finding.text}
+            for (launcher, backend), finding in matrix.items()
         ],
     }
 
@@ -124,22 +124,22 @@ def show(found: list[Finding], matrix: dict[tuple[str, str], Finding]) -> None:
     console.print(table)
     if not matrix:
         return
-    engines = [engine for engine in ENGINES if any(engine == e for _, e in matrix)]
+    backends = [backend for backend in BACKENDS if any(backend == e for _, e in matrix)]
     grid = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in (f"{RANKS} ranks", *engines):
+    for name in (f"{RANKS} ranks", *backends):
         grid.add_column(name)
     for launcher in dict.fromkeys(launcher for launcher, _ in matrix):
-        cells = [matrix.get((launcher, engine)) for engine in engines]
+        cells = [matrix.get((launcher, backend)) for backend in backends]
         grid.add_row(launcher, *(_cell(cell) if cell else "" for cell in cells))
     console.print(grid)
     # A reason that holds under several launchers is printed once.
     reasons: dict[tuple[str, str, State], list[str]] = {}
-    for (launcher, engine), finding in matrix.items():
+    for (launcher, backend), finding in matrix.items():
         if finding.state != "ok":
-            reasons.setdefault((engine, finding.text, finding.state), []).append(launcher)
-    for (engine, text, state), launchers in reasons.items():
+            reasons.setdefault((backend, finding.text, finding.state), []).append(launcher)
+    for (backend, text, state), launchers in reasons.items():
         where = "" if len(launchers) == len({launcher for launcher, _ in matrix}) else f" under {', '.join(launchers)}"
-        console.print(f"{MARKS[state]} {engine}{where}: {escape(text)}", highlight=False)
+        console.print(f"{MARKS[state]} {backend}{where}: {escape(text)}", highlight=False)
 
 
 def _cell(finding: Finding) -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import click
 
-from unidist.launchers.table import COMMANDS, ENGINES, known_launchers
+from unidist.launchers.table import BACKENDS, COMMANDS, known_launchers
 
 
-class EngineAtLauncher(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
-    """``ENGINE`` or ``ENGINE@LAUNCHER``; the value is (launcher, engine)."""
+class BackendAtLauncher(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
+    """``BACKEND`` or ``BACKEND@LAUNCHER``; the value is (launcher, backend)."""
 
-    name = "ENGINE[@LAUNCHER]"
+    name = "BACKEND[@LAUNCHER]"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        engine, _, launcher = value.partition("@")
-        if engine not in ENGINES:
-            self.fail(f"{engine!r} is not an engine: use one of {', '.join(ENGINES)}", param, ctx)
-        launcher = launcher or ENGINES[engine]
+        backend, _, launcher = value.partition("@")
+        if backend not in BACKENDS:
+            self.fail(f"{backend!r} is not a backend: use one of {', '.join(BACKENDS)}", param, ctx)
+        launcher = launcher or BACKENDS[backend]
         if launcher not in COMMANDS:
             self.fail(f"{launcher!r} is not a launcher: use one of {known_launchers()}", param, ctx)
-        return launcher, engine
+        return launcher, backend

@@ -34,7 +34,7 @@ class Side:
     """How a side was run, and its recording."""
 
     script: str
-    engine: str
+    backend: str
     launcher: str
     seconds: float
     recording: Recording
@@ -80,7 +80,7 @@ def _side(side: Side, apart: Difference | None) -> dict[str, Any]:
     recording = side.recording
     return {
         "script": side.script,
-        "engine": side.engine,
+        "backend": side.backend,
         "launcher": side.launcher,
         "seconds": side.seconds,
         "drift": apart and asdict(apart),
@@ -130,7 +130,7 @@ def _facts(side: Side) -> dict[str, str]:
     steps = list(dict.fromkeys(len(rank.steps) for rank in recording.ranks))
     return {
         "script": side.script,
-        "engine": side.engine,
+        "backend": side.backend,
         "launcher": side.launcher,
         "steps": " or ".join(map(str, steps)),
         "seconds": f"{side.seconds:.1f}",
@@ -150,10 +150,10 @@ def notes(found: Comparison) -> Iterator[str]:
                 f"{_parameter_of(apart, side.recording)} has the norm {apart.left:.9g} on rank 0 and "
                 f"{apart.right:.9g} on rank {apart.rank}"
             )
-        if side.engine != "horovod" and any(t.horovod for rank in side.recording.ranks for t in rank.optimizers):
+        if side.backend != "horovod" and any(t.horovod for rank in side.recording.ranks for t in rank.optimizers):
             yield (
                 f"the {name} script used Horovod itself, which this launcher does not start: each rank may have been a "
-                f"world of size 1; --{name} drop-in:{side.engine} runs the script on the drop-in"
+                f"world of size 1; --{name} drop-in:{side.backend} runs the script on the drop-in"
             )
     first = found.first
     idle = [side.recording.ranks[0].idle for side in found.sides.values()]
@@ -164,7 +164,7 @@ def notes(found: Comparison) -> Iterator[str]:
         )
     if first and first.step > 1 and len(found.sides["left"].recording.ranks) > 2:
         yield (
-            "with more than 2 ranks, engines sum in different orders, and training amplifies the rounding: "
+            "with more than 2 ranks, backends sum in different orders, and training amplifies the rounding: "
             "compare on 2 ranks (-np 2), where the order has no effect"
         )
 

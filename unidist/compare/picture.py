@@ -18,7 +18,7 @@ def plot(found: Comparison, path: Path) -> None:
     for (name, side), style in zip(found.sides.items(), ({"linewidth": 3.5, "alpha": 0.4}, {"linewidth": 1.2})):
         losses = [side.recording.loss(step) for step in range(side.recording.steps)]
         known = [(step, loss) for step, loss in enumerate(losses, 1) if loss is not None]
-        label = f"{name}: {Path(side.script).name}, {side.engine} under {side.launcher}"
+        label = f"{name}: {Path(side.script).name}, {side.backend} under {side.launcher}"
         upper.plot([step for step, _ in known], [loss for _, loss in known], label=label, **style)
     upper.set(ylabel="loss, mean over the ranks", title=verdict(found).splitlines()[0].split(":")[0].split(" (")[0])
     for index, (key, name) in enumerate(SERIES.items()):

@@ -64,8 +64,8 @@ COMMANDS = {
     ),
     "slurm": Command("srun", lambda n: ["srun", "-n", str(n), "--overcommit", sys.executable], programs=("srun",)),
 }
-#: The engines that a world can be started on, each with the launcher that its users start it with.
-ENGINES = {"gloo": "torchrun", "nccl": "torchrun", "mpi": "openmpi", "horovod": "horovodrun"}
+#: The backends that a world can be started on, each with the launcher that its users start it with.
+BACKENDS = {"gloo": "torchrun", "nccl": "torchrun", "mpi": "openmpi", "horovod": "horovodrun"}
 
 
 def command_line(launcher: str, ranks: int, argv: Sequence[str]) -> list[str]:
@@ -91,16 +91,16 @@ def missing(launcher: str) -> str | None:
     return f"Open MPI's {names} is not on PATH" if command.programs is OPENMPI else f"{names} is not on PATH"
 
 
-def unavailable(launcher: str, engine: str, ranks: int) -> str | None:
+def unavailable(launcher: str, backend: str, ranks: int) -> str | None:
     """Why a world of so many ranks cannot be started here, or None."""
-    if engine == "mpi" and not COMMANDS[launcher].mpi:
+    if backend == "mpi" and not COMMANDS[launcher].mpi:
         names = ", ".join(name for name, command in COMMANDS.items() if command.mpi)
         return f"MPI needs its own launchers: {names}, or srun with --mpi=pmix or --mpi=pmi2"
-    if engine == "mpi" and not find_spec("mpi4py"):
+    if backend == "mpi" and not find_spec("mpi4py"):
         return "mpi4py is not installed: pip install mpi4py"
-    if lack := missing(launcher) or (missing("horovodrun") if engine == "horovod" else None):
+    if lack := missing(launcher) or (missing("horovodrun") if backend == "horovod" else None):
         return lack
-    if engine == "nccl":
+    if backend == "nccl":
         import torch
 
         if torch.cuda.device_count() < ranks:

@@ -23,8 +23,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def environment(env: Mapping[str, str], ranks: int, engine: str | None = None) -> dict[str, str]:
-    """``env`` with what worlds on one host need: root may start MPI, the ranks share the cores, and know their engine.
+def environment(env: Mapping[str, str], ranks: int, backend: str | None = None) -> dict[str, str]:
+    """``env`` with what worlds on one host need: root may start MPI, the ranks share the cores, and know their backend.
 
     What an outer launcher, or a user in its stead, has set is left out: the ranks must see their own launcher.
     """
@@ -34,13 +34,13 @@ def environment(env: Mapping[str, str], ranks: int, engine: str | None = None) -
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    wanted = {knobs.BACKEND: engine} if engine else {}
+    wanted = {knobs.BACKEND: backend} if backend else {}
     return {**defaults, **{name: value for name, value in env.items() if not OUTER.fullmatch(name)}, **wanted}
 
 
 def run_world(
     launcher: str,
-    engine: str | None,
+    backend: str | None,
     ranks: int,
     argv: Sequence[str],
     *,
@@ -52,12 +52,12 @@ def run_world(
 
     Args:
         launcher: a name of ``table.COMMANDS``.
-        engine: what ``init()`` starts in the ranks. None: their own business.
+        backend: what ``init()`` starts in the ranks. None: their own business.
         extra: environment variables beside this process's.
         timeout, on_line: as for ``process.run``.
 
     Raises:
         TimeoutError: the world did not end in time.
     """
-    env = {**environment(os.environ, ranks, engine), **(extra or {})}
+    env = {**environment(os.environ, ranks, backend), **(extra or {})}
     return run([command_line(launcher, ranks, argv)], env, timeout=timeout, on_line=on_line)

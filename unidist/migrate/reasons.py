@@ -60,7 +60,7 @@ _NO_GRADIENT = (
     "a gradient may flow through it, and unidist's min, max and product have none",
     "pass tensor.detach(), then migrate again",
 )
-_ADASUM = ("unidist has no Adasum", "keep it: the drop-in has Adasum on every engine")
+_ADASUM = ("unidist has no Adasum", "keep it: the drop-in has Adasum on every backend")
 _REDUCTION = (
     "whether it averages or sums cannot be determined",
     "write op=hvd.Average or op=hvd.Sum, and the name as name=, then migrate again",

@@ -99,7 +99,7 @@ def _check_arguments(context: Context, call: cst.Call, arguments: Arguments) -> 
         raise Refusal(
             call,
             f"op={context.text(op)}, and wrap_model always averages",
-            "keep it: the drop-in has Adasum on every engine"
+            "keep it: the drop-in has Adasum on every backend"
             if context.symbol(op) == "Adasum"
             else "if the average will do, remove op=, then migrate again",
         )
