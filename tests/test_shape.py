@@ -228,6 +228,7 @@ def test_readme_commands_are_run_by_tests() -> None:
     """Each command of the README is the one that a test or ``make test`` runs."""
     covered = {
         "make demo": "tests/test_examples.py",
+        "make unit": "Makefile",
         "make test": ".ci/run",
         "pip install -e .": "Makefile",
         'pip install -e ".[horovod]"': "Makefile",
