@@ -59,6 +59,10 @@ class BackwardPasses:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._begin_unless_partial(sync))  # type: ignore[no-untyped-call]
 
+    def expect_none(self) -> None:
+        """Call this after a forward pass whose backward pass does not matter."""
+        self._expected = None
+
     def _begin_unless_partial(self, sync: bool) -> None:
         # autograd.grad() and backward(inputs=...) may not reach the parameters; where they do, the parameters' hooks
         # begin.
@@ -67,10 +71,11 @@ class BackwardPasses:
 
     def _begin(self, sync: bool) -> None:
         task = current_pass()
-        if self._running is not None:
-            if task == self._task:
-                return
-            self._running.abandon()
+        if self._running is not None and task == self._task:
+            return
+        failed, self._running = self._running, None
+        if failed is not None:
+            failed.abandon()
         self._expected, self._task = None, task
         self._running = self._begin_pass(sync)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)

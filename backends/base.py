@@ -55,6 +55,10 @@ class Group:
     handle: Any = field(repr=False, compare=False)
 
 
+def _no_join() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Options of ``wrap_model``; see there."""
@@ -67,7 +71,7 @@ class ModelOptions:
     #: The global ranks that train the model together.
     ranks: tuple[int, ...] = ()
     #: Whether a ``unidist.join`` block is running.
-    in_join: Callable[[], bool] = bool
+    in_join: Callable[[], bool] = _no_join
 
 
 class WrappedModel(torch.nn.Module, Generic[M]):

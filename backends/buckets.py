@@ -19,6 +19,8 @@ from unidist.errors import UnidistError
 _LARGE_BYTES = 2**20
 #: Waits for a reduction that has been started.
 Wait = Callable[[], None]
+#: Starts the reduction of a bucket, whose parameters in the set are not ready.
+Start = Callable[[int, set[int]], Wait]
 
 
 class Bucket:
@@ -98,39 +100,40 @@ class Bucket:
 class BucketReductions:
     """The reductions of one step. Each starts when its bucket's gradients are ready, in the same order on every rank.
 
+    ``start`` copies the gradients of a bucket in and starts its reduction. It is an argument of each call, and not
+    kept: a reference back would keep buffers alive until the garbage collector runs.
+
     Args:
         buckets: in the order of their reductions.
-        start: copies a bucket's gradients in (those of ``pending`` are not ready), and starts its reduction.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], start: Callable[[int, set[int]], Wait]) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.waits: list[Wait] = []
         self.pending = [set(range(len(bucket.params))) for bucket in buckets]
-        self._start = start
 
     def ready(self, bucket: int, index: int) -> None:
         """The gradient of a bucket's parameter is ready."""
         self.pending[bucket].discard(index)
 
-    def start_ready(self) -> None:
+    def start_ready(self, start: Start) -> None:
         """Start those that are ready, up to the first that is not."""
         while len(self.waits) < len(self.pending) and not self.pending[len(self.waits)]:
-            self._start_next()
+            self._start_next(start)
 
-    def start_all(self) -> None:
+    def start_all(self, start: Start) -> None:
         """Start the rest."""
         while len(self.waits) < len(self.pending):
-            self._start_next()
+            self._start_next(start)
 
-    def finish(self) -> None:
+    def finish(self, start: Start) -> None:
         """Start the rest, and wait for all."""
-        self.start_all()
+        self.start_all(start)
         for wait in self.waits:
             wait()
 
-    def _start_next(self) -> None:
+    def _start_next(self, start: Start) -> None:
         bucket = len(self.waits)
-        self.waits.append(self._start(bucket, self.pending[bucket]))
+        self.waits.append(start(bucket, self.pending[bucket]))
 
 
 def split_into_buckets(params: Iterable[Tensor], cap_mb: float) -> list[list[Tensor]]:

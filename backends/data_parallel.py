@@ -81,26 +81,31 @@ class BucketedDataParallel(DataParallel[M]):
     def __init__(self, module: M, options: ModelOptions, reducer: Reducer) -> None:
         super().__init__(module, options)
         self._reducer = reducer
-        self._gradients: _Gradients | None = _Gradients(module, options, reducer)
-        self._gradients.start_broadcast([*module.parameters(), *module.buffers()])()
+        gradients = _Gradients(module, options, reducer)
+        self._passes: BackwardPasses | None = BackwardPasses(gradients.names, gradients.begin)
+        gradients.start_broadcast([*module.parameters(), *module.buffers()])()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_gradients": None}  # a copy makes its own in its first training step
+        return {**self.__dict__, "_passes": None}  # a copy makes its own in its first training step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if self._gradients is None:
-            self._gradients = _Gradients(self.module, self.options, self._reducer)
+        if self._passes is None:
+            gradients = _Gradients(self.module, self.options, self._reducer)
+            self._passes = BackwardPasses(gradients.names, gradients.begin)
         self.check_forward()
         sync = self.require_backward_grad_sync
         output = self.module(*args, **kwargs)
-        self._gradients.passes.expect(output, sync)
+        self._passes.expect(output, sync)
         return output
 
 
 class _Gradients:
-    """The gradients of one model: their buckets, and the collectives that average them."""
+    """The gradients of one model: their buckets, and the collectives that average them.
+
+    It refers to nothing that refers to it, so that a wrapper that is dropped takes its hooks along at once.
+    """
 
     _names_given = count()
 
@@ -117,10 +122,10 @@ class _Gradients:
         self.positions = bucket_positions(self.buckets)
         #: Operations of a backward pass that failed: their names are free for others when they are done.
         self.unfinished: list[Wait] = []
-        self.passes = BackwardPasses(self.names, self._begin)
         self._name = ""
 
-    def _begin(self, sync: bool) -> BackwardPass:
+    def begin(self, sync: bool) -> BackwardPass:
+        """A backward pass of the model begins."""
         if not sync:
             return _LocalPass(self)
         while self.unfinished:
@@ -170,7 +175,7 @@ class _AveragingPass:
 
     def __init__(self, gradients: _Gradients) -> None:
         self._gradients = gradients
-        self._reductions = BucketReductions(gradients.buckets, self._start)
+        self._reductions = BucketReductions(gradients.buckets)
         self._sparse_pending = set(gradients.sparse)
         # Buffers take part in no backward pass, so their broadcast overlaps with it.
         self._buffers: Wait = _nothing
@@ -192,7 +197,7 @@ class _AveragingPass:
             bucket.copy_in([index], bucket.prescale)
         pending.discard(index)
         if not pending:
-            self._reductions.start_ready()
+            self._reductions.start_ready(self._start)
 
     def _start(self, i: int, pending: set[int]) -> Wait:
         bucket = self._gradients.buckets[i]
@@ -224,13 +229,13 @@ class _AveragingPass:
         if not gradients.options.find_unused_parameters:
             if missing:
                 raise unused_parameters([name for param, name in gradients.names.items() if param in missing])
-            self._reductions.finish()
+            self._reductions.finish(self._start)
             self._buffers()
             self._average_sparse(gradients.sparse)
             return
         dense = list(gradients.positions)
         used = [param.grad is not None for param in dense]
-        self._reductions.finish()
+        self._reductions.finish(self._start)
         self._buffers()
         flags = torch.tensor([*used, *(param.grad is not None for param in gradients.sparse)], dtype=torch.int32)
         gradients.reducer.maximum(flags)

@@ -31,7 +31,7 @@ from unidist.topology import Launch, Topology, detect, locate
 with suppress(UnidistError):
     # Horovod makes the symbols of its MPI visible to all libraries that are loaded later, so mpi4py must be loaded
     # first. If it is missing and needed, the rendezvous raises the error.
-    if (_launch := detect(os.environ)).launcher.meeting == "mpi":
+    if (_launch := detect(os.environ)).launcher.rendezvous == "mpi":
         mpi.world(_launch)
 
 try:
@@ -319,7 +319,7 @@ def _connect_timeout(start: Start) -> dict[str, str]:
 
 def _by_horovodrun(start: Start) -> bool:
     # Its server still has the addresses of the first init(), so a second one needs a server of its own.
-    return start.launch.launcher.meeting == "horovod" and start.session == 0
+    return start.launch.launcher.rendezvous == "horovod" and start.session == 0
 
 
 def _by_mpi(launch: Launch) -> bool:

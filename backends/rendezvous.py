@@ -1,6 +1,6 @@
 """Rendezvous: a key-value store that all processes of a launch can reach.
 
-Launchers differ in how rank 0's address gets to the other ranks (``Launcher.meeting``).
+Launchers differ in how rank 0's address gets to the other ranks (``Launcher.rendezvous``).
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def _open(launch: Launch, init_method: str | None, timeout: timedelta) -> dist.S
         return store
     if launch.launcher.name in ("none", "arguments"):
         return dist.HashStore()
-    return {"master": _at_master, "slurm": _at_master, "horovod": _at_horovod, "mpi": _at_mpi}[launch.launcher.meeting](
-        launch, timeout
-    )
+    return {"master": _at_master, "slurm": _at_master, "horovod": _at_horovod, "mpi": _at_mpi}[
+        launch.launcher.rendezvous
+    ](launch, timeout)
 
 
 def _require_master(launch: Launch) -> tuple[str, int]:

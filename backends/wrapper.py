@@ -65,8 +65,9 @@ def frozen_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def unused_parameters(names: Sequence[str]) -> UnidistError:
     """The error for parameters that got no gradient in a backward pass."""
     shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+    count = f"{len(names)} parameter{'s' * (len(names) > 1)}"
     return UnidistError(
-        f"{len(names)} parameters got no gradient in a backward pass: {shown}. Pass find_unused_parameters=True to "
+        f"{count} got no gradient in a backward pass: {shown}. Pass find_unused_parameters=True to "
         "wrap_model, or set requires_grad=False on them before wrapping. If that pass failed and was caught, wrap the "
         "model again."
     )

@@ -55,8 +55,7 @@ def sharded(source: Any, sharding: Sharding, batch_size: int | None, seed: int =
     if isinstance(source, IterableDataset):
         split = "dataset" if isinstance(source, (SplitStream, ChangedStream)) else "loader"
         stream = ShardStream(source, sharding, batch_size or 1, split)
-        if options.get("worker_init_fn"):
-            options["worker_init_fn"] = WorkerInit(options["worker_init_fn"])
+        options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
         return ShardLoader(stream, seed, dataset=stream, batch_size=batch_size, drop_last=sharding.drop_last, **options)
     sampler = ShardSampler(source, sharding, seed)
     if isinstance(source, BatchSampler):
@@ -197,12 +196,14 @@ def test_a_stream_that_splits_itself_has_no_position(monkeypatch: pytest.MonkeyP
     (loader,) = world(SplitStream(20), 1, num_workers=2)
     state = {**loader.state_dict(), "position": 4}
     (one,), (none,) = (world(SplitStream(20), 1, num_workers=n) for n in (1, 0))
-    for fewer in (loader, one):
-        fewer.load_state_dict(state)
-        with pytest.raises(unidist.UnidistError, match="SplitStream splits itself among 2 workers"):
-            list(fewer)
+    (whole,) = world(Stream(20), 1, num_workers=1)  # worker_split="loader"
+    for other in (loader, one, none):
+        with pytest.raises(ValueError, match="SplitStream splits itself among 2 workers"):
+            other.load_state_dict(state)
+    with pytest.raises(ValueError, match="splits itself among 2 workers"):
+        whole.load_state_dict({**state, "order": whole.state_dict()["order"]})
     with pytest.raises(ValueError, match="a stream that 2 workers read"):
-        none.load_state_dict(state)
+        none.load_state_dict({**state, "worker_split": "loader"})
     one.load_state_dict({**state, "workers": 1})
     assert flat(list(one)) == list(range(4, 20))
     gc.collect()
@@ -240,6 +241,40 @@ def test_an_iteration_of_one_batch_does_not_count() -> None:
                 if index == 1:
                     break
             assert loader.epoch == 1 and len(list(loader)) == 6 and loader.epoch == 3
+
+
+def test_iterators_beside_each_other() -> None:
+    """Each is an epoch of its own; an older one that goes on is not counted."""
+    (loader,) = world(RandomSampler(range(12)), 1, 2)
+    expected = [flat(list(loader)), flat(list(loader))]
+    (loader,) = world(RandomSampler(range(12)), 1, 2)
+    pairs = [(a.tolist(), b.tolist()) for a, b in zip(loader, loader)]
+    assert [[index for pair in pairs for index in pair[i]] for i in (0, 1)] == expected
+    (loader,) = world(SequentialSampler(range(12)), 1, 3)
+    peeked = iter(loader)
+    next(peeked)
+    for index, _ in enumerate(loader):
+        if index == 1:
+            break
+    next(peeked)
+    assert loader.state_dict()["position"] == 6 and loader.epoch == 0
+    assert len(list(peeked)) == 2
+    assert loader.state_dict()["position"] == 6 and loader.epoch == 0
+
+
+def test_the_sampler_alone_goes_on_to_the_next_epoch() -> None:
+    (loader,) = world(RandomSampler(range(9)), 1)
+    assert list(loader.sampler) != list(loader.sampler)
+
+
+def test_a_worker_sees_its_own_dataset() -> None:
+    class Looking(Stream):
+        def __iter__(self) -> Iterator[int]:
+            info = get_worker_info()
+            return iter([int(info is not None and info.dataset is self)])
+
+    (loader,) = world(Looking(1), 1, 1, num_workers=1)
+    assert flat(list(loader)) == [1]
 
 
 def test_set_epoch_leaves_persistent_workers() -> None:

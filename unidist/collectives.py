@@ -298,7 +298,7 @@ def _check_op(tensor: Tensor, op: str) -> None:
     dtype = tensor.dtype
     if (dtype == torch.bool) != (op in ("and", "or")):
         raise TypeError(
-            f"{op!r} of {dtype}: bool tensors need 'and' or 'or', and other tensors another operation: convert with "
+            f"{op!r} of {dtype}: 'and' and 'or' are for bool tensors only, which take no other operation: convert with "
             ".int() or .bool()."
         )
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):

@@ -64,8 +64,8 @@ def init(
 ) -> None:
     """Join the world that the launcher declared. Collective.
 
-    A second call with the same arguments is a no-op. Rank 0 logs the backend and the reason for it to the logger
-    ``unidist`` at level INFO.
+    A second call is a no-op, except for ``seed``, and an error if it passes other arguments. Rank 0 logs the backend
+    and the reason for it to the logger ``unidist`` at level INFO.
 
     Args:
         backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, or ``auto``: the value of
@@ -322,6 +322,5 @@ def _refuse_change(arguments: dict[str, object], running: Backend) -> None:
     for key, value in arguments.items():
         if value is not None and value != was.get(key):
             raise BackendError(
-                f"init({key}={str(value)!r}) came after init() with {key}={str(was.get(key))!r}: call shutdown() "
-                "before."
+                f"init({key}={str(value)!r}) came after init() with {key}={str(was.get(key))!r}: call shutdown() first."
             )

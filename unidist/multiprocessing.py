@@ -57,7 +57,7 @@ def spawn(
             f"spawn({getattr(fn, '__qualname__', fn)}): new processes cannot have this function or its arguments: "
             f"{error}. Put the function into a .py file and import it from there, or pip install cloudpickle."
         ) from error
-    # The children's meeting point, for as long as they run.
+    # The children's store, for as long as they run.
     store = rendezvous.open_on_free_port(address=rendezvous.LOOPBACK)
     with tempfile.TemporaryDirectory(prefix="unidist-spawn-") as directory:
         start_processes(_run, args=(nprocs, store.port, payload, directory, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ class Launcher:
     marks: tuple[str, ...] = ()
     #: How its processes find each other: ``master`` (MASTER_ADDR and MASTER_PORT), ``horovod`` (the
     #: launcher's key-value server), ``mpi`` (one broadcast) or ``slurm`` (first node of the step).
-    meeting: str = "master"
+    rendezvous: str = "master"
     #: The MPI library that it belongs to: ``openmpi``, ``mpich`` or none.
     mpi: str = ""
     #: The backend that ``init("auto")`` picks under it where that is installed; empty: by device.
@@ -66,7 +66,7 @@ def _openmpi(name: str, *marks: str, backend: str = "") -> Launcher:
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         marks=("OMPI_COMM_WORLD_RANK", *marks),
-        meeting="mpi",
+        rendezvous="mpi",
         mpi="openmpi",
         backend=backend,
     )
@@ -85,7 +85,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         node_rank="HOROVOD_CROSS_RANK",
         num_nodes="HOROVOD_CROSS_SIZE",
         marks=("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
-        meeting="horovod",
+        rendezvous="horovod",
         backend="horovod",
     ),
     # horovodrun --mpi replaces itself by an mpirun with these options, which become variables
@@ -106,7 +106,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="MPI_LOCALRANKID",
         local_size="MPI_LOCALNRANKS",
         marks=("PMI_RANK", "MPI_LOCALRANKID"),
-        meeting="mpi",
+        rendezvous="mpi",
         mpi="mpich",
     ),
     Launcher(
@@ -116,7 +116,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
         local_size="JSM_NAMESPACE_LOCAL_SIZE",
         marks=("JSM_NAMESPACE_RANK",),
-        meeting="mpi",
+        rendezvous="mpi",
         mpi="openmpi",
     ),
     # Variables set by hand, by Kubernetes' PyTorchJob, by DeepSpeed's launcher, ...
@@ -130,11 +130,11 @@ LAUNCHERS: tuple[Launcher, ...] = (
         node_rank="SLURM_NODEID",
         num_nodes="SLURM_STEP_NUM_NODES",
         marks=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-        meeting="slurm",
+        rendezvous="slurm",
     ),
-    Launcher("pmi", rank="PMI_RANK", world_size="PMI_SIZE", marks=("PMI_RANK",), meeting="mpi", mpi="mpich"),
+    Launcher("pmi", rank="PMI_RANK", world_size="PMI_SIZE", marks=("PMI_RANK",), rendezvous="mpi", mpi="mpich"),
     # PMIx publishes the size through its library only, so it has to be given by hand.
-    Launcher("pmix", rank="PMIX_RANK", world_size="WORLD_SIZE", marks=("PMIX_RANK",), meeting="mpi"),
+    Launcher("pmix", rank="PMIX_RANK", world_size="WORLD_SIZE", marks=("PMIX_RANK",), rendezvous="mpi"),
 )
 
 NONE = Launcher("none", rank="", world_size="")
@@ -289,7 +289,7 @@ def _number(env: Mapping[str, str], row: Launcher, name: str, *, minimum: int) -
     # int() would also take "1_0", " 1 " and other scripts' digits.
     if not re.fullmatch(r"-?[0-9]{1,9}", text) or int(text) < minimum:
         raise LaunchError(
-            f"{name}={text!r} is not a whole number from {minimum} up ({row.name}): correct it, or {_force(row)}."
+            f"{name}={text!r} is not an integer from {minimum} up ({row.name}): correct it, or {_force(row)}."
         )
     return int(text)
 
@@ -313,7 +313,7 @@ def _master(env: Mapping[str, str], row: Launcher) -> tuple[str | None, int | No
         port = _number(env, row, "MASTER_PORT", minimum=1)
         if port > 65535:
             raise LaunchError(f"MASTER_PORT={port} is not a TCP port: use a free one from 1024 to 65535.")
-    if row.meeting == "slurm":
+    if row.rendezvous == "slurm":
         nodes = env.get("SLURM_STEP_NODELIST", "")
         addr = addr or (first_host(nodes) if nodes else None)
         port = port or _slurm_port(env)

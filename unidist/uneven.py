@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.backward_pass import BackwardPass, BackwardPasses
+from unidist.backends.backward_pass import BackwardPasses
 from unidist.backends.base import Group, ModelOptions, WrappedModel
 from unidist.backends.buckets import by_device, flatten_bytes, split_into_buckets, unflatten_bytes
 from unidist.backends.joined import Joined
@@ -95,14 +95,29 @@ def _averaged_after_backward(wrapper: WrappedModel[Any], joined: Joined, group: 
     """Average a wrapped model's gradients by collective calls at the end of its backward pass, instead of during it."""
     wrapper.rebuild_buckets()
     averaging = _Averaging(wrapper, joined, group)
+    trained = [param for param in wrapper.module.parameters() if param.requires_grad]
+    passes = BackwardPasses(trained, lambda sync: _AveragedPass(averaging))
+    sync = [True]
+
+    def before_forward(*_: Any) -> None:
+        # The wrapper itself averages nothing.
+        sync[0], wrapper.require_backward_grad_sync = wrapper.require_backward_grad_sync, False
+
+    def after_forward(_: nn.Module, __: Any, output: Any) -> None:
+        wrapper.require_backward_grad_sync = sync[0]
+        if sync[0] and torch.is_grad_enabled():
+            passes.expect(output, True)
+        else:
+            passes.expect_none()
+
     hooks = [
-        wrapper.register_forward_pre_hook(averaging.before_forward),
-        wrapper.register_forward_hook(averaging.after_forward, always_call=True),
+        wrapper.register_forward_pre_hook(before_forward),
+        wrapper.register_forward_hook(after_forward, always_call=True),
     ]
     try:
         yield
     finally:
-        averaging.passes.close()
+        passes.close()
         for hook in hooks:
             hook.remove()
 
@@ -112,20 +127,6 @@ class _Averaging:
         self.wrapper = wrapper
         self.joined = joined
         self.group = group
-        self.passes = BackwardPasses([p for p in wrapper.module.parameters() if p.requires_grad], self._begin)
-        self._sync = True
-
-    def before_forward(self, *_: Any) -> None:
-        # The wrapper itself averages nothing.
-        self._sync, self.wrapper.require_backward_grad_sync = self.wrapper.require_backward_grad_sync, False
-
-    def after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
-        self.wrapper.require_backward_grad_sync = self._sync
-        if torch.is_grad_enabled():
-            self.passes.expect(output, self._sync)
-
-    def _begin(self, sync: bool) -> BackwardPass:
-        return _AveragedPass(self) if sync else _LocalPass()
 
     @torch.no_grad()
     def average(self) -> None:
@@ -161,27 +162,20 @@ class _Averaging:
                 p.grad.copy_(part)
 
 
-class _LocalPass:
-    """A backward pass inside ``no_sync``."""
-
-    def ready(self, param: Tensor) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
-
-
-class _AveragedPass(_LocalPass):
+class _AveragedPass:
     """A backward pass after which gradients are averaged."""
 
     def __init__(self, averaging: _Averaging) -> None:
         self._averaging = averaging
 
+    def ready(self, param: Tensor) -> None:
+        pass
+
     def finish(self) -> None:
         self._averaging.average()
+
+    def abandon(self) -> None:
+        pass
 
 
 def _broadcast_state(thing: Any, src: int, group: Group | None) -> None:

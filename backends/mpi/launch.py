@@ -102,7 +102,7 @@ def end_all_on_error(launch: Launch) -> None:
 
 def _starts_mpi(launch: Launch, env: Mapping[str, str]) -> bool:
     row = launch.launcher
-    return row.meeting == "mpi" or row in (NONE, EXPLICIT) or (row.meeting == "slurm" and bool(_slurm_mpi(env)))
+    return row.rendezvous == "mpi" or row in (NONE, EXPLICIT) or (row.rendezvous == "slurm" and bool(_slurm_mpi(env)))
 
 
 def _slurm_mpi(env: Mapping[str, str]) -> str:
@@ -114,7 +114,7 @@ def _import_mpi(launch: Launch) -> Any:
     """Import mpi4py.MPI for the launcher's MPI: its wheel contains several ABIs and loads the first library that it
     finds.
     """
-    wanted = launch.launcher.mpi or (_slurm_mpi(os.environ) if launch.launcher.meeting == "slurm" else "")
+    wanted = launch.launcher.mpi or (_slurm_mpi(os.environ) if launch.launcher.rendezvous == "slurm" else "")
     if wanted == "mpich" and "mpi4py.MPI" not in sys.modules and hasattr(ctypes.CDLL(None), "ompi_mpi_comm_world"):
         # Its symbols would shadow MPICH's, and the process would crash.
         raise ImportError("Open MPI is loaded in this process already (Horovod, if built for it, does that)")

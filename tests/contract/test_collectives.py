@@ -276,8 +276,8 @@ def test_bad_groups(ranks: list[int]) -> None:
     [
         (torch.ones(1), "average", ValueError, "use one of sum, mean"),
         (torch.ones(1, dtype=torch.int64), "mean", TypeError, "not an integer"),
-        (torch.ones(1, dtype=torch.bool), "sum", TypeError, "bool tensors need"),
-        (torch.ones(1), "and", TypeError, "bool tensors need"),
+        (torch.ones(1, dtype=torch.bool), "sum", TypeError, "bool tensors only"),
+        (torch.ones(1), "and", TypeError, "bool tensors only"),
         (torch.ones(1, dtype=torch.complex64), "max", TypeError, "complex tensors take"),
         (torch.ones(1, dtype=torch.uint16), "sum", TypeError, "not supported"),
         (torch.eye(2).to_sparse(), "sum", TypeError, "to_dense"),

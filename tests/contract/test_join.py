@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -111,6 +113,31 @@ def test_accumulation_windows_of_different_numbers() -> None:
             model(torch.ones(1, 1)).sum().backward()
             expected = sum(1 + other for other in range(size) if window <= other) / size
             assert model.module.weight.grad.item() == pytest.approx(expected)
+
+
+def test_one_backward_pass_of_a_forward_pass_inside_no_sync_and_one_outside() -> None:
+    """Whether the gradients are averaged depends on the last forward pass outside ``no_sync`` whose output is
+    reached.
+    """
+    model = unidist.wrap_model(nn.Linear(1, 1, bias=False))
+    with unidist.join(model):
+        first = model(torch.full((1, 1), unidist.rank() + 1.0))
+        with model.no_sync():
+            second = model(torch.full((1, 1), unidist.rank() + 1.0))
+        (first + second).sum().backward()
+        assert model.module.weight.grad.item() == pytest.approx(unidist.world_size() + 1)
+
+
+def test_a_model_is_freed_after_join() -> None:
+    model = unidist.wrap_model(nn.Linear(1, 1))
+    with unidist.join(model):
+        model(torch.ones(1, 1)).sum().backward()
+    dropped = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    del model
+    gc.enable()
+    assert dropped() is None
 
 
 def test_metrics_and_collectives_inside() -> None:

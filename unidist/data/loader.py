@@ -31,7 +31,6 @@ class ShardLoader(DataLoader[T]):
         self._source = source
         self._seed = seed
         self._progress = source.progress
-        self._batches = 0  # of the running iteration
         super().__init__(**options, generator=torch.Generator())
 
     @property
@@ -56,16 +55,14 @@ class ShardLoader(DataLoader[T]):
         state saved at an epoch's last batch resumes with an iteration of no batches; one saved after the loop, with the
         next epoch.
         """
-        epoch, offset = self._progress.current()
+        epoch, position = self._progress.current()
         if isinstance(self._source, ShardSampler):  # the length of a stream may be unknown
-            offset = min(offset, self._source.total())
-        return {
-            "epoch": epoch,
-            "position": offset,
-            "seed": self._seed,
-            "order": self._source.order(),
-            "workers": self.num_workers,
-        }
+            position = min(position, self._source.total())
+        state: dict[str, int | str] = {"epoch": epoch, "position": position, "seed": self._seed}
+        state.update(order=self._source.order(), workers=self.num_workers)
+        if isinstance(self._source, ShardStream):
+            state["worker_split"] = self._source.worker_split
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration what remains of the saved epoch, on a world of any size. Not collective.
@@ -75,7 +72,7 @@ class ShardLoader(DataLoader[T]):
 
         Raises:
             ValueError: the state is of a loader with another seed, or it is in the middle of an epoch and this loader
-                has another length or kind of order.
+                has another length or kind of order, or workers that cannot resume there.
         """
         if state["seed"] != self._seed:
             raise ValueError(
@@ -87,43 +84,62 @@ class ShardLoader(DataLoader[T]):
                 f"this state is in the middle of {state['order']}, and this loader has {self._source.order()}: pass "
                 "the same data, sampler and shuffle, or resume from a state saved at the end of an epoch."
             )
-        if isinstance(self._source, ShardStream):
-            if state["position"] and state["workers"] > 1 and not self.num_workers:
-                raise ValueError(
-                    f"this state is in the middle of a stream that {state['workers']} workers read: resume with "
-                    "num_workers=1 or more."
-                )
-            self._source.saved_workers = state["workers"]
+        if state["position"] and isinstance(self._source, ShardStream):
+            self._check_workers(state["workers"], state.get("worker_split"))
         self._progress.seek(Position(state["epoch"], state["position"]))
         self._iterator = None  # persistent workers would go on at another position
 
+    def _check_workers(self, saved_workers: int, saved_split: str | None) -> None:
+        """Raise if a position in the middle of a stream cannot be found again."""
+        assert isinstance(self._source, ShardStream)
+        splits = ((saved_split, saved_workers), (self._source.worker_split, self.num_workers))
+        workers = max(number if split == "dataset" else 0 for split, number in splits)
+        if workers > 1:
+            raise ValueError(
+                f"{type(self._source.dataset).__name__} splits itself among {workers} workers, so it cannot resume at "
+                "a position of the whole stream: resume from a state saved at the end of an epoch. With one worker "
+                "from the start, it could resume anywhere."
+            )
+        if saved_workers > 1 and not self.num_workers:
+            raise ValueError(
+                f"this state is in the middle of a stream that {saved_workers} workers read: resume with num_workers=1 "
+                "or more."
+            )
+
     def __len__(self) -> int:
-        items = self._source.sharding.length(self._source.total() - self._progress.iteration.offset)
+        items = self._source.sharding.length(self._source.total() - self._progress.iteration.position)
         if self.batch_size is None:
             return items
         return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
-        if self._progress.start is not None and self._batches <= 1:
-            self._progress.restart()  # the last iteration does not count
+        progress = self._progress
+        if progress.start is not None and progress.consumed <= self._items_per_batch:
+            progress.restart()  # the last iteration does not count
             self._iterator = None
-        start = self._progress.begin()
-        self._batches = 0
         assert self.generator is not None
         # It seeds the workers: other numbers on each rank and in each epoch, the same in every run.
-        self.generator.manual_seed(mix_seeds(self._seed, self._source.sharding.rank, *start))
+        self.generator.manual_seed(mix_seeds(self._seed, self._source.sharding.rank, *progress.next))
         if self.num_workers and self._iterator is None and is_initialized():
             current().quiesce()
-        return self._count(super().__iter__(), start)
+        before = progress.iterations
+        iterator = super().__iter__()
+        if isinstance(self._source, ShardStream) and self.num_workers:
+            progress.begin()  # the workers have copies of the stream
+        # Without workers, a sampler begins at the first batch.
+        return self._count(iterator, progress.iterations if progress.iterations > before else None)
 
-    def _count(self, iterator: Iterator[T], start: Position) -> Iterator[T]:
-        items = (self.batch_size or 1) * self._source.sharding.world_size
+    @property
+    def _items_per_batch(self) -> int:
+        return (self.batch_size or 1) * self._source.sharding.world_size
+
+    def _count(self, iterator: Iterator[T], iteration: int | None) -> Iterator[T]:
         for batch in iterator:
-            if self._progress.start is start:
-                self._progress.consumed += items
-                self._batches += 1
+            iteration = iteration or self._progress.iterations
+            if iteration == self._progress.iterations:  # else another one has begun
+                self._progress.consumed += self._items_per_batch
             yield batch
-        if self._progress.start is start:
+        if iteration in (None, self._progress.iterations):
             self._progress.end()
 
 
@@ -198,8 +214,7 @@ def shard_loader(
             raise TypeError("shard_loader(shuffle=True): an iterable dataset has an order of its own.")
         source = ShardStream(loader.dataset, sharding, loader.batch_size or 1, _worker_split(loader, worker_split))
         options.update(dataset=source, batch_size=loader.batch_size, drop_last=drop_last)
-        if loader.worker_init_fn is not None:
-            options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+        options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
     else:
         if worker_split is not None:
             raise ValueError(f"shard_loader(worker_split={worker_split!r}): this dataset is not an IterableDataset.")

@@ -31,7 +31,7 @@ class ShardSampler(Sampler[Any]):
         self.source = source
         self.sharding = sharding
         self.seed = seed
-        #: Advanced by the loader.
+        #: Each iteration is the next epoch; the loader counts what it has yielded of it.
         self.progress = Progress()
 
     def set_epoch(self, epoch: int) -> None:
@@ -43,13 +43,13 @@ class ShardSampler(Sampler[Any]):
         return len(self.source)
 
     def __len__(self) -> int:
-        return self.sharding.length(self.total() - self.progress.iteration.offset)
+        return self.sharding.length(self.total() - self.progress.iteration.position)
 
     def __iter__(self) -> Iterator[Any]:
-        start = self.progress.iteration
+        start = self.progress.begin()
         order = self._draw(start.epoch)
-        first = start.offset + self.sharding.rank
-        for turn in range(self.sharding.length(len(order) - start.offset)):
+        first = start.position + self.sharding.rank
+        for turn in range(self.sharding.length(len(order) - start.position)):
             # An index past the end wraps around: padding.
             yield order[(first + turn * self.sharding.world_size) % len(order)]
 
@@ -83,7 +83,6 @@ class StatefulShardSampler(ShardSampler):
     """
 
     def __iter__(self) -> Iterator[Any]:
-        self.progress.begin()
         for item in super().__iter__():
             self.progress.consumed += self.sharding.world_size
             yield item
@@ -91,8 +90,8 @@ class StatefulShardSampler(ShardSampler):
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and how many items of it all ranks have drawn; the same on every rank that has drawn as many."""
-        epoch, offset = self.progress.current()
-        return {"epoch": epoch, "position": min(offset, self.total())}
+        epoch, position = self.progress.current()
+        return {"epoch": epoch, "position": min(position, self.total())}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Make the next iteration the rest of the epoch of a saved state, on a world of any size."""

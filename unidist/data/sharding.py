@@ -38,7 +38,7 @@ class Position(NamedTuple):
     """An epoch, and how many items of it all ranks together have consumed."""
 
     epoch: int = 0
-    offset: int = 0
+    position: int = 0
 
     def next_epoch(self) -> Position:
         """The beginning of the epoch after it."""
@@ -55,6 +55,8 @@ class Progress:
         self.start: Position | None = None
         #: Items that all ranks together have consumed since.
         self.consumed = 0
+        #: The number of iterations that have begun.
+        self.iterations = 0
 
     @property
     def iteration(self) -> Position:
@@ -68,6 +70,7 @@ class Progress:
     def begin(self) -> Position:
         """Begin an iteration, and return where it starts."""
         self.start, self.consumed = self.next, 0
+        self.iterations += 1
         self.next = self.start.next_epoch()
         return self.start
 
@@ -88,7 +91,7 @@ class Progress:
         """The position in the running iteration, else where the next one starts."""
         if self.start is None:
             return self.next
-        return Position(self.start.epoch, self.start.offset + self.consumed)
+        return Position(self.start.epoch, self.start.position + self.consumed)
 
 
 def mix_seeds(*parts: int) -> int:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unidist.data.sharding import Progress, Sharding
-from unidist.errors import UnidistError
 
 #: Who divides a stream among the workers of a rank.
 WorkerSplit = Literal["dataset", "loader"]
@@ -35,10 +34,8 @@ class ShardStream(IterableDataset[Any]):
         self.sharding = sharding
         self.batch_size = batch_size
         self.worker_split = worker_split
-        #: Advanced by the loader.
+        #: Each iteration is the next epoch, also in a worker's copy; the loader counts what it has yielded of it.
         self.progress = Progress()
-        #: Number of workers per rank in the run that saved the position.
-        self.saved_workers = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "dataset":
@@ -54,23 +51,15 @@ class ShardStream(IterableDataset[Any]):
         return f"a stream of {type(self.dataset).__name__}"
 
     def __iter__(self) -> Iterator[Any]:
-        start = self.progress.iteration
-        if get_worker_info() is not None:
-            self.progress.begin()  # this copy, for the next epoch of a persistent worker
+        start = self.progress.begin()
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(start.epoch)
-        return self._shard(start.offset)
+        return self._shard(start.position)
 
     def _shard(self, skip: int) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         if self.worker_split == "dataset":
-            if skip and max(workers, self.saved_workers) > 1:
-                raise UnidistError(
-                    f"{type(self.dataset).__name__} splits itself among {max(workers, self.saved_workers)} workers, so "
-                    "it cannot resume at a position of the whole stream: resume from a state saved at the end of an "
-                    "epoch. With one worker from the start, it could resume anywhere."
-                )
             worker, workers = 0, 1
         sharding = self.sharding
         size = sharding.world_size
@@ -97,9 +86,9 @@ class ShardStream(IterableDataset[Any]):
 
 
 class WorkerInit:
-    """A ``worker_init_fn`` that calls the user's with the user's dataset in ``get_worker_info().dataset``."""
+    """A ``worker_init_fn`` that puts the user's dataset into ``get_worker_info().dataset``, then calls the user's."""
 
-    def __init__(self, user_init: Callable[[int], None]) -> None:
+    def __init__(self, user_init: Callable[[int], None] | None) -> None:
         self.user_init = user_init
 
     def __call__(self, worker: int) -> None:
@@ -107,4 +96,5 @@ class WorkerInit:
         assert info is not None and isinstance(info.dataset, ShardStream)
         # WorkerInfo's own __setattr__ refuses changes.
         object.__setattr__(info, "dataset", info.dataset.dataset)
-        self.user_init(worker)
+        if self.user_init is not None:
+            self.user_init(worker)

@@ -58,7 +58,7 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name = drop_in_name(fullname)
         if fullname != "horovod" and (name is None or importlib.util.find_spec(name) is None):
             raise ModuleNotFoundError(
-                f"{fullname} is not part of unidist.hvd, which stands for horovod here: docs/hvd.md tells what is.",
+                f"{fullname} is not part of unidist.hvd, which stands for horovod here: see docs/hvd.md.",
                 name=fullname,
             )
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)

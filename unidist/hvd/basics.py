@@ -1,4 +1,4 @@
-"""Starting and stopping, and where this process stands."""
+"""Starting and stopping; this process's rank and node; what is built in."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     """Join the world that the launcher declared, on ``torch.distributed``. Collective. A second call is a no-op.
 
     The backend is that of ``UNIDIST_BACKEND``, else one that runs already, else nccl where CUDA is available, else
-    gloo; one process without a launcher is a world of its own. After ``unidist.init()`` this call is needless.
+    gloo; one process without a launcher is a world of its own. After ``unidist.init()`` this call is a no-op.
 
     Args:
         comm: the ranks of the world, all of them; None is the same.
-        process_sets: sets to make, which get their numbers here; ``"dynamic"`` is accepted and needless.
+        process_sets: sets to make, which get their numbers here; ``"dynamic"`` is accepted, and not necessary.
 
     Raises:
         BackendError: the backend cannot start here.
@@ -74,7 +74,7 @@ def _backend() -> str:
 
 @atexit.register
 def shutdown() -> None:
-    """Leave. Operations under way fail, here and on the other ranks. ``init`` may be called again. No-op when not
+    """Leave. Pending operations fail, here and on the other ranks. ``init`` may be called again. No-op when not
     initialised.
     """
     global _started_backend

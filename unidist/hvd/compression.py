@@ -13,7 +13,7 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor that travels, and what ``decompress`` needs to know."""
+        """The tensor that is sent, and the context that ``decompress`` needs."""
         raise NotImplementedError
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The control channel between the ranks and the coordinator on rank 0: a socket per rank, and a thread on rank 0 that
 reads all.
 
-Messages are lists (batches) of the named tuples of ``negotiation`` and of those below. Tensors never travel here.
+Messages are lists (batches) of the named tuples of ``negotiation`` and of those below. Tensors are never sent here.
 """
 
 from __future__ import annotations

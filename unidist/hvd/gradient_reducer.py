@@ -98,8 +98,8 @@ class GradientReducer:
             self._buckets = self._lay_out()
             self._positions = bucket_positions(self._buckets)
         if self._reductions is None:
-            self._reductions = BucketReductions(self._buckets, self._start)
-        self._reductions.finish()
+            self._reductions = BucketReductions(self._buckets)
+        self._reductions.finish(self._start)
         for bucket in self._buckets:
             for param, view in zip(bucket.params, bucket.views):
                 if param.grad is None:
@@ -162,12 +162,12 @@ class GradientReducer:
             return
         if self._reductions is None:
             assert self._buckets is not None
-            self._reductions = BucketReductions(self._buckets, self._start)
+            self._reductions = BucketReductions(self._buckets)
         bucket, index = self._positions[param]
         self._reductions.ready(bucket, index)
         # Of several reducers' buckets, a backward pass may reach those of another one first on another rank.
         if self._session.rounds.is_only_reducer(self._id):
-            self._reductions.start_ready()
+            self._reductions.start_ready(self._start)
 
     def _announce_round(self) -> None:
         if not self._announced:

@@ -76,7 +76,6 @@ __all__ = [
 _OPS = {Average: "average", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 _REDUCED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
 _TYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-global_process_set = global_process_set
 #: Signatures that are cached.
 _MAX_SIGNATURES = 4096
 #: Bytes of all ranks up to which a tensor is sent with the negotiation.

@@ -25,7 +25,7 @@ class ProcessSet:
             raise ValueError(f"ProcessSet({ranks_or_comm!r}) takes a list of ranks.")
         ranks = sorted(ranks_or_comm)
         if any(not isinstance(rank, int) for rank in ranks):
-            raise ValueError(f"ProcessSet({ranks}) takes a list of ranks, which are whole numbers.")
+            raise ValueError(f"ProcessSet({ranks}) takes a list of ranks, which are integers.")
         self._ranks = ranks
 
     @property
