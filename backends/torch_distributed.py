@@ -225,7 +225,7 @@ class TorchBackend(Backend):
         single_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
         handle = self._handle(group, next(iter(devices)).type)
         with self.errors_of("wrap_model"):
-            wrapped: Wrapped[M] = Wrapped(
+            wrapped: WrappedDDP[M] = WrappedDDP(
                 model,
                 device_ids=[next(iter(devices))] if single_gpu else None,
                 process_group=handle,
@@ -245,7 +245,7 @@ class TorchBackend(Backend):
         return (group.handle if group else self._world)[device_type]
 
 
-class Wrapped(DistributedDataParallel, Wrapper[M]):
+class WrappedDDP(DistributedDataParallel, Wrapper[M]):
     """DistributedDataParallel without collectives in evaluation.
 
     DDP broadcasts buffers in every forward pass, also under ``no_grad``, where ranks with different numbers of
