@@ -314,6 +314,7 @@ def test_operations_that_nobody_waits_for_at_the_end() -> None:
         import torch, horovod.torch as hvd
         hvd.init()
         handles = [hvd.allreduce_async_(torch.ones(10**6), name=str(i)) for i in range(20)]
+        hvd.barrier()  # all ranks have submitted all of them, and leave
         """
     for _ in range(2):
         result = drop_in(code, ranks=2)

@@ -242,7 +242,7 @@ def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> 
     message = {
         "gloo": "rank 0 of 2 (gloo): backward failed: ",
         "horovod": "rank 0 of 2 (horovod): backward failed: another rank did not take part",
-        "mpi": "timed out after 4 s: rank 1 is in no operation",
+        "mpi": "hit its timeout of 4 s: rank 1 is in no operation",
     }
     assert message[backend] in result.output, result.output
 

@@ -68,7 +68,7 @@ dist.all_reduce(torch.ones(5))
 """
     result = run_world(launcher, 3, ["-c", code], env={"UNIDIST_TIMEOUT": "4"}, timeout=60)
     assert result.returncode != 0 and result.seconds < 30, result.output
-    expected = r"rank [02] of 3 \(mpi\): all_reduce, operation \d+, timed out after 4 s: rank 1 is in no operation"
+    expected = r"rank [02] of 3 \(mpi\): all_reduce, operation \d+, hit its timeout of 4 s: rank 1 is in no operation"
     assert re.search(expected, result.output), result.output
 
 
@@ -97,5 +97,5 @@ time.sleep(600)
 """
     result = run_world("openmpi", 2, ["-c", code], timeout=60)
     assert result.returncode != 0 and result.seconds < 40, result.output
-    assert "caught: rank 0 of 2 (mpi): recv, message 1, timed out" in result.output, result.output
+    assert "caught: rank 0 of 2 (mpi): recv, message 1, hit its timeout" in result.output, result.output
     assert "The job ends now." in result.output

@@ -107,7 +107,7 @@ class Channel:
         """Fail the group: ``work`` did not complete within its timeout."""
         others = self._presence.describe(_position(work))
         if not work.is_completed():  # not even while the store was asked
-            self._break(f"{work} timed out after {work.limit:g} s: {others}. Did a rank fail, or make another call?")
+            self._break(f"{work} hit its timeout of {work.limit:g} s: {others}. Did a rank fail, or make another call?")
 
     def check_progress(self) -> None:
         """Report operations that are late, and fail those that timed out or cannot complete."""
