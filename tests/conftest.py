@@ -17,8 +17,6 @@ from tests.support.worlds import IN_WORLD, LEGACY, run_world, shown
 
 #: What starts worlds, here and in the product.
 STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.multiprocessing.start_processes")
-#: Fixtures of several worlds.
-SHARED = ("legacy_under_horovod", "trained")
 # What runs inside a world is collected only there.
 collect_ignore = [] if IN_WORLD in os.environ else ["contract", "gpu", "hvd", "process_group"]
 
@@ -35,14 +33,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             for name in STARTERS:
                 patch.setattr(name, refuse)
         return (yield)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under pytest-xdist, tests that share a fixture of several worlds run in one worker, so that it is made once."""
-    for item in items if config.pluginmanager.hasplugin("xdist") else ():
-        for name in SHARED:
-            if name in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(name))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
