@@ -22,9 +22,8 @@ demo: $(VENV)/demo.stamp
 unit: $(VENV)/pip.stamp
 	$(BIN)/pytest -m unit
 
-# Two workers: a world waits as often as it computes. A file in one worker: its fixtures start worlds, too.
 test: lint unit $(VENV)/test.stamp
-	$(BIN)/pytest -m "not unit" -n 2 --dist loadfile --durations=10
+	$(BIN)/pytest -m "not unit" --durations=10
 
 test-torch: TORCH_VENV = .venv-torch-$(TORCH)
 test-torch:
