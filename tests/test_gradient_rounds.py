@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
-from unidist.hvd.rounds import GradientRounds, ReducerId, Round
+from unidist.hvd.messages import AllJoined, Joined, Rounds
+from unidist.hvd.negotiation import Coordinator
+from unidist.hvd.rounds import GradientRounds, ReducerId
 
 pytestmark = pytest.mark.unit
 
@@ -25,13 +27,13 @@ class Optimizer:
 
 
 def test_ids_are_equal_on_ranks_that_make_their_optimizers_in_one_order() -> None:
-    rounds = GradientRounds(lambda begun: None)
+    rounds = GradientRounds(lambda rounds: None)
     optimizers = [Optimizer(rounds, set_id) for set_id in (0, 0, 3, 0)]
     assert [optimizer.id for optimizer in optimizers] == [(0, 0), (0, 1), (3, 0), (0, 2)]
 
 
 def test_a_reducer_is_the_only_one_again_when_the_other_is_dropped() -> None:
-    rounds = GradientRounds(lambda begun: None)
+    rounds = GradientRounds(lambda rounds: None)
     first, other_set = Optimizer(rounds), Optimizer(rounds, 1)
     assert rounds.is_only_reducer(first.id) and rounds.is_only_reducer(other_set.id)
     second = Optimizer(rounds)
@@ -41,49 +43,51 @@ def test_a_reducer_is_the_only_one_again_when_the_other_is_dropped() -> None:
     assert rounds.is_only_reducer(first.id)
 
 
-def test_nothing_is_announced_before_a_join_and_all_that_was_missed_after_it() -> None:
-    sent: list[tuple[Round, ...]] = []
+def test_nothing_is_announced_before_a_join_and_the_last_rounds_after_it() -> None:
+    sent: list[Rounds] = []
     rounds = GradientRounds(sent.append)
-    optimizer = Optimizer(rounds)
-    for _ in range(3):
-        rounds.begin(optimizer.id)
+    optimizers = [Optimizer(rounds), Optimizer(rounds), Optimizer(rounds, 4)]
+    for which in (0, 1, 0):
+        rounds.begin(optimizers[which].id)
     assert sent == []
     rounds.announce()
-    assert sent == [tuple(Round(optimizer.id, number) for number in (1, 2, 3))]
-    rounds.begin(optimizer.id)
-    assert sent[1:] == [(Round(optimizer.id, 4),)]
+    assert sent == [Rounds(0, 1, (0, 1, 0))]
+    rounds.begin(optimizers[1].id)
+    rounds.begin(optimizers[2].id)
+    assert sent[1:] == [Rounds(0, 4, (1,)), Rounds(4, 1, (0,))]
     rounds.all_joined(1)
-    rounds.begin(optimizer.id)
-    assert len(sent) == 2
+    rounds.begin(optimizers[0].id)
+    assert len(sent) == 3
+    for _ in range(100):
+        rounds.begin(optimizers[0].id)
+    rounds.announce()
+    assert sent[3].first + len(sent[3].reducers) == 106 and len(sent[3].reducers) < 20
 
 
 def test_a_joined_rank_makes_each_round_once() -> None:
-    """Rounds that it has made itself, and those that several ranks announce, count once; unknown reducers not at
-    all.
-    """
-    rounds = GradientRounds(lambda begun: None)
+    """Not those that it has made itself, nor those of process sets that it does not know."""
+    rounds = GradientRounds(lambda rounds: None)
     optimizer = Optimizer(rounds)
     rounds.begin(optimizer.id)
-    rounds.receive((Round(optimizer.id, 1), Round(optimizer.id, 2)))
-    rounds.receive((Round(optimizer.id, 2), Round(optimizer.id, 3)))
-    rounds.receive((Round(ReducerId(7, 0), 1),))
+    rounds.receive(Rounds(0, 1, (0, 0)))
+    rounds.receive(Rounds(0, 2, (0, 0)))
+    rounds.receive(Rounds(7, 1, (0,)))
     rounds.all_joined(4)
     assert rounds.wait_for_join() == 4 and optimizer.zeros == 2
 
 
 def test_rounds_of_a_dropped_optimizer_are_passed_over() -> None:
-    rounds = GradientRounds(lambda begun: None)
-    optimizer = Optimizer(rounds)
-    key = optimizer.id
-    del optimizer
+    rounds = GradientRounds(lambda rounds: None)
+    dropped, kept = Optimizer(rounds), Optimizer(rounds)
+    del dropped
     gc.collect()
-    rounds.receive((Round(key, 1),))
+    rounds.receive(Rounds(0, 1, (0, 1, 0, 1)))
     rounds.all_joined(0)
-    assert rounds.wait_for_join() == 0
+    assert rounds.wait_for_join() == 0 and kept.zeros == 2
 
 
 def test_a_failure_ends_the_wait() -> None:
-    rounds = GradientRounds(lambda begun: None)
+    rounds = GradientRounds(lambda rounds: None)
     rounds.fail(RuntimeError("rank 2 is gone"))
     with pytest.raises(RuntimeError, match="rank 2 is gone"):
         rounds.wait_for_join()
@@ -99,14 +103,25 @@ def test_ranks_of_different_length_make_the_same_rounds(seed: int) -> None:
     meeting = threading.Barrier(size, timeout=20)
     lock = threading.Lock()
     ranks: list[GradientRounds] = []
-    joined: list[int] = []
+    announcing: list[int] = []
+    coordinator = Coordinator(size, 0, lambda signature, values, size: b"")
     log: list[list[ReducerId]] = [[] for _ in range(size)]
     errors: list[BaseException] = []
 
-    def send(begun: tuple[Round, ...]) -> None:  # rank 0 passes them on to those who have joined
+    def send(begun: Rounds) -> None:
         with lock:
-            for rank in joined:
-                ranks[rank].receive(begun)
+            coordinator.begin_rounds(begun)
+            deliver()
+
+    def deliver() -> None:
+        for receivers, message in coordinator.outgoing():
+            for rank in receivers:
+                if isinstance(message, Rounds):
+                    ranks[rank].receive(message)
+                elif isinstance(message, Joined):
+                    announcing.append(rank)
+                elif isinstance(message, AllJoined):
+                    ranks[rank].all_joined(message.last)
 
     class Rank(Optimizer):
         def __init__(self, rank: int) -> None:
@@ -122,13 +137,12 @@ def test_ranks_of_different_length_make_the_same_rounds(seed: int) -> None:
 
     def join(rank: int) -> None:
         with lock:
-            joined.append(rank)
-            everyone = len(joined) == size
-        for other in ranks:
-            other.announce()
-        if everyone:
-            for other in ranks:
-                other.all_joined(rank)
+            coordinator.join(rank, 0.0)
+            deliver()
+            told = announcing[:]
+            announcing.clear()
+        for other in told:
+            ranks[other].announce()
 
     def train(rank: int) -> None:
         try:

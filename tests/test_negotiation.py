@@ -1,65 +1,137 @@
-"""The coordinator of the drop-in's operations: which responses it gives to which requests."""
+"""The coordinator of the drop-in's operations: what it lets the ranks execute, with a cache of ids on each of them."""
 
+import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unidist.hvd.negotiation import Coordinator, Payload, Request, Response, Signature, format_ranks
+from unidist.hvd.messages import (
+    AllJoined,
+    Complete,
+    Execute,
+    Failed,
+    Joined,
+    Name,
+    ProcessSetAdded,
+    ProcessSetRemoved,
+    Request,
+    Rounds,
+    Shutdown,
+    Signature,
+    Submit,
+    decode,
+    encode,
+)
+from unidist.hvd.negotiation import Coordinator, Stalled, format_ranks
+from unidist.hvd.response_cache import ResponseCache
 
 pytestmark = pytest.mark.unit
 SUM = Signature("allreduce", ("float32",), ((4,),), "sum")
+GATHER = Signature("allgather", ("int64",), ((-1, 2),))
 
 
-def request(name: str, signature: Signature = SUM, payload: Payload = (), set_id: int = 0) -> Request:
-    return (set_id, name, signature, payload)
+class World:
+    """The ranks around a coordinator. Each message is encoded and decoded.
+
+    Args:
+        size: number of ranks.
+        fusion: threshold in bytes.
+    """
+
+    def __init__(self, size: int, fusion: int = 0) -> None:
+        self.size = size
+        self.coordinator = Coordinator(size, fusion, lambda signature, values, size: b"+".join(values))
+        self.caches = [ResponseCache() for _ in range(size)]
+        #: What each rank has received: groups of names, or messages.
+        self.received: list[list[Any]] = [[] for _ in range(size)]
+        #: Submissions by ids, of each rank.
+        self.cached = [0] * size
+
+    def submit(self, rank: int, *requests: Request, now: float = 0.0) -> None:
+        message = self.caches[rank].submit(requests)
+        self.cached[rank] += message.cached.bit_count() + len(message.numbered)
+        self.coordinator.submit(rank, decode(encode(message)), now)
+
+    def deliver(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Send what the coordinator has decided; the ranks of each message, and the groups or the message."""
+        sent = []
+        for ranks, message in self.coordinator.outgoing():
+            for rank in ranks:
+                received = decode(encode(message))
+                assert str(received) == str(message)  # NaN is not equal to itself
+                if isinstance(received, Execute | Complete):
+                    names = [tuple(name for name, _ in group) for group in self.caches[rank].groups(received)]
+                    what: Any = names if isinstance(received, Execute) else (names[0][0], received.value)
+                else:
+                    what = received
+                self.received[rank].append(what)
+            sent.append((tuple(ranks), what))
+        return sent
+
+    def all_submit(self, *requests: Request) -> list[tuple[tuple[int, ...], Any]]:
+        for rank in range(self.size):
+            self.submit(rank, *requests)
+        return self.deliver()
+
+    def add_set(self, *ranks: int) -> int:
+        ((_, message),) = self.all_submit(request(0, Signature("add_process_set", ranks=ranks)))
+        assert isinstance(message, ProcessSetAdded) and message.ranks == ranks
+        return message.set_id
+
+    def remove_set(self, set_id: int) -> list[tuple[tuple[int, ...], Any]]:
+        return self.all_submit(request(1, Signature("remove_process_set", root=set_id)))
 
 
-def submit(coordinator: Coordinator, rank: int, *requests: Request, now: float = 0.0) -> None:
-    coordinator.receive(rank, requests, now)
-
-
-def agreed(coordinator: Coordinator, *requests: Request) -> list[tuple[tuple[int, ...], Response]]:
-    """The responses after all ranks of the world have submitted the same requests."""
-    for rank in coordinator.sets[0]:
-        submit(coordinator, rank, *requests)
-    return coordinator.responses()
+def request(name: Name, signature: Signature = SUM, value: bytes = b"", set_id: int = 0) -> Request:
+    return Request(set_id, name, signature, value)
 
 
 def test_an_operation_waits_for_all_ranks() -> None:
-    coordinator = Coordinator(3, 0)
-    for rank in (2, 0):
-        submit(coordinator, rank, request("a"))
-        assert coordinator.responses() == []
-    submit(coordinator, 1, request("a"))
-    assert coordinator.responses() == [((0, 1, 2), Response(0, ("a",), (SUM,)))]
-    assert coordinator.responses() == []
+    world = World(3)
+    for turn in range(4):  # from the third turn on by its id
+        for rank in (2, 0):
+            world.submit(rank, request("a"))
+            assert world.deliver() == []
+        world.submit(1, request("a"))
+        assert world.deliver() == [((0, 1, 2), [("a",)])]
+        assert world.deliver() == []
+        assert world.cached == [max(0, turn - 1)] * 3
 
 
-def test_payloads_come_in_rank_order_and_only_if_all_sent_one() -> None:
-    gather = Signature("allgather", ("int64",), ((-1, 2),))
-    coordinator = Coordinator(2, 0)
-    submit(coordinator, 1, request("g", gather, (5,)))
-    submit(coordinator, 0, request("g", gather, (3,)))
-    ((_, response),) = coordinator.responses()
-    assert response.payloads == ((3,), (5,))
-    submit(coordinator, 0, request("s", payload=b"1234"))
-    submit(coordinator, 1, request("s"))
-    ((_, response),) = coordinator.responses()
-    assert response.payloads == () and not response.error
+def test_operations_without_a_name_have_ids_by_their_signatures() -> None:
+    world = World(2)
+    for turn in range(5):
+        assert world.all_submit(request(turn), request(turn + 100, GATHER)) == [((0, 1), [(turn,), (turn + 100,)])]
+    assert world.cached == [6, 6]
+
+
+def test_values_are_reduced_in_rank_order_if_all_ranks_sent_one() -> None:
+    world = World(2)
+    for _ in range(4):
+        world.submit(1, request("s", value=b"one"))
+        world.submit(0, request("s", value=b"zero"))
+        assert world.deliver() == [((0, 1), ("s", b"zero+one"))]
+    world.submit(0, request("s", value=b"1234"))  # this rank waits at once, the other one does not
+    world.submit(1, request("s"))
+    assert world.deliver() == [((0, 1), [("s",)])]
+    assert world.all_submit(request(7, Signature("barrier"))) == [((0, 1), (7, b""))]
 
 
 # ------------------------------------------------------------------------------------ fusion
-def names(responses: list[tuple[tuple[int, ...], Response]]) -> list[tuple[str, ...]]:
-    return [response.names for _, response in responses]
+def groups(sent: list[tuple[tuple[int, ...], Any]]) -> list[tuple[Name, ...]]:
+    return [group for _, each in sent for group in (each if isinstance(each, list) else [(each[0],)])]
 
 
 def test_fusion_keeps_to_the_threshold() -> None:
     requests = [request(name) for name in "abcde"]  # 16 bytes each
-    assert names(agreed(Coordinator(2, 32), *requests)) == [("a", "b"), ("c", "d"), ("e",)]
-    assert names(agreed(Coordinator(2, 0), *requests)) == [(name,) for name in "abcde"]
-    assert names(agreed(Coordinator(2, 10**6), *requests)) == [tuple("abcde")]
+    for fusion, expected in ((32, ["ab", "cd", "e"]), (0, list("abcde")), (10**6, ["abcde"])):
+        world = World(2, fusion)
+        for _ in range(4):
+            assert groups(world.all_submit(*requests)) == [tuple(group) for group in expected]
+        assert world.cached == [10, 10]
 
 
 @pytest.mark.parametrize(
@@ -73,16 +145,19 @@ def test_fusion_keeps_to_the_threshold() -> None:
 )  # fmt: skip
 def test_what_differs_is_not_fused(other: Signature) -> None:
     requests = [request("a"), request("b", other), request("c"), request("d", other)]
-    fused = names(agreed(Coordinator(2, 10**6), *requests))
-    assert ("a", "c") in fused and not any({"a", "b"} <= set(group) for group in fused)
+    world = World(2, 10**6)
+    for _ in range(3):
+        fused = groups(world.all_submit(*requests))
+        assert ("a", "c") in fused and not any({"a", "b"} <= set(group) for group in fused)
 
 
-def test_what_has_a_payload_is_not_fused() -> None:
-    requests = [request("a"), request("b", payload=b"1"), request("c")]
-    assert names(agreed(Coordinator(2, 10**6), *requests)) == [("a", "c"), ("b",)]
+def test_what_has_a_value_is_not_fused() -> None:
+    requests = [request("a"), request("b", value=b"1"), request("c")]
+    assert sorted(groups(World(2, 10**6).all_submit(*requests))) == [("a", "c"), ("b",)]
 
 
 # ------------------------------------------------------------------------------------ disagreement
+@pytest.mark.parametrize("turns", [0, 3])  # by names, by ids
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -92,136 +167,187 @@ def test_what_has_a_payload_is_not_fused() -> None:
         (SUM._replace(op="min"), "mismatched allreduce reduction operations: sum on rank 0; min on rank 1"),
         (SUM._replace(root=1), "mismatched allreduce root ranks: -1 on rank 0; 1 on rank 1"),
         (SUM._replace(prescale=0.5), "mismatched allreduce prescale factors: 1.0 on rank 0; 0.5 on rank 1"),
+        (SUM._replace(prescale=math.nan), "mismatched allreduce prescale factors: 1.0 on rank 0; nan on rank 1"),
         (SUM._replace(postscale=0.5), "mismatched allreduce postscale factors: 1.0 on rank 0; 0.5 on rank 1"),
         (SUM._replace(device="cuda"), "mismatched allreduce devices: cpu on rank 0; cuda on rank 1"),
     ],
 )
-def test_ranks_that_do_not_agree_get_the_difference(other: Signature, message: str) -> None:
-    coordinator = Coordinator(2, 0)
-    submit(coordinator, 0, request("a"))
-    submit(coordinator, 1, request("a", other))
-    ((ranks, response),) = coordinator.responses()
-    assert ranks == (0, 1) and response.names == ("a",) and response.error == f"a: {message}"
-    assert names(agreed(coordinator, request("a"))) == [("a",)]  # the name is free again
+def test_ranks_that_do_not_agree_get_the_difference(other: Signature, message: str, turns: int) -> None:
+    for first in (0, 1):
+        world = World(2)
+        for _ in range(turns):
+            world.all_submit(request("a"))
+        for rank in (first, 1 - first):
+            world.submit(rank, request("a", other if rank else SUM))
+        assert world.deliver() == [((0, 1), Failed(0, "a", f"a: {message}"))]
+        for _ in range(3):
+            assert groups(world.all_submit(request("a"))) == [("a",)]  # the name is free again
+
+
+def test_factors_that_are_not_a_number_are_equal() -> None:
+    signature = SUM._replace(prescale=math.nan)
+    world = World(2)
+    for _ in range(4):
+        assert groups(world.all_submit(request("a", signature))) == [("a",)]
 
 
 def test_an_operation_without_a_name_is_described_by_its_kind() -> None:
-    coordinator = Coordinator(2, 0)
-    submit(coordinator, 0, request("noname.0.1"))
-    submit(coordinator, 1, request("noname.0.1", SUM._replace(op="min")))
-    ((_, response),) = coordinator.responses()
-    assert response.error.startswith("allreduce without a name (noname.0.1): mismatched")
+    world = World(2)
+    world.submit(0, request(5))
+    world.submit(1, request(5, SUM._replace(op="min")))
+    ((_, failed),) = world.deliver()
+    assert failed.reason.startswith("allreduce without a name (number 5): mismatched")
+
+
+def test_a_message_that_cannot_be_read_is_an_error() -> None:
+    for data in (b"", b"not a message", b"\x01\x02", b"\x00" + b"not a pickle", b"\xff"):
+        with pytest.raises(ValueError):
+            decode(data)
+    with pytest.raises(ValueError, match="unknown id"):
+        World(2).coordinator.submit(1, Submit(cached=4), 0.0)
 
 
 # ------------------------------------------------------------------------------------ process sets
-def add_set(coordinator: Coordinator, *ranks: int) -> int:
-    ((_, response),) = agreed(coordinator, request("noname.0.0", Signature("add_process_set", ranks=ranks)))
-    assert not response.error
-    return response.number
-
-
 def test_process_sets_have_operations_of_their_own() -> None:
-    coordinator = Coordinator(3, 0)
-    number = add_set(coordinator, 0, 2)
-    assert number == 1 and add_set(coordinator, 1, 2) == 2
-    submit(coordinator, 0, request("a", set_id=1))
-    submit(coordinator, 1, request("a"))
-    submit(coordinator, 2, request("a", set_id=1))
-    assert coordinator.responses() == [((0, 2), Response(1, ("a",), (SUM,)))]
+    world = World(3)
+    number = world.add_set(0, 2)
+    assert number == 1 and world.add_set(1, 2) == 2
+    for _ in range(4):
+        world.submit(0, request("a", set_id=1))
+        world.submit(1, request("a"))
+        world.submit(2, request("a", set_id=1))
+        assert world.deliver() == [((0, 2), [("a",)])]
+        world.submit(0, request("a"))
+        world.submit(2, request("a"))
+        assert world.deliver() == [((0, 1, 2), [("a",)])]
 
 
-def test_a_removed_set_refuses_and_its_number_is_not_used_again() -> None:
-    coordinator = Coordinator(2, 0)
-    number = add_set(coordinator, 0, 1)
-    agreed(coordinator, request("noname.0.1", Signature("remove_process_set", root=number)))
-    submit(coordinator, 1, request("a", set_id=number))
-    ((ranks, response),) = coordinator.responses()
-    assert ranks == (1,) and response.error == f"a: process set {number} has been removed"
-    assert add_set(coordinator, 0, 1) == number + 1
+@pytest.mark.parametrize("turns", [0, 3])
+def test_a_removed_set_fails_what_waits_in_it_and_what_comes(turns: int) -> None:
+    world = World(3)
+    number = world.add_set(0, 1)
+    for _ in range(turns):
+        for rank in (0, 1):
+            world.submit(rank, request("waits", set_id=number))
+        world.deliver()
+    world.submit(1, request("waits", set_id=number))
+    assert world.deliver() == []
+    why = f"process set {number} has been removed"
+    failed, removed = world.remove_set(number)
+    assert failed == ((1,), Failed(number, "waits", f"waits: {why}"))
+    assert removed == ((0, 1, 2), ProcessSetRemoved(1, number))
+    world.submit(0, request("waits", set_id=number))
+    assert world.deliver() == [((0,), Failed(number, "waits", f"waits: {why}"))]
+    assert world.coordinator.stalled(1e9) == []
+    assert world.add_set(0, 1) == number + 1
 
 
 def test_ranks_that_ask_for_different_sets_get_an_error() -> None:
-    coordinator = Coordinator(2, 0)
+    world = World(2)
     for rank in (0, 1):
-        submit(coordinator, rank, request("noname.0.0", Signature("add_process_set", ranks=(rank,))))
-    ((_, response),) = coordinator.responses()
-    assert "mismatched add_process_set process sets: [0] on rank 0; [1] on rank 1" in response.error
-    assert coordinator.sets == {0: (0, 1)}
+        world.submit(rank, request(0, Signature("add_process_set", ranks=(rank,))))
+    ((_, failed),) = world.deliver()
+    assert "mismatched add_process_set process sets: [0] on rank 0; [1] on rank 1" in failed.reason
+    assert world.add_set(0, 1) == 1
 
 
 # ------------------------------------------------------------------------------------ join
-def test_a_joined_rank_takes_part_in_allreduce_alone() -> None:
-    coordinator = Coordinator(3, 10**6)
-    submit(coordinator, 0, request("before"), request("gather", Signature("allgather", ("int64",), ((-1,),)), (1,)))
-    submit(coordinator, 1, request("before"), request("gather", Signature("allgather", ("int64",), ((-1,),)), (1,)))
-    coordinator.join(2)
-    responses = coordinator.responses()
-    assert [(ranks, response.names, response.error) for ranks, response in responses] == [
-        (
-            (0, 1),
-            ("gather",),
-            "gather: allgather is not supported while ranks 2 have joined (with sparse gradients: "
-            "sparse_as_dense=True)",
-        ),
-        ((0, 1, 2), ("before",), ""),
+@pytest.mark.parametrize("turns", [0, 3])
+def test_a_joined_rank_takes_part_in_allreduce_alone(turns: int) -> None:
+    world = World(3, 10**6)
+    requests = (request("before"), request("gather", GATHER))
+    for _ in range(turns):
+        world.all_submit(*requests)
+    for rank in (0, 1):
+        world.submit(rank, *requests)
+    world.coordinator.join(2, 0.0)
+    why = "allgather is not supported while ranks 2 have joined (with sparse gradients: sparse_as_dense=True)"
+    joined, *sent = world.deliver()
+    assert joined == ((0, 1, 2), Joined())
+    assert sorted(sent, key=str) == [
+        ((0, 1), Failed(0, "gather", f"gather: {why}")),
+        ((0, 1, 2), [("before",)]),
     ]
     other = SUM._replace(shapes=((2,),))
     for rank in (0, 1):
-        submit(coordinator, rank, request("a"), request("b", other))
-    ((_, response),) = coordinator.responses()
-    assert response.signatures == (SUM, other)  # the joined rank knows none of them
+        world.submit(rank, request("a"), request("b", other))
+    assert world.deliver() == [((0, 1, 2), [("a", "b")])]  # the joined rank knows what they are
 
 
-def test_payloads_of_a_joined_rank_are_missing() -> None:
-    coordinator = Coordinator(2, 0)
-    coordinator.join(1)
-    submit(coordinator, 0, request("a", payload=b"1234"))
-    ((ranks, response),) = coordinator.responses()
-    assert ranks == (0, 1) and response.payloads == (b"1234",)
+def test_values_of_a_joined_rank_are_missing() -> None:
+    world = World(2)
+    world.coordinator.join(1, 0.0)
+    world.submit(0, request("a", value=b"1234"))
+    assert world.deliver()[1:] == [((0, 1), ("a", b"1234"))]
 
 
 def test_the_last_rank_to_join_ends_the_join() -> None:
-    coordinator = Coordinator(3, 0)
-    for rank in (1, 2):
-        coordinator.join(rank)
-        assert coordinator.responses() == []
-    coordinator.join(0)
-    assert coordinator.responses() == [((0, 1, 2), Response(0, (), (), number=0))]
-    assert coordinator.joined == []
-    assert names(agreed(coordinator, request("a"))) == [("a",)]
+    world = World(3)
+    world.coordinator.join(1, 0.0)
+    assert world.deliver() == [((0, 1, 2), Joined())]
+    world.coordinator.join(2, 0.0)
+    assert world.deliver() == []
+    world.coordinator.join(0, 0.0)
+    assert world.deliver() == [((0, 1, 2), AllJoined(0))]
+    for _ in range(4):
+        assert groups(world.all_submit(request("a"))) == [("a",)]
 
 
 def test_a_join_outside_a_set_changes_nothing_in_it() -> None:
-    coordinator = Coordinator(3, 0)
-    number = add_set(coordinator, 0, 1)
-    coordinator.join(2)
-    submit(coordinator, 0, request("a", set_id=number))
-    assert coordinator.responses() == []
-    submit(coordinator, 1, request("a", set_id=number))
-    assert names(coordinator.responses()) == [("a",)]
+    world = World(3)
+    number = world.add_set(0, 1)
+    world.coordinator.join(2, 0.0)
+    world.deliver()
+    for _ in range(4):
+        world.submit(0, request("a", set_id=number))
+        assert world.deliver() == []
+        world.submit(1, request("a", set_id=number))
+        assert groups(world.deliver()) == [("a",)]
+
+
+def test_rounds_go_once_to_those_who_have_joined() -> None:
+    world = World(4)
+    number = world.add_set(0, 1, 2)
+    world.coordinator.join(3, 0.0)
+    world.coordinator.join(0, 0.0)
+    world.deliver()
+    world.coordinator.begin_rounds(Rounds(0, 3, (0, 1)))
+    assert world.deliver() == [((3, 0), Rounds(0, 3, (0, 1)))]
+    world.coordinator.begin_rounds(Rounds(0, 2, (0, 0, 1, 1)))  # another rank is one ahead
+    assert world.deliver() == [((3, 0), Rounds(0, 5, (1,)))]
+    world.coordinator.begin_rounds(Rounds(number, 1, (0,)))
+    assert world.deliver() == [((0,), Rounds(number, 1, (0,)))]
+    world.coordinator.join(1, 0.0)
+    assert world.deliver() == [((1,), Rounds(0, 3, (0, 1, 1))), ((1,), Rounds(number, 1, (0,)))]
 
 
 # ------------------------------------------------------------------------------------ loss and stalls
-def test_a_lost_rank_fails_what_waits_and_what_comes() -> None:
-    coordinator = Coordinator(3, 0)
-    submit(coordinator, 0, request("a"))
-    submit(coordinator, 1, request("b"))
-    coordinator.rank_lost(2, "is gone")
-    coordinator.rank_lost(1, "has shut down")  # the first loss is the reason
-    submit(coordinator, 0, request("c"))
-    failed = {(ranks, response.error) for ranks, response in coordinator.responses()}
-    assert failed == {((0,), "a: rank 2 is gone"), ((1,), "b: rank 2 is gone"), ((0,), "c: rank 2 is gone")}
+def test_a_shutdown_is_sent_to_all_once() -> None:
+    world = World(3)
+    world.submit(0, request("a"))
+    world.coordinator.shutdown("rank 2 is gone")
+    world.coordinator.shutdown("rank 1 has shut down")  # the first is the reason
+    world.submit(0, request("c"))
+    world.coordinator.join(1, 0.0)
+    assert world.deliver() == [((0, 1, 2), Shutdown("rank 2 is gone"))]
+    assert world.coordinator.stalled(100.0) == []
 
 
-def test_stalled_operations_name_ranks() -> None:
-    coordinator = Coordinator(3, 0)
-    submit(coordinator, 2, request("a"), now=10.0)
-    submit(coordinator, 0, request("a"), now=15.0)
-    assert coordinator.stalled(12.0, 5.0) == []
-    assert coordinator.stalled(16.0, 5.0) == [("a", 6.0, [0, 2], [1])]
-    coordinator.fail_all("enough")
-    assert {(ranks, response.error) for ranks, response in coordinator.responses()} == {((2, 0), "a: enough")}
-    assert coordinator.stalled(100.0, 0.0) == []
+@pytest.mark.parametrize("turns", [0, 3])
+def test_stalled_operations_name_ranks(turns: int) -> None:
+    world = World(3)
+    for _ in range(turns):
+        world.all_submit(request("a"))
+    assert world.coordinator.stalled(9.5) == []
+    world.submit(2, request("a"), now=10.0)
+    world.coordinator.stalled(10.0)
+    world.submit(0, request("a"), now=15.0)
+    assert world.coordinator.stalled(16.0) == [Stalled("a", 6.0, [0, 2], [1])]
+    world.submit(1, request("a"), now=17.0)
+    world.submit(1, request("a"), now=17.0)
+    world.deliver()
+    world.submit(2, request("a"), now=17.5)
+    assert all(entry.seconds <= 1.0 for entry in world.coordinator.stalled(18.0))  # it is another one
 
 
 def test_many_ranks_are_listed_shortly() -> None:
@@ -236,59 +362,73 @@ KINDS = [SUM, SUM._replace(op="max"), Signature("broadcast", ("int64",), ((2,),)
 @settings(deadline=None, max_examples=300)
 @given(seed=st.integers(0, 10**9), size=st.integers(1, 5), operations=st.integers(1, 12), fusion=st.integers(0, 100))
 def test_all_ranks_execute_the_same_in_the_same_order(seed: int, size: int, operations: int, fusion: int) -> None:
-    """Whatever the order in which each rank submits, and in which the coordinator receives it."""
+    """In several turns, whatever the order in which each rank submits, and in which the coordinator receives it; with a
+    name and without, with a value on some ranks, with a signature that differs on one.
+    """
     draw = random.Random(seed)
-    plan = {f"op{i}": draw.choice(KINDS) for i in range(operations)}
-    wrong = draw.choice([None, *plan])  # one rank has another signature for it
-    queues = []
-    for rank in range(size):
-        requests = [request(name, signature) for name, signature in plan.items()]
-        if wrong is not None and rank == size - 1:
-            requests = [request(name, s._replace(device="cuda") if name == wrong else s) for _, name, s, _ in requests]
-        draw.shuffle(requests)
-        queues.append(requests)
-    coordinator = Coordinator(size, fusion)
-    received: list[list[Response]] = [[] for _ in range(size)]
-    while any(queues):
-        rank = draw.choice([rank for rank in range(size) if queues[rank]])
-        batch = [queues[rank].pop(0) for _ in range(draw.randint(1, len(queues[rank])))]
-        submit(coordinator, rank, *batch)
-        if draw.random() < 0.5 or not any(queues):
-            for ranks, response in coordinator.responses():
-                for each in ranks:
-                    received[each].append(response)
-    assert all(each == received[0] for each in received)
-    done = [name for response in received[0] for name in response.names]
-    assert sorted(done) == sorted(plan)
-    failed = {name for response in received[0] if response.error for name in response.names}
-    assert failed == ({wrong} if wrong is not None and size > 1 else set())
+    world = World(size, fusion)
+    plan = {name: draw.choice(KINDS) for name in [f"op{i}" for i in range(operations)]}
+    for turn in range(4):
+        names: dict[Name, Signature] = {**plan, **{100 * turn + i: draw.choice(KINDS) for i in range(3)}}
+        wrong = draw.choice([None, *names])  # one rank has another signature for it
+        queues = []
+        for rank in range(size):
+            requests = [
+                request(name, s, b"1" if s.kind == "allreduce" and draw.random() < 0.3 else b"")
+                for name, s in names.items()
+            ]
+            if wrong is not None and rank == size - 1:
+                requests = [
+                    each._replace(signature=each.signature._replace(device="cuda")) if each.name == wrong else each
+                    for each in requests
+                ]
+            draw.shuffle(requests)
+            queues.append(requests)
+        before = [len(each) for each in world.received]
+        while any(queues):
+            rank = draw.choice([rank for rank in range(size) if queues[rank]])
+            world.submit(rank, *[queues[rank].pop(0) for _ in range(draw.randint(1, len(queues[rank])))])
+            if draw.random() < 0.5 or not any(queues):
+                world.deliver()
+        received = [each[at:] for each, at in zip(world.received, before)]
+        assert all(each == received[0] for each in received)
+        done: list[Name] = []
+        failed = set()
+        for what in received[0]:
+            if isinstance(what, list):
+                done += [name for group in what for name in group]
+            elif isinstance(what, Failed):
+                failed.add(what.name)
+            else:
+                done.append(what[0])
+        assert sorted([*done, *failed], key=str) == sorted(names, key=str)
+        assert failed == ({wrong} if wrong is not None and size > 1 else set())
+    assert world.coordinator.stalled(1e9) == []
 
 
 @settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 10**9), size=st.integers(2, 5))
 def test_joins_at_any_time_leave_nobody_waiting(seed: int, size: int) -> None:
     """Each rank makes some of the allreduces, in one order, and joins; all that were submitted are executed by all
-    ranks.
+    ranks. Twice, with the same names.
     """
     draw = random.Random(seed)
-    steps = [draw.randint(0, 6) for _ in range(size)]
-    queues: list[list[Request | None]] = [[*(request(f"step{i}") for i in range(n)), None] for n in steps]
-    coordinator = Coordinator(size, 0)
-    received: list[list[tuple[str, ...]]] = [[] for _ in range(size)]
-    last = -1
-    while any(queues):
-        rank = draw.choice([rank for rank in range(size) if queues[rank]])
-        item = queues[rank].pop(0)
-        if item is None:
-            coordinator.join(rank)
-            last = rank
-        else:
-            submit(coordinator, rank, item)
-        for ranks, response in coordinator.responses():
-            assert ranks == tuple(range(size)) and not response.error
-            for each in ranks:
-                received[each].append(response.names)
-            if not response.names:
-                assert response.number == last
-    expected = [(f"step{i}",) for i in range(max(steps))]
-    assert all(sorted(each) == sorted([*expected, ()]) for each in received)
+    world = World(size)
+    for _ in range(3):
+        steps = [draw.randint(0, 6) for _ in range(size)]
+        queues: list[list[Request | None]] = [[*(request(f"step{i}") for i in range(n)), None] for n in steps]
+        before = [len(each) for each in world.received]
+        last = -1
+        while any(queues):
+            rank = draw.choice([rank for rank in range(size) if queues[rank]])
+            item = queues[rank].pop(0)
+            if item is None:
+                world.coordinator.join(rank, 0.0)
+                last = rank
+            else:
+                world.submit(rank, item)
+            assert all(ranks == tuple(range(size)) for ranks, _ in world.deliver())
+        for each, at in zip(world.received, before):
+            done = [name for what in each[at:] if isinstance(what, list) for group in what for name in group]
+            assert sorted(done) == sorted(f"step{i}" for i in range(max(steps)))
+            assert each[-1] == AllJoined(last) and each[at:].count(Joined()) == 1

@@ -176,6 +176,12 @@ def current() -> Backend:
     return _current
 
 
+def timeout() -> timedelta | None:
+    """The timeout that ``init`` was given, or ``UNIDIST_TIMEOUT``; None without one."""
+    given = _arguments.get("timeout")
+    return given if isinstance(given, timedelta) else knobs.timeout(os.environ)
+
+
 def in_join() -> bool:
     """Whether a ``unidist.join`` block is running."""
     return isinstance(_current, Joined)

@@ -1,59 +1,40 @@
-"""The control channel between the ranks and the coordinator on rank 0: a socket per rank, and a thread on rank 0 that
-reads all.
+"""The control plane: on each rank a thread that sends what the rank submits and receives what it executes. Rank 0's
+runs the coordinator, too; the others have a connection to it.
 
-Messages are lists (batches) of the named tuples of ``negotiation`` and of those below. Tensors are never sent here.
+A rank that sends nothing for too long is lost: stopped, or its host cannot be reached. All threads send heartbeats.
 """
 
 from __future__ import annotations
 
-import hmac
+import errno
 import logging
 import os
-import pickle
 import selectors
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from unidist import collectives
+from unidist.backends import addresses
 from unidist.backends.base import Backend
-from unidist.backends.rendezvous import local_address
 from unidist.errors import BackendError
+from unidist.hvd.connection import Connection, accept, connect, frame, new_key
+from unidist.hvd.messages import Heartbeat, Join, Leave, Rounds, Shutdown, Submit, decode, encode
 from unidist.hvd.negotiation import Coordinator, format_ranks
-from unidist.hvd.rounds import Round
 
 _log = logging.getLogger("unidist")
-#: Timeout in seconds of a rank's connection to rank 0.
-_CONNECT_S = 60.0
-#: How long a rank 0 that closes waits for the others to read what was sent.
+#: How long a thread that ends waits for the others to receive what was sent.
 _DRAIN_S = 1.0
-#: Interval of the checks for stalled operations.
-_STALL_CHECK_S = 1.0
-
-
-class Join(NamedTuple):
-    """To rank 0: this rank has no more data. To a rank: another one has joined, so announce your gradient rounds."""
-
-
-class Leave(NamedTuple):
-    """To rank 0: this rank shuts down."""
-
-
-class Rounds(NamedTuple):
-    """Gradient rounds that a rank has begun, for the ranks that have joined."""
-
-    begun: tuple[Round, ...]
-
-
-class JoinFailed(NamedTuple):
-    """To a rank that has joined: not all ranks will."""
-
-    reason: str
+#: Longest interval of heartbeats, and of the checks for ranks that are silent and for stalled operations.
+_TICK_S = 1.0
+#: Submissions are gathered for so many cycles at most, while more of them come.
+_MAX_CYCLES = 5
 
 
 class StallTimeouts(NamedTuple):
@@ -63,258 +44,507 @@ class StallTimeouts(NamedTuple):
     fail: float
 
 
-class ControlChannel(Protocol):
-    """One rank's end."""
+class ControlOptions(NamedTuple):
+    """Settings of the control plane."""
 
-    def send(self, batch: Sequence[Any]) -> None:
-        """Send messages to rank 0. Raises ``OSError`` if it is gone. Any thread."""
-
-    def receive(self) -> list[Any]:
-        """Wait for the next messages of rank 0. Raises ``EOFError`` if it is gone. One thread at a time."""
-
-    def poll(self, seconds: float | None) -> bool:
-        """Whether ``receive`` would return at once; waits for it at most so long. Any thread."""
-
-    def close(self) -> None:
-        """Disconnect."""
+    #: Seconds for which submissions are gathered before they are sent, unless a caller waits for one.
+    cycle: float
+    stall: StallTimeouts
+    #: Seconds without a sign of life after which a rank is lost.
+    deadline: float
 
 
-def open_channel(backend: Backend, coordinator: Coordinator, stall: StallTimeouts) -> ControlChannel:
-    """Connect every rank with rank 0. Collective.
+class Endpoint(Protocol):
+    """What a control thread serves; all calls come from that thread."""
+
+    def count_submitted(self) -> int:
+        """How many operations have been submitted since the last call of ``take_submitted``."""
+
+    def take_submitted(self) -> Submit | None:
+        """These operations."""
+
+    def process(self, message: Any) -> None:
+        """Do what the coordinator says."""
+
+    def activity(self) -> str:
+        """What this rank is doing."""
+
+
+class Process(NamedTuple):
+    """Where a rank runs."""
+
+    host: addresses.Host
+    pid: int
+    #: Processes of one namespace see each other by their pids.
+    pid_namespace: int
+
+    @classmethod
+    def current(cls) -> Process:
+        """This process."""
+        namespace = 0
+        with suppress(OSError):
+            namespace = os.stat("/proc/self/ns/pid").st_ino
+        return cls(addresses.this_host(), os.getpid(), namespace)
+
+    def is_running(self) -> bool | None:
+        """Whether a process that this one can see is neither stopped nor ended; None: it cannot be seen."""
+        here = Process.current()
+        if not self.pid_namespace or (self.host.id, self.pid_namespace) != (here.host.id, here.pid_namespace):
+            return None
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False
+        return state not in "TtZX"
+
+
+def open_control(
+    backend: Backend, endpoint: Endpoint, coordinator: Coordinator, options: ControlOptions
+) -> ControlThread:
+    """Connect every rank with rank 0, and start the threads. Collective.
 
     Args:
-        backend: the running backend, which broadcasts rank 0's address.
+        backend: the running backend, which exchanges the addresses.
+        endpoint: this rank's session.
         coordinator: used on rank 0 only.
-        stall: the coordinator's timeouts.
+        options: settings, the same on every rank.
+
+    Raises:
+        BackendError: not all ranks connected.
     """
     topology = backend.topology
     if topology.world_size == 1:
-        return ControlServer({}, coordinator, stall)
-    server = socket.create_server(("", 0), backlog=topology.world_size) if topology.rank == 0 else None
-    hosts = collectives.all_gather_object(socket.gethostname())
+        return _CoordinatorThread(endpoint, options, {}, [Process.current()], coordinator)
+    processes: list[Process] = collectives.all_gather_object(Process.current())
+    hosts = [process.host for process in processes]
+    server: socket.socket | None = None
     offer: Any = None
-    if server is not None:
-        other = next((host for host in hosts if host != hosts[0]), None)
-        offer = (local_address(other) if other else "127.0.0.1", server.getsockname()[1], os.urandom(16))
-    address, port, key = collectives.broadcast_object(offer)
-    if server is not None:
-        return ControlServer(_accept(server, key, topology.world_size), coordinator, stall)
     try:
-        link = socket.create_connection((address, port), timeout=_CONNECT_S)
-    except OSError as error:
+        if topology.rank == 0:
+            address = addresses.listen_address(hosts[0], hosts[1:])
+            server = addresses.create_server(address, max(topology.world_size, 128))
+            offer = (address, server.getsockname()[1], new_key())
+    except Exception as error:
+        offer = str(error)  # the others wait for it
+    offer = collectives.broadcast_object(offer)
+    if isinstance(offer, str):
+        raise BackendError(f"rank 0 (host {hosts[0].name}) cannot accept the other ranks' connections: {offer}")
+    address, port, key = offer
+    timeout = max(options.deadline, 30.0)
+    if server is not None:
+        with server, _explained_errors("rank 0", f"{address}:{port}"):
+            connections = accept(server, key, topology.world_size, timeout, options.deadline)
+        return _CoordinatorThread(endpoint, options, connections, processes, coordinator)
+    with _explained_errors(f"rank {topology.rank} of {topology.world_size}", f"{address}:{port}"):
+        connection = connect(address, port, key, topology.rank, timeout, options.deadline)
+    return _RankThread(endpoint, options, connection, processes[0])
+
+
+class _explained_errors:
+    def __init__(self, who: str, where: str) -> None:
+        self.who, self.where = who, where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, OSError):
+            return
+        remedy = "The hosts of a job must be able to open connections to each other on any port."
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = "Raise the limit of open files: ulimit -n."
         raise BackendError(
-            f"rank {topology.rank} of {topology.world_size} cannot connect to rank 0 at {address}:{port}: {error}. The "
-            "hosts of a job must be able to open connections to each other on any port."
+            f"{self.who} cannot connect the ranks at rank 0's address {self.where}: {error}. {remedy}"
         ) from error
-    client = ControlClient(link)
-    client.connection.send_bytes(key + topology.rank.to_bytes(4, "big"))
-    return client
 
 
-def _accept(server: socket.socket, key: bytes, size: int) -> dict[int, Connection]:
-    server.settimeout(_CONNECT_S)
-    found: dict[int, Connection] = {}
-    with server:
-        while len(found) < size - 1:
-            try:
-                link, _ = server.accept()
-            except TimeoutError:
-                missing = [rank for rank in range(1, size) if rank not in found]
-                raise BackendError(
-                    f"ranks {format_ranks(missing)} did not connect to rank 0 within {_CONNECT_S:.0f} s."
-                ) from None
-            connection = _connection(link)
-            hello = connection.recv_bytes(1024) if connection.poll(_CONNECT_S) else b""
-            if hmac.compare_digest(hello[: len(key)], key):
-                found[int.from_bytes(hello[len(key) :], "big")] = connection
-    return found
+class ControlThread(ABC):
+    """A rank's control thread.
 
+    Args:
+        endpoint: this rank's session.
+        options: settings.
+    """
 
-def _connection(link: socket.socket) -> Connection:
-    link.settimeout(None)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages must not wait for more
-    return Connection(link.detach())
-
-
-class ControlClient:
-    """The end of a rank other than 0."""
-
-    def __init__(self, link: socket.socket) -> None:
-        self.connection = _connection(link)
-
-    def send(self, batch: Sequence[Any]) -> None:
-        self.connection.send_bytes(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))
-
-    def receive(self) -> list[Any]:
-        try:
-            batch: list[Any] = pickle.loads(self.connection.recv_bytes())
-        except (OSError, TypeError) as error:  # TypeError: closed in the middle by another thread
-            raise EOFError(str(error)) from None
-        return batch
-
-    def poll(self, seconds: float | None) -> bool:
-        try:
-            return self.connection.poll(seconds)
-        except OSError:
-            return True  # receive() raises the error
-
-    def close(self) -> None:
-        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as link:
-            link.shutdown(socket.SHUT_RDWR)  # wakes up a thread that waits in receive()
-        self.connection.close()
-
-
-class ControlServer:
-    """Rank 0's end: the coordinator, and the thread that reads the other ranks' messages."""
-
-    def __init__(self, connections: dict[int, Connection], coordinator: Coordinator, stall: StallTimeouts) -> None:
-        self._connections = connections
-        self._coordinator = coordinator
-        self._stall = stall
-        #: Batches for rank 0 itself; None: closed.
-        self._inbox: deque[list[Any] | None] = deque()
-        self._received = threading.Condition()
-        # Responses are sent in the order in which the coordinator decided them.
-        self._lock = threading.Lock()
-        self._warned: set[str] = set()
+    def __init__(self, endpoint: Endpoint, options: ControlOptions) -> None:
+        self._endpoint = endpoint
+        self._options = options
+        self._posted: deque[Any] = deque()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        #: Whether it will look for submissions without being woken up.
+        self._awake = False
+        self._urgent = False
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="unidist-hvd-coordinator", daemon=True)
-        if connections:
-            self._thread.start()
+        #: Submissions that are gathered: how many, when they are sent, and when at the latest.
+        self._gathered = 0
+        self._send_at = self._send_by = 0.0
+        self._tick = min(_TICK_S, options.deadline / 6)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="unidist-hvd-control", daemon=True)
 
-    def send(self, batch: Sequence[Any]) -> None:
-        with self._lock:
-            self._process(0, batch)
-            self._send_responses()
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
 
-    def receive(self) -> list[Any]:
-        self.poll(None)
-        batch = self._inbox.popleft()
-        if batch is None:
-            self._inbox.append(None)
-            raise EOFError
-        return batch
+    def wake(self, *, urgent: bool) -> None:
+        """There is something to send: now, if a caller waits for it. Any thread, not blocking."""
+        if urgent:
+            self._urgent = True
+        elif self._awake:
+            return
+        self._awake = True
+        with suppress(OSError):  # full: it is awake
+            self._wake_writer.send(b"\0")
 
-    def poll(self, seconds: float | None) -> bool:
-        if self._inbox:
-            return True
-        with self._received:
-            return self._received.wait_for(lambda: bool(self._inbox), seconds)
+    def post(self, message: Any) -> None:
+        """Send a message, after what was submitted before. Any thread, not blocking."""
+        self._posted.append(message)
+        self.wake(urgent=True)
 
     def close(self) -> None:
+        """Leave: all operations fail, here and on the other ranks. Waits for the thread."""
         self._closing = True
-        with suppress(RuntimeError):  # never started
-            self._thread.join(_DRAIN_S)
-        self._deliver(None)
+        self.wake(urgent=True)
+        self._thread.join(2 * _DRAIN_S)
 
     # --------------------------------------------------------------------------------
-    def _process(self, rank: int, batch: Sequence[Any]) -> None:
-        requests = [message for message in batch if type(message) is tuple]
-        self._coordinator.receive(rank, requests, time.monotonic())
-        if len(requests) == len(batch):
-            return
-        for message in batch:
-            if isinstance(message, Join):
-                self._coordinator.join(rank)
-                if self._coordinator.shutdown_reason:
-                    self._send(rank, [JoinFailed(self._coordinator.shutdown_reason)])
-                for other in range(len(self._connections) + 1):
-                    self._send(other, [message])
-            elif isinstance(message, Rounds):
-                for other in self._coordinator.joined:
-                    self._send(other, [message])
-            elif isinstance(message, Leave):
-                self._rank_lost(rank, "has shut down")
+    @abstractmethod
+    def _send(self, message: Any) -> None:
+        """Send a message to the coordinator."""
 
-    def _rank_lost(self, rank: int, reason: str) -> None:
-        self._coordinator.rank_lost(rank, reason)
-        for other in self._coordinator.joined:
-            self._send(other, [JoinFailed(self._coordinator.shutdown_reason)])
+    @abstractmethod
+    def _receive(self, key: selectors.SelectorKey, events: int) -> None:
+        """A connection can be read or written."""
 
-    def _send_responses(self) -> None:
-        batches: dict[int, list[Any]] = {}
-        for ranks, response in self._coordinator.responses():
-            for rank in ranks:
-                batches.setdefault(rank, []).append(response)
-        pickled: dict[tuple[int, ...], bytes] = {}  # most ranks get the same batch
-        for rank, batch in batches.items():
-            self._send(rank, batch, pickled)
+    @abstractmethod
+    def _check(self, now: float, *, delayed: bool) -> None:
+        """Send heartbeats, and look for ranks that are silent; ``delayed``: this thread could not run."""
 
-    def _send(self, rank: int, batch: list[Any], pickled: dict[tuple[int, ...], bytes] | None = None) -> None:
-        if rank == 0:
-            self._deliver(batch)
-        elif rank in self._connections:
-            key = tuple(map(id, batch))
-            data = pickled.get(key) if pickled else None
-            if data is None:
-                data = pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
-            if pickled is not None:
-                pickled[key] = data
-            with suppress(OSError):  # gone; the serving thread notices
-                self._connections[rank].send_bytes(data)
+    @abstractmethod
+    def _after_events(self) -> None:
+        """All that has arrived has been received."""
 
-    def _deliver(self, batch: list[Any] | None) -> None:
-        with self._received:
-            self._inbox.append(batch)
-            self._received.notify_all()
+    @abstractmethod
+    def _fail(self, reason: str) -> None:
+        """This thread ends by an error: end all operations."""
 
-    def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for rank, connection in self._connections.items():
-                selector.register(connection, selectors.EVENT_READ, rank)
-            next_check = 0.0
-            while selector.get_map() and not self._closing:
-                readable = selector.select(_STALL_CHECK_S)
-                with self._lock:
-                    for key, _ in readable:
-                        if (batch := self._read(selector, key)) is None:
-                            self._rank_lost(key.data, "is gone")
-                        else:
-                            self._process(key.data, batch)
-                    if time.monotonic() > next_check:
-                        self._check_stalls()
-                        next_check = time.monotonic() + _STALL_CHECK_S
-                    self._send_responses()
-            self._drain(selector)
+    @abstractmethod
+    def _leave(self) -> None:
+        """Tell the others that this rank leaves, and close the connections."""
 
-    def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> list[Any] | None:
-        connection = self._connections[key.data]
+    def _run(self) -> None:
         try:
-            batch: list[Any] = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            selector.unregister(connection)
-            return None
-        return batch
+            checked = time.monotonic()
+            while not self._closing:
+                now = time.monotonic()
+                until = min(checked + self._tick, self._send_at) if self._gathered else checked + self._tick
+                for key, events in self._selector.select(max(until - now, 0.0)):
+                    if key.fileobj is self._wake_reader:
+                        with suppress(BlockingIOError):
+                            self._wake_reader.recv(4096)
+                    else:
+                        self._receive(key, events)
+                self._send_submitted()
+                now = time.monotonic()
+                if now - checked >= self._tick:
+                    self._check(now, delayed=now - checked > 3 * self._tick)
+                    checked = now
+                self._after_events()
+            self._urgent = True
+            self._send_submitted()
+            self._leave()
+        except Exception as error:
+            _log.exception("the control thread of unidist.hvd failed")
+            self._fail(f"its control thread failed: {type(error).__name__}: {error}")
+        finally:
+            self._selector.close()
+            self._wake_reader.close()
+            self._wake_writer.close()
 
-    def _drain(self, selector: selectors.BaseSelector) -> None:
-        """Let what was sent arrive: a socket that is closed with unread input drops its output."""
-        for connection in self._connections.values():
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
-                link.shutdown(socket.SHUT_WR)
-        end = time.monotonic() + _DRAIN_S
-        while selector.get_map() and time.monotonic() < end:
-            for key, _ in selector.select(0.1):
-                self._read(selector, key)
-        for connection in self._connections.values():
-            connection.close()
+    def _send_submitted(self) -> None:
+        if not self._urgent and self._is_gathering():
+            return
+        # In this order: who submits after these lines wakes this thread up again.
+        self._urgent = self._awake = False
+        self._gathered = 0
+        posted = [self._posted.popleft() for _ in range(len(self._posted))]
+        submitted = self._endpoint.take_submitted()
+        if submitted is not None:
+            self._send(submitted)
+        for message in posted:
+            self._send(message)
 
-    def _check_stalls(self) -> None:
-        now = time.monotonic()
-        if self._stall.warn:
-            stalled = self._coordinator.stalled(now, self._stall.warn)
-            new = [entry for entry in stalled if entry[0] not in self._warned]
-            self._warned = {entry[0] for entry in stalled}
-            for name, seconds, submitted, missing in new:
+    def _is_gathering(self) -> bool:
+        """Whether submissions, which nobody waits for, are not sent yet: for a cycle, and while more of them come."""
+        count, now, cycle = self._endpoint.count_submitted(), time.monotonic(), self._options.cycle
+        if not self._gathered:
+            self._send_at, self._send_by = now + cycle, now + _MAX_CYCLES * cycle
+        elif now >= self._send_at:
+            if count == self._gathered or now >= self._send_by:
+                return False
+            self._send_at = now + cycle
+        self._gathered = count
+        return True
+
+
+class _RankThread(ControlThread):
+    """Of a rank other than 0."""
+
+    def __init__(self, endpoint: Endpoint, options: ControlOptions, connection: Connection, process: Process) -> None:
+        super().__init__(endpoint, options)
+        self._connection: Connection | None = connection
+        self._rank_0 = process
+        self._heard = time.monotonic()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _send(self, message: Any) -> None:
+        if self._connection is None:
+            return
+        try:
+            self._connection.send(frame(encode(message)))
+            if self._connection.has_unsent:
+                _watch(self._selector, self._connection)
+        except OSError as error:
+            self._lose(*_why_lost(error))
+
+    def _receive(self, key: selectors.SelectorKey, events: int) -> None:
+        if self._connection is None:
+            return
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._connection.flush()
+                _watch(self._selector, self._connection)
+            messages = self._connection.receive() if events & selectors.EVENT_READ else []
+        except EOFError:
+            self._lose("is gone: it has ended, or shut Horovod down")
+            return
+        except OSError as error:
+            self._lose(*_why_lost(error))
+            return
+        self._heard = time.monotonic()
+        for data in messages:
+            message = decode(data)
+            if not isinstance(message, Heartbeat):
+                self._endpoint.process(message)
+
+    def _check(self, now: float, *, delayed: bool) -> None:
+        self._send(Heartbeat(self._endpoint.activity()))
+        if delayed or self._connection is None:
+            self._heard = now
+        elif now - self._heard > self._options.deadline:
+            if self._rank_0.is_running():
+                self._heard = now
+            else:
+                self._lose(f"has given no sign of life for {self._options.deadline:.0f} s", abort=True)
+
+    def _after_events(self) -> None:
+        pass
+
+    def _lose(self, why: str, abort: bool = False) -> None:
+        self._disconnect()
+        self._endpoint.process(Shutdown(f"rank 0 (host {self._rank_0.host.name}) {why}", abort))
+
+    def _fail(self, reason: str) -> None:
+        self._disconnect()
+        self._endpoint.process(Shutdown(reason, abort=True))
+
+    def _leave(self) -> None:
+        self._send(Leave())
+        if self._connection is not None:
+            _drain(self._selector, {0: self._connection})
+            self._connection = None
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+            self._connection = None
+
+
+class _CoordinatorThread(ControlThread):
+    """Of rank 0."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        options: ControlOptions,
+        connections: dict[int, Connection],
+        processes: Sequence[Process],
+        coordinator: Coordinator,
+    ) -> None:
+        super().__init__(endpoint, options)
+        self._connections = connections
+        self._processes = processes
+        self._coordinator = coordinator
+        self._heard = dict.fromkeys(connections, time.monotonic())
+        self._activity: dict[int, str] = {}
+        self._stalls_checked = time.monotonic()
+        self._warned: set[str] = set()
+        for rank, connection in connections.items():
+            self._selector.register(connection, selectors.EVENT_READ, rank)
+
+    def _send(self, message: Any) -> None:
+        self._process(0, message)
+        self._after_events()
+
+    def _receive(self, key: selectors.SelectorKey, events: int) -> None:
+        rank = key.data
+        connection = self._connections.get(rank)
+        if connection is None:
+            return
+        try:
+            if events & selectors.EVENT_WRITE:
+                connection.flush()
+                _watch(self._selector, connection, rank)
+            messages = connection.receive() if events & selectors.EVENT_READ else []
+        except EOFError:
+            self._lose(rank, "is gone")
+            return
+        except OSError as error:
+            self._lose(rank, *_why_lost(error))
+            return
+        self._heard[rank] = time.monotonic()
+        for data in messages:
+            try:
+                self._process(rank, decode(data))
+            except ValueError as error:
+                self._lose(rank, f"has sent a message that cannot be read: {error}", abort=True)
+                return
+
+    def _process(self, rank: int, message: Any) -> None:
+        if isinstance(message, Submit):
+            self._coordinator.submit(rank, message, time.monotonic())
+        elif isinstance(message, Heartbeat):
+            self._activity[rank] = message.activity
+        elif isinstance(message, Rounds):
+            self._coordinator.begin_rounds(message)
+        elif isinstance(message, Join):
+            self._coordinator.join(rank, time.monotonic())
+        elif isinstance(message, Leave):
+            self._lose(rank, "has shut down")
+        else:
+            raise ValueError(f"a {type(message).__name__} is none for the coordinator")
+
+    def _after_events(self) -> None:
+        """Send what the coordinator has decided."""
+        while outgoing := self._coordinator.outgoing():
+            for ranks, message in outgoing:
+                framed = frame(encode(message)) if self._connections else b""
+                for rank in ranks:
+                    if rank in self._connections:
+                        self._send_to(rank, framed)
+                if 0 in ranks:
+                    self._endpoint.process(message)
+
+    def _send_to(self, rank: int, framed: bytes) -> None:
+        connection = self._connections[rank]
+        try:
+            connection.send(framed)
+            if connection.has_unsent:
+                _watch(self._selector, connection, rank)
+        except OSError as error:
+            self._lose(rank, *_why_lost(error))
+
+    def _check(self, now: float, *, delayed: bool) -> None:
+        heartbeat = frame(encode(Heartbeat()))
+        for rank in list(self._connections):
+            if rank in self._connections:
+                self._send_to(rank, heartbeat)
+        if delayed:
+            self._heard = dict.fromkeys(self._connections, now)
+        for rank in [rank for rank in self._connections if now - self._heard[rank] > self._options.deadline]:
+            if self._processes[rank].is_running():
+                self._heard[rank] = now
+            else:
+                self._lose(rank, f"has given no sign of life for {self._options.deadline:.0f} s", abort=True)
+        if now - self._stalls_checked >= _TICK_S:
+            self._stalls_checked = now
+            self._check_stalls(now)
+
+    def _check_stalls(self, now: float) -> None:
+        warn, fail = self._options.stall
+        stalled = self._coordinator.stalled(now)
+        late = [entry for entry in stalled if warn and entry.seconds >= warn]
+        for entry in late:
+            if entry.name not in self._warned:
                 _log.warning(
                     "stalled: %s has waited %.0f s for ranks %s; ranks %s are ready. Have they taken another branch, "
-                    "or ended?",
-                    name,
-                    seconds,
-                    format_ranks(missing),
-                    format_ranks(submitted),
+                    "or ended?%s",
+                    entry.name,
+                    entry.seconds,
+                    format_ranks(entry.missing),
+                    format_ranks(entry.submitted),
+                    "".join(
+                        f" Rank {rank} (host {self._processes[rank].host.name}): {self._activity[rank]}."
+                        for rank in entry.missing[:8]
+                        if self._activity.get(rank)
+                    ),
                 )
-        if self._stall.fail:
-            for name, seconds, _, missing in self._coordinator.stalled(now, self._stall.fail)[:1]:
-                self._coordinator.fail_all(
-                    f"ranks {format_ranks(missing)} did not submit {name} within {seconds:.0f} s"
+        self._warned = {entry.name for entry in late}
+        for entry in stalled:
+            if fail and entry.seconds >= fail:
+                missing = format_ranks(entry.missing)
+                self._coordinator.shutdown(
+                    f"ranks {missing} did not submit {entry.name} within {entry.seconds:.0f} s", abort=True
                 )
+
+    def _lose(self, rank: int, why: str, abort: bool = False) -> None:
+        connection = self._connections.pop(rank, None)
+        if connection is not None:
+            self._selector.unregister(connection)
+            connection.close()
+        host, activity = self._processes[rank].host.name, self._activity.get(rank, "")
+        seen = f"; last seen {activity}" if activity and why != "has shut down" else ""
+        where = "" if why == "has shut down" else f" (host {host})"
+        self._coordinator.shutdown(f"rank {rank}{where} {why}{seen}", abort=abort)
+
+    def _fail(self, reason: str) -> None:
+        message = Shutdown(f"rank 0: {reason}", abort=True)
+        for connection in self._connections.values():
+            with suppress(OSError):
+                connection.send(frame(encode(message)))
+        self._endpoint.process(message)
+        _drain(self._selector, self._connections)
+
+    def _leave(self) -> None:
+        self._coordinator.shutdown("rank 0 has shut down")
+        self._after_events()
+        _drain(self._selector, self._connections)
+
+
+def _watch(selector: selectors.BaseSelector, connection: Connection, data: Any = None) -> None:
+    """Watch a connection for what it has to receive and to send."""
+    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
+    selector.modify(connection, events, data)
+
+
+def _why_lost(error: OSError) -> tuple[str, bool]:
+    """What to say of a connection that has failed, and whether the other process may run still."""
+    if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN):
+        return f"cannot be reached any more: {error}", True
+    return f"is gone: {error}", False
+
+
+def _drain(selector: selectors.BaseSelector, connections: dict[int, Connection]) -> None:
+    """Close connections after what was sent has arrived: one that has unread input would drop its output."""
+    end = time.monotonic() + _DRAIN_S
+    waiting = dict(connections)
+    for connection in waiting.values():
+        with suppress(OSError):
+            connection.flush()
+        connection.end_of_messages()
+    while waiting and (left := end - time.monotonic()) > 0:
+        for key, _ in selector.select(left):
+            for rank, connection in list(waiting.items()):
+                if key.fileobj is connection:
+                    try:
+                        connection.receive()
+                    except (EOFError, OSError):
+                        selector.unregister(connection)
+                        del waiting[rank]
+    for connection in connections.values():
+        connection.close()
+    connections.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from unidist.backends.buckets import flatten_bytes, unflatten_bytes
 from unidist.backends.reductions import WIDER, neutral_element
 from unidist.collectives import transport_device
 from unidist.hvd.adasum import adasum
-from unidist.hvd.negotiation import Response, Signature
+from unidist.hvd.messages import Signature
 from unidist.hvd.operation import Operation
 
 _BACKEND_OPS: dict[str, Op] = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
@@ -24,9 +25,10 @@ _ROW_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda rows: rows.amax(0),
     "product": lambda rows: rows.prod(0, dtype=rows.dtype),
 }
-#: This rank's operations, in the order of the response; None for those that it has not submitted, because it has
+#: This rank's operations, in one order on all ranks; None for those that it has not submitted, because it has
 #: joined.
 Operations = Sequence[Operation | None]
+Signatures = Sequence[Signature]
 
 
 def scale_(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:
@@ -47,15 +49,13 @@ def _postscale_(tensor: Tensor, signature: Signature, size: int) -> Tensor:
     return scale_(tensor, signature.postscale, size if signature.op == "average" else 1)
 
 
-def _all_reduce(backend: Backend, group: Group, response: Response, operations: Operations) -> list[Any]:
-    if response.payloads:
-        return _all_reduce_inline(group, response, operations)
-    signature = response.signatures[0]
+def _all_reduce(backend: Backend, group: Group, signatures: Signatures, operations: Operations) -> list[Any]:
+    signature = signatures[0]
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
     for index, operation in enumerate(operations):
         if operation is None:
-            neutral = _neutral_tensors(response.signatures[index], backend.device)
+            neutral = _neutral_tensors(signatures[index], backend.device)
             inputs += neutral
             outputs += neutral
         else:
@@ -88,18 +88,21 @@ def _all_reduce(backend: Backend, group: Group, response: Response, operations: 
     return [None] * len(operations)
 
 
-def _all_reduce_inline(group: Group, response: Response, operations: Operations) -> list[Any]:
-    """Reduce the payloads of the negotiation, which are all ranks' numbers."""
-    (operation,) = operations
-    if operation is not None:
-        signature = response.signatures[0]
-        assert operation.outputs is not None
-        output = operation.outputs[0]
-        data = bytearray().join(response.payloads)  # type: ignore[arg-type]
-        rows = torch.frombuffer(data, dtype=output.dtype).view(len(response.payloads), -1)
-        rows = scale_(rows.to(WIDER.get(rows.dtype, rows.dtype)), signature.prescale)
-        output.view(-1).copy_(_postscale_(_ROW_REDUCTIONS[signature.op](rows), signature, len(group.ranks)))
-    return [None]
+def reduce_values(signature: Signature, values: list[bytes], size: int) -> bytes:
+    """The reduction of small tensors that were sent as bytes: those of the ranks, in rank order."""
+    dtype: torch.dtype = getattr(torch, signature.dtypes[0])
+    rows = torch.frombuffer(bytearray().join(values), dtype=dtype).view(len(values), -1)
+    rows = scale_(rows.to(WIDER.get(dtype, dtype)), signature.prescale)
+    reduced = _postscale_(_ROW_REDUCTIONS[signature.op](rows), signature, size).to(dtype).contiguous()
+    return ctypes.string_at(reduced.data_ptr(), reduced.nbytes)
+
+
+def write_value(operation: Operation, value: bytes) -> None:
+    """Write the result of ``reduce_values`` to an operation's output."""
+    assert operation.outputs is not None
+    output = operation.outputs[0]
+    with torch.inference_mode(output.is_inference()), torch.no_grad():
+        output.view(-1).copy_(torch.frombuffer(bytearray(value), dtype=output.dtype))
 
 
 def _fusion_buffer(backend: Backend, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -125,8 +128,8 @@ def _neutral_tensors(signature: Signature, device: torch.device) -> list[Tensor]
     return tensors
 
 
-def _broadcast(backend: Backend, group: Group, response: Response, operations: Operations) -> list[Any]:
-    root = response.signatures[0].root
+def _broadcast(backend: Backend, group: Group, signatures: Signatures, operations: Operations) -> list[Any]:
+    root = signatures[0].root
     pairs = [(i, o) for each in operations if each is not None for i, o in zip(each.inputs, each.outputs or ())]
     if len(pairs) == 1 and pairs[0][1].device.type in backend.device_types:
         source, target = pairs[0]
@@ -142,11 +145,13 @@ def _broadcast(backend: Backend, group: Group, response: Response, operations: O
     return [None] * len(operations)
 
 
-def _all_gather(backend: Backend, group: Group, response: Response, operations: Operations) -> list[Any]:
+def _all_gather(backend: Backend, group: Group, signatures: Signatures, operations: Operations) -> list[Any]:
     operation = _submitted(operations)
+    size, count = len(group.ranks), len(operation.inputs)
+    rows = torch.tensor([tensor.shape[0] for tensor in operation.inputs])
+    rows_of_ranks = backend.all_gather(rows, [count] * size, group).view(size, count)
     results = []
-    for index, tensor in enumerate(operation.inputs):
-        rows = [payload[index] for payload in response.payloads]
+    for tensor, rows in zip(operation.inputs, rows_of_ranks.t().tolist()):
         row = tensor.shape[1:].numel() * tensor.element_size()
         data = _bytes(tensor.to(transport_device(backend, tensor)))
         flat = backend.all_gather(data, [count * row for count in rows], group)
@@ -154,18 +159,18 @@ def _all_gather(backend: Backend, group: Group, response: Response, operations: 
     return [results]
 
 
-def _all_to_all(backend: Backend, group: Group, response: Response, operations: Operations) -> list[Any]:
+def _all_to_all(backend: Backend, group: Group, signatures: Signatures, operations: Operations) -> list[Any]:
     operation = _submitted(operations)
     tensor = operation.inputs[0]
-    me = group.ranks.index(backend.topology.rank)
-    send, receive = operation.payload, [payload[me] for payload in response.payloads]
+    send, ones = operation.splits, [1] * len(group.ranks)
+    receive = backend.all_to_all(torch.tensor(send), ones, ones, group).tolist()
     row = tensor.shape[1:].numel() * tensor.element_size()
     data = _bytes(tensor.to(transport_device(backend, tensor)))[: sum(send) * row]
     flat = backend.all_to_all(data, [n * row for n in send], [n * row for n in receive], group)
     return [(_from_bytes(flat, tensor, (sum(receive), *tensor.shape[1:])), receive)]
 
 
-def _reduce_scatter(backend: Backend, group: Group, response: Response, operations: Operations) -> list[Any]:
+def _reduce_scatter(backend: Backend, group: Group, signatures: Signatures, operations: Operations) -> list[Any]:
     operation = _submitted(operations)
     signature, size = operation.signature, len(group.ranks)
     me = group.ranks.index(backend.topology.rank)
@@ -185,10 +190,6 @@ def _reduce_scatter(backend: Backend, group: Group, response: Response, operatio
     return [results]
 
 
-def _barrier(backend: Backend, group: Group, response: Response, operations: Operations) -> list[Any]:
-    return [None]  # the negotiation has been the barrier
-
-
 def _submitted(operations: Operations) -> Operation:
     (operation,) = operations
     assert operation is not None, "a rank that has joined takes part in allreduce only"
@@ -203,14 +204,13 @@ def _from_bytes(flat: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return flat.view(like.dtype).view(shape).to(like.device)
 
 
-#: By the kind of an operation. Each function takes the backend, the group of the process set, a response, which is
-#: equal on all ranks, and this rank's operations; it returns a result per operation, None where the outputs have been
-#: written. Collective.
-EXECUTE: dict[str, Callable[[Backend, Group, Response, Operations], list[Any]]] = {
+#: By the kind of an operation. Each function takes the backend, the group of the process set, the signatures of
+#: operations that are executed together (equal on all ranks), and this rank's operations; it returns a result per
+#: operation, None where the outputs have been written. Collective.
+EXECUTE: dict[str, Callable[[Backend, Group, Signatures, Operations], list[Any]]] = {
     "allreduce": _all_reduce,
     "broadcast": _broadcast,
     "allgather": _all_gather,
     "alltoall": _all_to_all,
     "reducescatter": _reduce_scatter,
-    "barrier": _barrier,
 }

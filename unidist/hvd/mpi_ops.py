@@ -55,7 +55,7 @@ from unidist.hvd.basics import (
 )
 from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.compression import Compression, Compressor
-from unidist.hvd.negotiation import Signature
+from unidist.hvd.messages import Name, Signature
 from unidist.hvd.operation import Operation
 from unidist.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from unidist.hvd.session import ProcessSetGroups, Session, current_session
@@ -78,8 +78,8 @@ _REDUCED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.i
 _TYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 #: Signatures that are cached.
 _MAX_SIGNATURES = 4096
-#: Bytes of all ranks up to which a tensor is sent with the negotiation.
-_INLINE_BYTES = 4096
+#: Up to so many ranks, and bytes of all of them, a tensor is sent with the request, and reduced by rank 0.
+_MAX_VALUE_RANKS, _MAX_VALUE_BYTES = 64, 4096
 CompressorClass = type[Compressor]
 
 
@@ -368,8 +368,8 @@ def alltoall_async(
         return result[0], torch.tensor(result[1], dtype=torch.int32, device=device)
 
     signature = Signature("alltoall", (_TYPES[tensor.dtype],), ((-1, *tensor.shape[1:]),), device=tensor.device.type)
-    name = _name(session, "alltoall", name, set_id)
-    return session.submit(Operation(name, signature, [tensor.detach()], None, tuple(counts), set_id, to_result))
+    full_name, inputs = _name(session, "alltoall", name, set_id), [tensor.detach()]
+    return session.submit(Operation(full_name, signature, inputs, None, b"", set_id, to_result, splits=tuple(counts)))
 
 
 # ------------------------------------------------------------------------------------ reducescatter
@@ -515,21 +515,22 @@ def _submit_allreduce(
         signature,
         inputs,
         inputs if outputs is tensors or outputs[0] is tensors[0] else outputs,
-        _inline_payload(inputs, signature, session.process_sets[set_id]) if send_now else (),
+        _value(inputs, signature, session.process_sets[set_id]) if send_now else b"",
         set_id,
         result=to_result(outputs),
     )
     return session.submit(operation, send_now=send_now)
 
 
-def _inline_payload(tensors: Sequence[Tensor], signature: Signature, group: ProcessSetGroups) -> bytes:
-    """The numbers of a small tensor, which are sent with the negotiation if the caller waits; else nothing."""
+def _value(tensors: Sequence[Tensor], signature: Signature, group: ProcessSetGroups) -> bytes:
+    """The numbers of a small tensor, which are sent with the request if the caller waits; else nothing."""
     first = tensors[0]
     if (
         len(tensors) > 1
         or signature.device != "cpu"
         or signature.op == "adasum"
-        or first.nbytes * len(group.ranks) > _INLINE_BYTES
+        or len(group.ranks) > _MAX_VALUE_RANKS
+        or first.nbytes * len(group.ranks) > _MAX_VALUE_BYTES
     ):
         return b""
     return ctypes.string_at(first.data_ptr(), first.nbytes)
@@ -571,11 +572,9 @@ def _submit_allgather(
         tuple((-1, *t.shape[1:]) for t in tensors),
         device=tensors[0].device.type,
     )
-    name = _name(session, "allgather" if to_result is _first else "grouped_allgather", name, set_id)
+    full_name = _name(session, "allgather" if to_result is _first else "grouped_allgather", name, set_id)
     inputs = [tensor.detach() for tensor in tensors]
-    return session.submit(
-        Operation(name, signature, inputs, None, tuple(t.shape[0] for t in tensors), set_id, to_result)
-    )
+    return session.submit(Operation(full_name, signature, inputs, None, b"", set_id, to_result))
 
 
 def _submit_broadcast(
@@ -622,15 +621,15 @@ def _submit_reducescatter(
         float(postscale),
         tensors[0].device.type,
     )
-    name = _name(session, "reducescatter" if to_result is _first else "grouped_reducescatter", name, set_id)
-    return session.submit(Operation(name, signature, [t.detach() for t in tensors], None, (), set_id, to_result))
+    full_name = _name(session, "reducescatter" if to_result is _first else "grouped_reducescatter", name, set_id)
+    return session.submit(Operation(full_name, signature, [t.detach() for t in tensors], None, b"", set_id, to_result))
 
 
 def _first(results: Sequence[Any]) -> Any:
     return results[0]
 
 
-def _name(session: Session, kind: str, name: str | None, set_id: int) -> str:
+def _name(session: Session, kind: str, name: str | None, set_id: int) -> Name:
     return session.next_name(set_id) if name is None else f"{kind}.{name}"
 
 

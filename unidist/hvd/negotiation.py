@@ -1,71 +1,90 @@
 """The coordinator of Horovod's operations: which may execute, in which order. Pure: no thread, clock or socket.
 
-Each rank sends a request for each operation that it has submitted, in any order. When all ranks of an operation's
-process set have sent theirs, and they agree, each of them gets a response; the responses come in one order on all
-ranks, so that no two ranks wait for each other. Small allreduces that are ready together get one response (tensor
-fusion). ``control`` has the sockets, ``session`` the execution.
+Each rank submits its operations in any order. When all ranks of an operation's process set have submitted it, and they
+agree, it is executed; the order is the same on all ranks, so that no two of them wait for each other. Small allreduces
+that are ready together are executed as one (tensor fusion). Operations that come again have an id, and are counted as
+bits of a mask for each rank. ``control`` has the sockets, ``session`` the execution.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-#: What may differ between the ranks of an operation: rows of its tensors, splits, or the few numbers themselves.
-Payload = tuple[int, ...] | bytes
+from unidist.hvd.messages import (
+    AllJoined,
+    Complete,
+    Definition,
+    Execute,
+    Failed,
+    Joined,
+    Name,
+    ProcessSetAdded,
+    ProcessSetRemoved,
+    Rounds,
+    Shutdown,
+    Signature,
+    Submit,
+)
+
+#: Ids that are given at most, and operations without one that are remembered.
+_MAX_IDS = 2**16
+_MAX_SEEN = 2**14
+#: Rounds that are kept of a process set: more than one rank can be ahead of another.
+_HISTORY = 16
+
+#: Messages, with the ranks that receive them.
+Outgoing = list[tuple[Sequence[int], Any]]
 
 
-class Signature(NamedTuple):
-    """What must be the same on all ranks of an operation."""
+class Stalled(NamedTuple):
+    """An operation that waits for ranks."""
 
-    kind: str
-    #: One entry for each tensor; rows that may differ are -1.
-    dtypes: tuple[str, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
-    op: str = ""
-    root: int = -1
-    prescale: float = 1.0
-    postscale: float = 1.0
-    device: str = "cpu"
-    #: Of a process set that is made or removed: its ranks.
-    ranks: tuple[int, ...] = ()
+    name: str
+    seconds: float
+    submitted: list[int]
+    missing: list[int]
 
 
-#: A rank has submitted an operation: process set, name (unique among its pending ones), signature, payload.
-#: A plain tuple, which pickles fastest.
-Request = tuple[int, str, Signature, Payload]
+class _Set:
+    """A process set."""
 
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        #: A bit for each id of its operations.
+        self.ids = 0
+        self.activate(ranks)
 
-class Response(NamedTuple):
-    """Operations of one process set that execute now, fused."""
-
-    set_id: int
-    names: tuple[str, ...]
-    #: The first operation's; each one's while a rank has joined, which has submitted none of them.
-    signatures: tuple[Signature, ...]
-    #: The payload of each rank, in rank order; empty unless all ranks sent one.
-    payloads: tuple[Payload, ...] = ()
-    #: Why the operations fail instead: the ranks did not agree, or one is lost.
-    error: str = ""
-    #: The id of a new process set; of a join, the last rank.
-    number: int = -1
-
-
-#: Responses, with the ranks that receive them.
-Outgoing = list[tuple[tuple[int, ...], Response]]
+    def activate(self, ranks: tuple[int, ...]) -> None:
+        """Only these have not joined."""
+        self.active = ranks
+        #: A bit for each.
+        self.mask = sum(1 << rank for rank in ranks)
+        #: One that lacked a cached operation when they were compared last.
+        self.watched = ranks[0] if ranks else -1
 
 
 class _Pending:
-    __slots__ = ("first", "requests", "since")
+    """An operation that some ranks have submitted by its name."""
 
-    def __init__(self, first: Request, since: float) -> None:
-        self.first = first
+    __slots__ = ("different", "id", "name", "ranks", "set_id", "signature", "since", "values")
+
+    def __init__(self, set_id: int, name: Name, signature: Signature, id_: int, since: float) -> None:
+        self.set_id = set_id
+        self.name = name
+        self.signature = signature
+        self.id = id_
         self.since = since
+        #: A bit for each rank that has submitted it.
+        self.ranks = 0
+        #: The signatures of ranks that do not agree with the first.
+        self.different: dict[int, Signature] = {}
         #: By rank.
-        self.requests: dict[int, Request] = {}
+        self.values: dict[int, bytes] = {}
 
 
 class Coordinator:
@@ -74,161 +93,371 @@ class Coordinator:
     Args:
         size: number of ranks.
         fusion: fusion threshold in bytes: up to so many are reduced together.
+        reduce: reduces values: signature, those of the ranks in rank order, size of the process set.
     """
 
-    def __init__(self, size: int, fusion: int) -> None:
-        self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
+    def __init__(self, size: int, fusion: int, reduce: Callable[[Signature, list[bytes], int], bytes]) -> None:
+        self._sets: dict[int, _Set] = {0: _Set(tuple(range(size)))}
         self._next_set = 1
         self._fusion = fusion
-        self._pending: dict[tuple[int, str], _Pending] = {}
-        self._ready: list[_Pending] = []
-        self._failed: Outgoing = []
+        self._reduce = reduce
+        # Operations with an id.
+        self._definitions: list[Definition] = []
+        self._ids: dict[tuple[int, Name | None], dict[Signature, int]] = {}
+        self._seen: dict[tuple[int, Name | None, Signature], None] = {}
+        #: What each rank has submitted by ids: a bit for each.
+        self._bits = [0] * size
+        #: Ids that are matched by name, because a rank has submitted the name in another way.
+        self._by_name = 0
+        #: Executed since the last ``stalled``, and when that first saw those that wait.
+        self._executed = 0
+        self._since: dict[int, float] = {}
+        #: Of process sets that have been removed.
+        self._removed = 0
+        # Operations that are matched by name, and all that are ready, in order.
+        self._pending: dict[tuple[int, Name], _Pending] = {}
+        self._ready: list[_Pending | tuple[int, int]] = []
+        self._steady: dict[tuple[int, int], Execute] = {}
+        self._outgoing: Outgoing = []
         #: Ranks that have joined, in order.
         self.joined: list[int] = []
+        self._rounds: dict[int, deque[tuple[int, int]]] = {}
         #: Why no operation can execute any more.
         self.shutdown_reason = ""
 
     # -------------------------------------------------------------------------------- from the ranks
-    def receive(self, rank: int, requests: Iterable[Request], now: float) -> None:
+    def submit(self, rank: int, message: Submit, now: float) -> None:
         """A rank has submitted operations."""
-        waiting, sets = self._pending, self.sets
-        for request in requests:
-            set_id, name, _signature, _ = request
-            if self.shutdown_reason or set_id not in sets:
-                why = self.shutdown_reason or f"process set {set_id} has been removed"
-                self._fail(request, (rank,), why)
-                continue
-            key = (set_id, name)
-            entry = waiting.get(key)
-            if entry is None:
-                entry = waiting[key] = _Pending(request, now)
-            entry.requests[rank] = request
-            if len(entry.requests) == len(sets[set_id]) or self.joined:
-                self._check(key, entry)
+        if self.shutdown_reason:
+            return
+        if message.cached:
+            self._submit_cached(rank, message.cached, now)
+        for id_, number, value in message.numbered:
+            set_id, name, signature = self._definitions[id_][1:]
+            self._submit_named(rank, set_id, number if name is None else name, signature, value, id_, now)
+        for set_id, name, signature, value in message.requests:
+            self._submit_named(rank, set_id, name, signature, value, -1, now)
 
-    def join(self, rank: int) -> None:
+    def join(self, rank: int, now: float) -> None:
         """A rank has no more data: it takes part in allreduces with zeros until all have joined."""
+        if self.shutdown_reason:
+            return
+        everybody = self._sets[0].ranks
+        if not self.joined:
+            self._outgoing.append((everybody, Joined()))
         self.joined.append(rank)
-        for key, entry in list(self._pending.items()):
-            self._check(key, entry)
+        # What it has submitted waits for the active ranks, by name: masks are compared between active ranks.
+        for id_ in _ids(self._bits[rank]):
+            _, set_id, name, signature = self._definitions[id_]
+            assert name is not None
+            entry = self._pending[set_id, name] = _Pending(set_id, name, signature, id_, now)
+            self._match_by_name(entry)
+        for set_id, log in self._rounds.items():
+            if log and rank in self._sets[set_id].ranks:
+                self._outgoing.append(((rank,), Rounds(set_id, log[0][0], tuple(reducer for _, reducer in log))))
+        for set_id, process_set in self._sets.items():
+            if rank in process_set.active:
+                process_set.activate(tuple(other for other in process_set.active if other != rank))
+                if process_set.active:
+                    self._match(set_id, process_set, process_set.ids)
+        for entry in list(self._pending.values()):
+            self._check(entry)
 
-    def rank_lost(self, rank: int, why: str) -> None:
-        """A rank is gone: all operations, pending and later, fail."""
+    def begin_rounds(self, message: Rounds) -> None:
+        """A rank has begun rounds of gradient reductions: those that have joined make them, too."""
+        process_set = self._sets.get(message.set_id)
+        if process_set is None:
+            return
+        log = self._rounds.setdefault(message.set_id, deque(maxlen=_HISTORY))
+        last = log[-1][0] if log else message.first - 1
+        new = [(at, reducer) for at, reducer in enumerate(message.reducers, message.first) if at > last]
+        if new:
+            log.extend(new)
+            ranks = [rank for rank in self.joined if rank in process_set.ranks]
+            self._outgoing.append((ranks, Rounds(message.set_id, new[0][0], tuple(reducer for _, reducer in new))))
+
+    def shutdown(self, reason: str, *, abort: bool = False) -> None:
+        """All operations, pending and later, fail on all ranks."""
         if not self.shutdown_reason:
-            self.shutdown_reason = f"rank {rank} {why}"
-            self.fail_all(self.shutdown_reason)
-
-    def fail_all(self, why: str) -> None:
-        """Fail all pending operations."""
-        for entry in self._pending.values():
-            self._fail(entry.first, tuple(entry.requests), why)
-        self._pending.clear()
+            self.shutdown_reason = reason
+            self._pending.clear()
+            self._ready.clear()
+            self._outgoing.append((self._sets[0].ranks, Shutdown(reason, abort)))
 
     # -------------------------------------------------------------------------------- to the ranks
-    def responses(self) -> Outgoing:
-        """The responses since the last call."""
-        outgoing, self._failed = self._failed, []
-        for entries in self._fused():
-            outgoing.append(self._respond(entries))
-        everybody = self.sets[0]
+    def outgoing(self) -> Outgoing:
+        """The messages since the last call."""
+        if self._ready:
+            self._execute()
+        outgoing, self._outgoing = self._outgoing, []
+        everybody = self._sets[0].ranks
         if self.joined and len(self.joined) == len(everybody):
-            outgoing.append((everybody, Response(0, (), (), number=self.joined[-1])))
+            outgoing.append((everybody, AllJoined(self.joined[-1])))
             self.joined = []
+            self._rounds.clear()
+            for process_set in self._sets.values():
+                process_set.activate(process_set.ranks)
         return outgoing
 
-    def stalled(self, now: float, seconds: float) -> list[tuple[str, float, list[int], list[int]]]:
-        """Operations that have been pending for at least so long: name, seconds, ranks that submitted it, missing
-        ranks.
-        """
+    def stalled(self, now: float) -> list[Stalled]:
+        """The operations that wait for ranks; call it about once a second."""
         found = []
-        for (set_id, name), entry in self._pending.items():
-            if now - entry.since >= seconds:
-                missing = [rank for rank in self.sets[set_id] if rank not in entry.requests]
-                found.append((_display_name(entry.first[2], name), now - entry.since, sorted(entry.requests), missing))
+        for entry in self._pending.values():
+            ranks = self._sets[entry.set_id].ranks
+            submitted = [rank for rank in ranks if entry.ranks >> rank & 1]
+            found.append(self._stalled(entry.set_id, entry.name, entry.signature, now - entry.since, submitted))
+        waiting = 0
+        for bits in self._bits:
+            waiting |= bits
+        kept, self._executed = waiting & ~self._executed, 0
+        self._since = {id_: self._since.get(id_, now) if kept >> id_ & 1 else now for id_ in _ids(waiting)}
+        for id_, since in self._since.items():
+            _, set_id, name, signature = self._definitions[id_]
+            submitted = [rank for rank in self._sets[set_id].ranks if self._bits[rank] >> id_ & 1]
+            found.append(self._stalled(set_id, name or "", signature, now - since, submitted))
         return found
 
-    # --------------------------------------------------------------------------------
-    def _check(self, key: tuple[int, str], entry: _Pending) -> None:
-        ranks = self.sets[key[0]]
-        absent = len(ranks) - len(entry.requests)
-        if absent and absent > sum(rank in ranks and rank not in entry.requests for rank in self.joined):
+    def _stalled(self, set_id: int, name: Name, signature: Signature, seconds: float, submitted: list[int]) -> Stalled:
+        missing = [rank for rank in self._sets[set_id].active if rank not in submitted]
+        return Stalled(display_name(signature, name), seconds, submitted, missing)
+
+    # -------------------------------------------------------------------------------- matching
+    def _submit_cached(self, rank: int, bits: int, now: float) -> None:
+        if bits >> len(self._definitions):
+            raise ValueError(f"rank {rank} has submitted an operation of an unknown id")
+        for id_ in _ids(bits & (self._by_name | self._removed)):
+            _, set_id, name, signature = self._definitions[id_]
+            assert name is not None
+            self._submit_named(rank, set_id, name, signature, b"", id_, now)
+        bits &= ~(self._by_name | self._removed)
+        if bits:
+            self._bits[rank] |= bits
+            for set_id, process_set in self._sets.items():
+                if bits & process_set.ids:
+                    self._match(set_id, process_set, bits & process_set.ids)
+
+    def _match(self, set_id: int, process_set: _Set, candidates: int) -> None:
+        """Execute those of some cached operations that all active ranks have submitted."""
+        bits = self._bits
+        # Mostly one rank lacks all of them: then one comparison is enough.
+        candidates &= bits[process_set.watched]
+        if not candidates:
             return
-        del self._pending[key]
-        error = self._mismatch(entry)
+        for rank in process_set.active:
+            candidates &= bits[rank]
+            if not candidates:
+                process_set.watched = rank
+                return
+        for rank in process_set.active:
+            bits[rank] &= ~candidates
+        self._executed |= candidates
+        if len(process_set.active) < len(process_set.ranks):
+            for id_ in _ids(candidates):
+                _, _, name, signature = self._definitions[id_]
+                if error := self._joined_error(process_set, signature):
+                    candidates &= ~(1 << id_)
+                    self._fail(process_set.active, set_id, name or "", signature, error)
+        if candidates:
+            self._ready.append((set_id, candidates))
+
+    def _submit_named(
+        self, rank: int, set_id: int, name: Name, signature: Signature, value: bytes, id_: int, now: float
+    ) -> None:
+        process_set = self._sets.get(set_id)
+        if process_set is None:
+            self._fail((rank,), set_id, name, signature, f"process set {set_id} has been removed")
+            return
+        entry = self._pending.get((set_id, name))
+        if entry is None:
+            entry = self._pending[set_id, name] = _Pending(set_id, name, signature, id_, now)
+            if (set_id, name) in self._ids:
+                self._match_by_name(entry)
+        self._add(entry, rank, signature, value)
+        self._check(entry)
+
+    def _match_by_name(self, entry: _Pending) -> None:
+        """Take what ranks have submitted by the ids of an operation, from now on, as submitted by its name."""
+        for signature, id_ in self._ids[entry.set_id, entry.name].items():
+            bit = 1 << id_
+            if self._by_name & bit:
+                continue
+            self._by_name |= bit
+            for rank in self._sets[entry.set_id].ranks:
+                if self._bits[rank] & bit:
+                    self._bits[rank] &= ~bit
+                    self._add(entry, rank, signature, b"")
+
+    def _add(self, entry: _Pending, rank: int, signature: Signature, value: bytes) -> None:
+        entry.ranks |= 1 << rank
+        if value:
+            entry.values[rank] = value
+        # NaN factors are not equal to themselves.
+        if signature is not entry.signature and signature != entry.signature and str(signature) != str(entry.signature):
+            entry.different[rank] = signature
+
+    def _check(self, entry: _Pending) -> None:
+        """Execute an operation if all active ranks have submitted it."""
+        process_set = self._sets[entry.set_id]
+        if process_set.mask & ~entry.ranks:
+            return
+        del self._pending[entry.set_id, entry.name]
+        error = ""
+        if entry.different:
+            ranks = [rank for rank in process_set.ranks if entry.ranks >> rank & 1]
+            error = _describe_mismatch({rank: entry.different.get(rank, entry.signature) for rank in ranks})
+        elif entry.ranks.bit_count() < len(process_set.ranks):
+            error = self._joined_error(process_set, entry.signature)
         if error:
-            self._fail(entry.first, tuple(entry.requests), error)
+            ranks = [rank for rank in process_set.ranks if entry.ranks >> rank & 1]
+            self._fail(ranks, entry.set_id, entry.name, entry.signature, error)
         else:
             self._ready.append(entry)
 
-    def _fail(self, request: Request, ranks: tuple[int, ...], why: str) -> None:
-        set_id, name, signature, _ = request
-        self._failed.append(
-            (ranks, Response(set_id, (name,), (signature,), error=f"{_display_name(signature, name)}: {why}"))
-        )
+    def _joined_error(self, process_set: _Set, signature: Signature) -> str:
+        if signature.kind == "allreduce" and signature.op != "adasum":
+            return ""
+        joined = [rank for rank in process_set.ranks if rank not in process_set.active]
+        hint = " (with sparse gradients: sparse_as_dense=True)" if signature.kind == "allgather" else ""
+        return f"{signature.kind} is not supported while ranks {format_ranks(joined)} have joined{hint}"
 
-    def _fused(self) -> list[list[_Pending]]:
+    def _fail(self, ranks: Sequence[int], set_id: int, name: Name, signature: Signature, why: str) -> None:
+        self._outgoing.append((ranks, Failed(set_id, name, f"{display_name(signature, name)}: {why}")))
+
+    # -------------------------------------------------------------------------------- execution
+    def _execute(self) -> None:
         ready, self._ready = self._ready, []
-        if len(ready) < 2:
-            return [[entry] for entry in ready]
-        groups: list[list[_Pending]] = []
-        open_groups: dict[object, tuple[list[_Pending], int]] = {}
-        known: dict[tuple[int, int], tuple[object, int]] = {}
-        for entry in ready:
-            set_id, _, signature, payload = entry.first
-            if payload:
-                groups.append([entry])
+        if len(ready) == 1 and not isinstance(ready[0], _Pending):  # a steady state
+            message = self._steady.get(ready[0])
+            if message is None:
+                if len(self._steady) >= 256:
+                    self._steady.clear()
+                message = self._steady[ready[0]] = self._fused(ready[0][0], self._expanded(ready))[0]
+            self._outgoing.append((self._sets[message.set_id].ranks, message))
+            return
+        together: list[_Pending] = []  # what may be fused
+        for entry in self._expanded(ready):
+            if together and together[0].set_id != entry.set_id:
+                self._send_fused(together)
+                together = []
+            if entry.signature.kind in ("add_process_set", "remove_process_set"):
+                self._send_fused(together)
+                together = []
+                self._change_process_sets(entry)
+            elif entry.signature.kind == "barrier" or self._has_all_values(entry):
+                self._complete(entry)
+            else:
+                together.append(entry)
+        self._send_fused(together)
+
+    def _expanded(self, ready: list[_Pending | tuple[int, int]]) -> Iterator[_Pending]:
+        for item in ready:
+            if isinstance(item, _Pending):
+                yield item
                 continue
-            # Equal signatures of one message are one object.
-            kind, nbytes = known.get((set_id, id(signature))) or known.setdefault(
-                (set_id, id(signature)), (_fusion_key(set_id, signature), tensor_bytes(signature))
-            )
-            if kind is None:
-                groups.append([entry])
-                continue
+            for id_ in _ids(item[1]):
+                _, set_id, name, signature = self._definitions[id_]
+                assert name is not None
+                yield _Pending(set_id, name, signature, id_, 0.0)
+
+    def _send_fused(self, entries: list[_Pending]) -> None:
+        if entries and entries[0].set_id in self._sets:
+            set_id = entries[0].set_id
+            self._outgoing += [(self._sets[set_id].ranks, message) for message in self._fused(set_id, iter(entries))]
+
+    def _fused(self, set_id: int, entries: Iterator[_Pending]) -> list[Execute]:
+        new: list[Definition] = []
+        groups: list[list[tuple[int, int]]] = []
+        open_groups: dict[object, tuple[list[tuple[int, int]], int]] = {}
+        for entry in entries:
+            operation = self._operation(entry, new)
+            kind, nbytes = _fusion_key(entry.signature), tensor_bytes(entry.signature)
             group, filled = open_groups.get(kind, ([], 0))
-            if not group or filled + nbytes > self._fusion:
+            if kind is None or not group or filled + nbytes > self._fusion:
                 group, filled = [], 0
                 groups.append(group)
-            group.append(entry)
-            open_groups[kind] = (group, filled + nbytes)
-        return groups
+            group.append(operation)
+            if kind is not None:
+                open_groups[kind] = (group, filled + nbytes)
+        return [Execute(set_id, tuple(map(tuple, groups)), tuple(new))]
 
-    def _respond(self, entries: list[_Pending]) -> tuple[tuple[int, ...], Response]:
-        set_id, _, signature, _ = entries[0].first
-        ranks = self.sets[set_id]
-        number = -1
+    def _operation(self, entry: _Pending, new: list[Definition]) -> tuple[int, int]:
+        """An operation's id and number; its definition goes to ``new`` if the ranks do not know it."""
+        set_id, signature = entry.set_id, entry.signature
+        number, name = (entry.name, None) if isinstance(entry.name, int) else (0, entry.name)
+        if entry.id >= 0:
+            return entry.id, number
+        known = self._ids.get((set_id, name), {})
+        id_ = known.get(signature, -1)
+        if id_ >= 0:
+            return id_, number
+        if (set_id, name, signature) not in self._seen:
+            if len(self._seen) >= _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
+            self._seen[set_id, name, signature] = None
+        elif len(self._definitions) < _MAX_IDS and (name is None or not known):
+            # It comes again, and always with this signature.
+            id_ = len(self._definitions)
+            self._definitions.append(Definition(id_, set_id, name, signature))
+            self._ids.setdefault((set_id, name), {})[signature] = id_
+            self._sets[set_id].ids |= 1 << id_
+        # Without an id it is executed this once, under its number.
+        new.append(Definition(id_, set_id, entry.name if id_ < 0 else name, signature))
+        return -len(new), number
+
+    def _has_all_values(self, entry: _Pending) -> bool:
+        return bool(entry.values) and entry.values.keys() >= {
+            rank for rank in self._sets[entry.set_id].ranks if entry.ranks >> rank & 1
+        }
+
+    def _complete(self, entry: _Pending) -> None:
+        ranks = self._sets[entry.set_id].ranks
+        value = b""
+        if entry.values:
+            value = self._reduce(entry.signature, [entry.values[rank] for rank in sorted(entry.values)], len(ranks))
+        new: list[Definition] = []
+        operation = self._operation(entry, new)
+        self._outgoing.append((ranks, Complete(entry.set_id, operation, value, tuple(new))))
+
+    def _change_process_sets(self, entry: _Pending) -> None:
+        everybody = self._sets[0].ranks
+        signature = entry.signature
         if signature.kind == "add_process_set":
             number, self._next_set = self._next_set, self._next_set + 1
-            self.sets[number] = signature.ranks
-        elif signature.kind == "remove_process_set":
-            self.sets.pop(signature.root, None)
-        requests = entries[0].requests
-        payloads = tuple(requests[rank][3] for rank in ranks if rank in requests)
-        if not all(payloads):
-            payloads = ()
-        names = tuple(entry.first[1] for entry in entries)
-        signatures = tuple(entry.first[2] for entry in entries) if self.joined else (signature,)
-        return ranks, Response(set_id, names, signatures, payloads, number=number)
-
-    def _mismatch(self, entry: _Pending) -> str:
-        set_id, _, first, _ = entry.first
-        requests = entry.requests
-        for request in requests.values():
-            if request[2] != first:
-                return _describe_mismatch({rank: request[2] for rank, request in requests.items()})
-        if len(requests) < len(self.sets[set_id]) and (first.kind != "allreduce" or first.op == "adasum"):
-            absent = [rank for rank in self.sets[set_id] if rank not in requests]
-            hint = " (with sparse gradients: sparse_as_dense=True)" if first.kind == "allgather" else ""
-            return f"{first.kind} is not supported while ranks {format_ranks(absent)} have joined{hint}"
-        return ""
+            self._sets[number] = _Set(signature.ranks)
+            self._outgoing.append((everybody, ProcessSetAdded(entry.name, number, signature.ranks)))
+            return
+        number = signature.root
+        removed = self._sets.get(number)
+        if removed is not None:
+            why = f"process set {number} has been removed"
+            for pending in [pending for pending in self._pending.values() if pending.set_id == number]:
+                del self._pending[number, pending.name]
+                ranks = [rank for rank in removed.ranks if pending.ranks >> rank & 1]
+                self._fail(ranks, number, pending.name, pending.signature, why)
+            for rank in removed.ranks:
+                for id_ in _ids(self._bits[rank] & removed.ids):
+                    definition = self._definitions[id_]
+                    self._fail((rank,), number, definition.name or "", definition.signature, why)
+                self._bits[rank] &= ~removed.ids
+            self._removed |= removed.ids
+            del self._sets[number]
+            self._rounds.pop(number, None)
+        self._outgoing.append((everybody, ProcessSetRemoved(entry.name, number)))
 
 
-def _fusion_key(set_id: int, signature: Signature) -> object:
+def _ids(bits: int) -> Iterator[int]:
+    """The positions of the bits that are set, ascending."""
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
+
+
+def _fusion_key(signature: Signature) -> object:
     """Equal for operations that may be fused; None for those that may not."""
     if signature.kind not in ("allreduce", "broadcast") or signature.op == "adasum" or len(set(signature.dtypes)) != 1:
         return None
     return (
-        set_id,
         signature.kind,
         signature.dtypes[0],
         signature.op,
@@ -265,9 +494,9 @@ _ASPECTS: dict[str, tuple[str, Callable[[Signature], object]]] = {
 }
 
 
-def _display_name(signature: Signature, name: str) -> str:
+def display_name(signature: Signature, name: Name) -> str:
     """An operation for a message: its name contains the kind, unless the user has given no name."""
-    return f"{signature.kind} without a name ({name})" if name.startswith("noname.") else name
+    return f"{signature.kind} without a name (number {name & 0xFFFFFFFF})" if isinstance(name, int) else name
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unidist.hvd.negotiation import Payload, Signature
+from unidist.hvd.messages import Name, Signature
 
 #: The id of the process set of all ranks.
 GLOBAL_SET = 0
@@ -19,37 +20,40 @@ class Operation:
     """One of Horovod's operations on this rank, from its submission to its result.
 
     Args:
-        name: unique among the pending operations of the process set.
+        name: unique among the pending operations of the process set; a number for one without a name.
         signature: what is the same on all ranks.
         inputs: this rank's tensors.
         outputs: where results of the inputs' shapes go; None where outputs are allocated when their shapes are known.
-        payload: what differs between the ranks.
+        value: the numbers of a small tensor, if they are sent with the request.
+        splits: of ``alltoall``: the rows for each rank.
         set_id: the process set.
         to_result: makes of what was computed what ``synchronize`` returns.
         result: what ``synchronize`` returns, where it is known before.
     """
 
     __slots__ = (
-        "_done_lock", "done", "error", "inputs", "inputs_ready", "name", "outputs", "payload", "result", "set_id",
-        "signature", "to_result",
+        "_done_lock", "done", "error", "inputs", "inputs_ready", "name", "outputs", "result", "set_id",
+        "signature", "splits", "to_result", "value",
     )  # fmt: skip
 
     def __init__(
         self,
-        name: str,
+        name: Name,
         signature: Signature,
         inputs: Sequence[Tensor] = (),
         outputs: Sequence[Tensor] | None = None,
-        payload: Payload = (),
+        value: bytes = b"",
         set_id: int = GLOBAL_SET,
         to_result: Callable[[Any], Any] | None = None,
         result: Any = None,
+        splits: tuple[int, ...] = (),
     ) -> None:
         self.name = name
         self.signature = signature
         self.inputs = inputs
         self.outputs = outputs
-        self.payload = payload
+        self.value = value
+        self.splits = splits
         self.set_id = set_id
         self.to_result = to_result
         self.result = result
@@ -64,11 +68,14 @@ class Operation:
         self._done_lock.acquire()
 
     def finish(self, result: Any = None, error: Exception | None = None) -> None:
-        """Wake up those who wait, with what was computed or with an error."""
+        """Wake up those who wait, with what was computed or with an error. No-op for one that is done."""
+        if self.done:
+            return
         if result is not None:
             self.result = result
         self.error, self.done = error, True
-        self._done_lock.release()
+        with suppress(RuntimeError):  # another thread has finished it at the same time
+            self._done_lock.release()
 
     def wait(self) -> Any:
         """Wait for the result."""

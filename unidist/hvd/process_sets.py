@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from unidist import context
-from unidist.hvd.negotiation import Signature
+from unidist.hvd.messages import Signature
 from unidist.hvd.operation import GLOBAL_SET, Operation
 from unidist.hvd.session import ProcessSetGroups, current_session
 

@@ -1,7 +1,8 @@
 """Gradient reductions after ``join()``.
 
 Gradients are reduced in a fixed order, without negotiation. One reduction of all gradients of an optimizer is a round.
-Once a rank has joined, the others announce each round that they begin, and the joined rank takes part in it with zeros.
+The rounds of a process set begin in one order on all its ranks. Once a rank has joined, the others announce those that
+they begin, and the joined rank takes part in them with zeros.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-#: More rounds than one rank can be ahead of another.
-_HISTORY = 1000
+from unidist.hvd.messages import Rounds
+
+#: Rounds of a process set that are kept: more than one rank can be ahead of another.
+_HISTORY = 8
 
 
 class ReducerId(NamedTuple):
@@ -25,19 +28,20 @@ class ReducerId(NamedTuple):
     number: int
 
 
-class Round(NamedTuple):
-    """A round that has begun."""
-
-    reducer: ReducerId
-    #: From 1.
-    number: int
-
-
 class JoinableReducer(Protocol):
     """Reduces the gradients of one optimizer."""
 
     def reduce_zeros(self) -> None:
         """One whole round, with zeros in place of this rank's gradients. Collective."""
+
+
+class _SetRounds:
+    """The rounds that this rank has begun in a process set."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        #: The reducers of the last ones.
+        self.last: deque[int] = deque(maxlen=_HISTORY)
 
 
 class GradientRounds:
@@ -47,22 +51,21 @@ class GradientRounds:
         send: sends rounds that have begun to the ranks that have joined.
     """
 
-    def __init__(self, send: Callable[[tuple[Round, ...]], None]) -> None:
+    def __init__(self, send: Callable[[Rounds], None]) -> None:
         self._send = send
         self._lock = threading.Lock()
         self._reducers: dict[ReducerId, weakref.ref[JoinableReducer]] = {}
-        self._counts: dict[ReducerId, int] = {}
-        self._history: deque[Round] = deque(maxlen=_HISTORY)
+        self._begun: dict[int, _SetRounds] = {}
         self._announcing = False
         #: For ``wait_for_join``: rounds of other ranks; the last rank to join; or why not all will.
-        self._inbox: queue.SimpleQueue[tuple[Round, ...] | int | Exception] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Rounds | int | Exception] = queue.SimpleQueue()
 
     def add(self, reducer: JoinableReducer, set_id: int) -> ReducerId:
         """The id of a new reducer: the same on every rank that makes its optimizers in the same order."""
         with self._lock:
             key = ReducerId(set_id, sum(known.set_id == set_id for known in self._reducers))
             self._reducers[key] = weakref.ref(reducer)
-            self._counts[key] = 0
+            self._begun.setdefault(set_id, _SetRounds())
             return key
 
     def is_only_reducer(self, key: ReducerId) -> bool:
@@ -74,22 +77,23 @@ class GradientRounds:
     def begin(self, key: ReducerId) -> None:
         """This rank begins a round; called before its first collective."""
         with self._lock:
-            self._counts[key] += 1
-            begun = Round(key, self._counts[key])
-            self._history.append(begun)
+            begun = self._begun[key.set_id]
+            begun.count += 1
+            begun.last.append(key.number)
             if self._announcing:
-                self._send((begun,))
+                self._send(Rounds(key.set_id, begun.count, (key.number,)))
 
     def announce(self) -> None:
-        """A rank has joined: announce each round from now on, and those before, which it may have missed."""
+        """A rank has joined: announce each round from now on, and the last ones, which it may have missed."""
         with self._lock:
             self._announcing = True
-            if self._history:
-                self._send(tuple(self._history))
+            for set_id, begun in self._begun.items():
+                if begun.last:
+                    self._send(Rounds(set_id, begun.count - len(begun.last) + 1, tuple(begun.last)))
 
-    def receive(self, begun: tuple[Round, ...]) -> None:
+    def receive(self, rounds: Rounds) -> None:
         """Another rank has begun rounds."""
-        self._inbox.put(begun)
+        self._inbox.put(rounds)
 
     def all_joined(self, last: int) -> None:
         """Rank ``last`` was the last to join."""
@@ -109,7 +113,11 @@ class GradientRounds:
                 return item
             if isinstance(item, Exception):
                 raise item
-            for key, number in item:
-                reducer = self._reducers[key]() if key in self._reducers else None
-                while reducer is not None and self._counts[key] < number:
-                    reducer.reduce_zeros()
+            for position, number in enumerate(item.reducers, item.first):
+                begun = self._begun.get(item.set_id)
+                if begun is not None and position > begun.count:
+                    key = ReducerId(item.set_id, number)
+                    reducer = self._reducers[key]() if key in self._reducers else None
+                    if reducer is not None:
+                        reducer.reduce_zeros()
+                    begun.count = position  # also of a reducer that this rank has dropped

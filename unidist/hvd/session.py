@@ -1,16 +1,19 @@
-"""The operations of one ``hvd.init()``: what is pending on this rank, and the execution of what the coordinator
-responds.
+"""The operations of one ``hvd.init()``: what is pending on this rank, and the execution of what the coordinator says.
+
+Three threads: that of the caller, which submits and waits; the control thread, which sends and receives; the executor,
+which makes the collective calls.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import threading
-import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,16 +21,35 @@ from unidist import context, knobs
 from unidist.backends.base import Backend, Group
 from unidist.hvd import execution
 from unidist.hvd.common.exceptions import HorovodInternalError
-from unidist.hvd.control import ControlChannel, Join, JoinFailed, Leave, Rounds, StallTimeouts, open_channel
-from unidist.hvd.negotiation import Coordinator, Request, Response, Signature
+from unidist.hvd.control import ControlOptions, StallTimeouts, open_control
+from unidist.hvd.messages import (
+    AllJoined,
+    Complete,
+    Execute,
+    Failed,
+    Join,
+    Joined,
+    Name,
+    ProcessSetAdded,
+    ProcessSetRemoved,
+    Request,
+    Rounds,
+    Shutdown,
+    Signature,
+    Submit,
+)
+from unidist.hvd.negotiation import Coordinator, display_name
 from unidist.hvd.operation import GLOBAL_SET, Operation
-from unidist.hvd.rounds import GradientRounds, Round
+from unidist.hvd.response_cache import ResponseCache
+from unidist.hvd.rounds import GradientRounds
 from unidist.hvd.timeline import Timeline
 
-#: How long the executor thread pauses after a waiting thread has done its work, before it looks for work again.
-_PAUSE_S = 1e-3
 #: How long a session that closes waits for the operation that is being executed.
 _CLOSE_TIMEOUT_S = 5.0
+#: Seconds without a sign of life after which a rank is lost, unless ``init`` has a timeout.
+_DEADLINE_S = 30.0
+#: Numbers of operations without a name, between two joins.
+_NUMBERS = 2**32
 
 
 class ProcessSetGroups:
@@ -43,59 +65,62 @@ class ProcessSetGroups:
         )
 
 
+class _Task(NamedTuple):
+    """Operations that execute together: the signature of each, and this rank's, None if it has joined."""
+
+    set_id: int
+    signatures: tuple[Signature, ...]
+    operations: list[Operation | None]
+
+
 class Session:
     """Everything between ``init`` and ``shutdown``.
 
     Args:
         backend: the running backend.
         fusion: fusion threshold in bytes.
-        cycle: seconds in which operations are collected before their requests are sent, unless a caller waits for one.
-        stall: timeouts of operations that not all ranks submit.
+        options: settings of the control plane.
         timeline: where operations are recorded.
     """
 
-    def __init__(self, backend: Backend, fusion: int, cycle: float, stall: StallTimeouts, timeline: Timeline) -> None:
+    def __init__(self, backend: Backend, fusion: int, options: ControlOptions, timeline: Timeline) -> None:
         self.backend = backend
         self.topology = backend.topology
-        self.process = os.getpid()
+        self.pid = os.getpid()
         self.timeline = timeline
-        self._cycle = cycle
-        self.rounds = GradientRounds(self._send_rounds)
         size = self.topology.world_size
         self.process_sets: dict[int, ProcessSetGroups] = {GLOBAL_SET: ProcessSetGroups(backend, tuple(range(size)))}
-        self._control: ControlChannel = open_channel(backend, Coordinator(size, fusion), stall)
-        self._lock = threading.Lock()
-        self._pending: dict[tuple[int, str], Operation] = {}
-        #: Requests that have not been sent.
-        self._outbox: list[Request] = []
-        #: Signatures in use: equal ones are one object, which is pickled once in a batch.
+        #: Signatures in use: equal ones are one object.
         self.signatures: dict[Hashable, Signature] = {}
-        self._sending = threading.Lock()
-        self._wakeup = threading.Event()
+        #: Operations that have been submitted, and not sent; that have been sent, and not executed; and those that are
+        #: being executed. A caller writes to the first only, by calls that no signal handler can interrupt.
+        self._submitted: dict[tuple[int, Name], Operation] = {}
+        self._pending: dict[tuple[int, Name], Operation] = {}
+        self._executing: Sequence[Operation | None] = ()
+        self._cache = ResponseCache()
         self._handles: dict[int, Operation] = {}
         self._next_handle = count(1)
         self._unnamed: dict[int, count[int]] = {}
         self._joins = 0
-        #: Held by the thread that receives and executes responses.
-        self._receiving = threading.Lock()
-        #: Whether that thread waits for an operation, and how often one has done so.
-        self._waiter_receives = False
-        self._waiters = 0
         #: Why no operation can be submitted any more.
         self._closed = ""
-        self._executor = threading.Thread(target=self._execute_in_background, name="unidist-hvd", daemon=True)
+        #: Why this rank waits for no collective call any more.
+        self.lost = ""
+        self._last = ""
+        self._tasks: queue.SimpleQueue[_Task | ProcessSetAdded | ProcessSetRemoved | None] = queue.SimpleQueue()
+        self._executor = threading.Thread(target=self._execute_all, name="unidist-hvd", daemon=True)
+        self._control = open_control(backend, self, Coordinator(size, fusion, execution.reduce_values), options)
+        self.rounds = GradientRounds(self._control.post)
         self._executor.start()
-        self._sender = threading.Thread(target=self._send_in_background, name="unidist-hvd-sender", daemon=True)
-        self._sender.start()
+        self._control.start()
 
     # -------------------------------------------------------------------------------- for the calls
-    def next_name(self, set_id: int) -> str:
-        """The name of an operation without one: equal on all ranks that submit such operations in the same order.
+    def next_name(self, set_id: int) -> int:
+        """The number of an operation without a name: equal on all ranks that submit such operations in one order.
 
         All ranks count anew after a join, before which some have submitted more than others.
         """
-        with self._lock:
-            return f"noname.{self._joins}.{next(self._unnamed.setdefault(set_id, count()))}"
+        return self._joins * _NUMBERS + next(self._unnamed.setdefault(set_id, count()))
 
     def submit(self, operation: Operation, *, send_now: bool = False) -> int:
         """Begin the negotiation; a handle for ``wait``.
@@ -103,27 +128,24 @@ class Session:
         Args:
             operation: a new one.
             send_now: whether the caller is about to wait.
+
+        Raises:
+            HorovodInternalError: no operation can execute any more.
+            ValueError: an operation of that name is pending.
         """
-        key = (operation.set_id, operation.name)
-        with self._lock:
-            if self._closed:
-                raise HorovodInternalError(self._closed)
-            if key in self._pending:
-                raise ValueError(
-                    f"{operation.name} is pending already: an operation of that name has been submitted and is not "
-                    "done. Give each operation that runs at the same time a name of its own."
-                )
-            self._pending[key] = operation
-            handle = next(self._next_handle)
-            self._handles[handle] = operation
-            first = not self._outbox
-            self._outbox.append((operation.set_id, operation.name, operation.signature, operation.payload))
+        if self._closed:
+            raise self._closed_error(operation)
+        handle = next(self._next_handle)
+        self._handles[handle] = operation
         if self.timeline.on:
-            self.timeline.begin(operation.name, f"NEGOTIATE_{operation.signature.kind.upper()}")
-        if send_now:
-            self._send_requests()
-        elif first:
-            self._wakeup.set()
+            self.timeline.begin(_row(operation), f"NEGOTIATE_{operation.signature.kind.upper()}")
+        key = (operation.set_id, operation.name)
+        if key in self._pending or self._submitted.setdefault(key, operation) is not operation:
+            del self._handles[handle]
+            raise _already_pending(operation)
+        if self._closed:  # in the meantime
+            self._fail_pending()
+        self._control.wake(urgent=send_now)
         return handle
 
     def wait(self, handle: int) -> Any:
@@ -131,22 +153,13 @@ class Session:
         operation = self._handles.get(handle)
         if operation is None:
             return None
-        if self._outbox and not operation.done:
-            self._send_requests()
+        if not operation.done and self._submitted:
+            self._control.wake(urgent=True)
         try:
-            # The waiting thread itself receives and executes: to wake up another one would take longer.
-            if not operation.done and self._receiving.acquire(blocking=False):
-                try:
-                    self._waiter_receives = True
-                    while not operation.done:
-                        self._process_messages()
-                finally:
-                    self._waiters += 1
-                    self._waiter_receives = False
-                    self._receiving.release()
             return operation.wait()
         finally:
-            self._handles.pop(handle, None)
+            if operation.done:  # else this thread was interrupted, and may wait again
+                self._handles.pop(handle, None)
 
     def run(self, operation: Operation) -> Any:
         """``submit`` and ``wait``."""
@@ -161,139 +174,187 @@ class Session:
 
     def join(self) -> int:
         """Take part in the others' allreduces with zeros until all have joined; the last rank to join."""
-        self._send_requests()
-        self._send([Join()])
+        if self._closed:
+            raise HorovodInternalError(f"join: {self._closed}")
+        self._control.post(Join())
         return self.rounds.wait_for_join()
 
     def close(self) -> None:
         """Shut down. Pending operations fail, here and on the other ranks."""
-        with suppress(OSError):
-            self._send_requests()
-            self._control.send([Leave()])
-        self._fail_pending("Horovod has been shut down")
         self._control.close()
+        self._close("Horovod has been shut down")
         # The backend must not end during an operation.
         self._executor.join(_CLOSE_TIMEOUT_S)
         self.timeline.close()
 
-    # -------------------------------------------------------------------------------- to rank 0
-    def _send_rounds(self, begun: tuple[Round, ...]) -> None:
-        with suppress(OSError):
-            self._control.send([Rounds(begun)])
+    # -------------------------------------------------------------------------------- for the control thread
+    def count_submitted(self) -> int:
+        """How many operations have been submitted since the last call of ``take_submitted``."""
+        return len(self._submitted)
 
-    def _send(self, batch: Sequence[Any]) -> None:
-        try:
-            self._control.send(batch)
-        except OSError as error:
-            self._fail_pending(f"rank 0 is gone ({error})")
+    def take_submitted(self) -> Submit | None:
+        """These operations."""
+        if not self._submitted or self._closed:
+            return None
+        requests = []
+        for key in list(self._submitted):
+            operation = self._submitted[key]
+            # At any time it is in one of the two.
+            other = self._pending.setdefault(key, operation)
+            del self._submitted[key]
+            if other is operation:
+                requests.append(Request(*key, operation.signature, operation.value))
+            else:
+                operation.finish(error=_already_pending(operation))
+        return self._cache.submit(requests)
 
-    def _send_requests(self) -> None:
-        with self._sending:
-            with self._lock:
-                requests, self._outbox = self._outbox, []
-            if requests:
-                self._send(requests)
-
-    def _send_in_background(self) -> None:
-        while True:
-            self._wakeup.wait()
-            self._wakeup.clear()
-            if self._closed:
-                return
-            # What is submitted in one cycle goes in one batch.
-            time.sleep(self._cycle)
-            self._send_requests()
-
-    # -------------------------------------------------------------------------------- from rank 0
-    def _execute_in_background(self) -> None:
-        """Receive and execute while no caller waits."""
-        seen = 0
-        while not self._closed:
-            if self._waiter_receives or seen != self._waiters:
-                # Two threads that wake up for each message would delay each other.
-                seen = self._waiters
-                time.sleep(_PAUSE_S)
-            elif self._control.poll(None):
-                with self._receiving:
-                    if not self._waiter_receives and self._control.poll(0):
-                        self._process_messages()
-
-    def _process_messages(self) -> None:
-        """Receive one batch, and do what it says."""
-        try:
-            batch = self._control.receive()
-        except (EOFError, OSError):
-            self._fail_pending("rank 0 is gone: it has ended, or shut Horovod down")
-            return
-        if self.timeline.on:
-            self.timeline.cycle()
-        for message in batch:
-            if isinstance(message, Response):
-                if message.names:
-                    self._execute(message)
-                else:
-                    self._all_joined(message.number)
-            elif isinstance(message, Join):
-                self.rounds.announce()
-            elif isinstance(message, Rounds):
-                self.rounds.receive(message.begun)
-            elif isinstance(message, JoinFailed):
-                self.rounds.fail(HorovodInternalError(f"join: {message.reason}"))
-
-    def _all_joined(self, last: int) -> None:
-        with self._lock:
+    def process(self, message: Any) -> None:
+        """Do what the coordinator says."""
+        if isinstance(message, Execute):
+            if self.timeline.on:
+                self.timeline.cycle()
+            for group in self._cache.groups(message):
+                operations = [self._take_pending(message.set_id, name) for name, _ in group]
+                self._tasks.put(_Task(message.set_id, tuple(signature for _, signature in group), operations))
+        elif isinstance(message, Complete):
+            (((name, _),),) = self._cache.groups(message)
+            operation = self._take_pending(message.set_id, name)
+            if operation is not None:
+                with self._recorded([_row(operation)], operation.signature.kind):
+                    if message.value:
+                        execution.write_value(operation, message.value)
+                operation.finish()
+        elif isinstance(message, Failed):
+            operation = self._take_pending(message.set_id, message.name)
+            if operation is not None:
+                operation.finish(error=HorovodInternalError(message.reason))
+        elif isinstance(message, (ProcessSetAdded, ProcessSetRemoved)):
+            self._tasks.put(message)
+        elif isinstance(message, Joined):
+            self.rounds.announce()
+        elif isinstance(message, Rounds):
+            self.rounds.receive(message)
+        elif isinstance(message, AllJoined):
             self._joins += 1
             self._unnamed.pop(GLOBAL_SET, None)
-        self.rounds.all_joined(last)
+            self.rounds.all_joined(message.last)
+        elif isinstance(message, Shutdown):
+            if message.abort:
+                self.lost = self.lost or message.reason
+            self._close(message.reason)
+            if message.abort:
+                self.backend.abort()
 
-    def _execute(self, response: Response) -> None:
-        with self._lock:
-            operations = [self._pending.pop((response.set_id, name), None) for name in response.names]
-        if response.error:
-            _fail(operations, HorovodInternalError(response.error))
-            return
-        signature = response.signatures[0]
-        if self.timeline.on:
-            for name in response.names:
-                self.timeline.end(name)
-                self.timeline.begin(name, signature.kind.upper())
-        try:
-            if signature.kind in ("add_process_set", "remove_process_set"):
-                results: Sequence[Any] = [self._change_process_sets(response)]
+    def activity(self) -> str:
+        """What this rank is doing, for the others' messages."""
+        executing = next((each for each in self._executing if each is not None), None)
+        if executing is not None:
+            return f"in {_row(executing)}"
+        waiting = next(iter(self._pending.values()), None)
+        if waiting is not None:
+            return f"waiting for other ranks in {_row(waiting)}"
+        return f"after {self._last}" if self._last else ""
+
+    def _take_pending(self, set_id: int, name: Name) -> Operation | None:
+        operation = self._pending.pop((set_id, name), None)
+        if operation is not None:
+            self._last = _row(operation)
+            if self.timeline.on:
+                self.timeline.end(self._last)
+        return operation
+
+    def _close(self, why: str) -> None:
+        """Fail all operations, and those to come."""
+        self._closed = self._closed or why
+        self._fail_pending()
+        self.rounds.fail(HorovodInternalError(f"join: {self._closed}"))
+        self._tasks.put(None)
+
+    def _fail_pending(self) -> None:
+        for operations in (self._submitted, self._pending):
+            with suppress(KeyError):  # empty
+                while True:
+                    _, operation = operations.popitem()
+                    operation.finish(error=self._closed_error(operation))
+        if self.lost:
+            for executing in self._executing:
+                if executing is not None:
+                    executing.finish(error=self._closed_error(executing))
+
+    def _closed_error(self, operation: Operation) -> HorovodInternalError:
+        return HorovodInternalError(f"{_row(operation)}: {self._closed}: no operation can begin any more.")
+
+    # -------------------------------------------------------------------------------- the executor
+    def _execute_all(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if isinstance(task, (ProcessSetAdded, ProcessSetRemoved)):
+                operation = self._take_pending(GLOBAL_SET, task.name)
+                self._finish([operation], "process_set", partial(self._change_process_sets, task))
+                del operation
             else:
-                group = self.process_sets[response.set_id].operations
-                with _modes_of_submission(operations), _in_stream_order(signature, operations):
-                    results = execution.EXECUTE[signature.kind](self.backend, group, response, operations)
+                self._finish(task.operations, task.signatures[0].kind, partial(self._execute, task))
+            del task  # its tensors must not be kept until there is another one
+        while not self._tasks.empty():
+            task = self._tasks.get()
+            for operation in task.operations if isinstance(task, _Task) else ():
+                if operation is not None:
+                    operation.finish(error=self._closed_error(operation))
+
+    def _finish(self, operations: Sequence[Operation | None], kind: str, execute: Callable[[], Sequence[Any]]) -> None:
+        rows = [_row(operation) for operation in operations if operation is not None]
+        self._executing = operations
+        try:
+            with self._recorded(rows, kind):
+                results = execute()
         except Exception as error:
-            _fail(operations, HorovodInternalError(f"{', '.join(response.names[:3])}: {error}"))
+            reason = f"{', '.join(rows[:3])}: {self.lost or error}"
+            for operation in operations:
+                if operation is not None:
+                    operation.finish(error=HorovodInternalError(reason))
             return
         finally:
-            if self.timeline.on:
-                for name in response.names:
-                    self.timeline.end(name)
+            self._executing = ()
         for operation, result in zip(operations, results):
             if operation is not None:
                 operation.finish(result)
 
-    def _change_process_sets(self, response: Response) -> int | None:
-        signature = response.signatures[0]
-        if signature.kind == "add_process_set":
-            self.process_sets[response.number] = ProcessSetGroups(self.backend, signature.ranks)
-            return response.number
-        removed = self.process_sets.pop(signature.root, None)
+    @contextmanager
+    def _recorded(self, rows: Sequence[str], kind: str) -> Iterator[None]:
+        on = self.timeline.on
+        for row in rows if on else ():
+            self.timeline.begin(row, kind.upper())
+        try:
+            yield
+        finally:
+            for row in rows if on else ():
+                self.timeline.end(row)
+
+    def _execute(self, task: _Task) -> Sequence[Any]:
+        kind, group = task.signatures[0].kind, self.process_sets[task.set_id].operations
+        with _modes_of_submission(task.operations), _in_stream_order(task.signatures[0], task.operations):
+            return execution.EXECUTE[kind](self.backend, group, task.signatures, task.operations)
+
+    def _change_process_sets(self, change: ProcessSetAdded | ProcessSetRemoved) -> list[int | None]:
+        if isinstance(change, ProcessSetAdded):
+            self.process_sets[change.set_id] = ProcessSetGroups(self.backend, change.ranks)
+            return [change.set_id]
+        removed = self.process_sets.pop(change.set_id, None)
         if removed is not None and removed.included:
             self.backend.drop_group(removed.operations)
             self.backend.drop_group(removed.gradients)
-        return None
+        return [None]
 
-    def _fail_pending(self, why: str) -> None:
-        with self._lock:
-            self._closed = self._closed or f"{why}: no operation can begin any more."
-            pending = list(self._pending.values())
-            self._pending.clear()
-        _fail(pending, HorovodInternalError(self._closed))
-        self.rounds.fail(HorovodInternalError(self._closed))
-        self._wakeup.set()
+
+def _row(operation: Operation) -> str:
+    """An operation for messages, and its row of the timeline."""
+    return display_name(operation.signature, operation.name)
+
+
+def _already_pending(operation: Operation) -> ValueError:
+    return ValueError(
+        f"{_row(operation)} is pending already: an operation of that name has been submitted and is not done. Give "
+        "each operation that runs at the same time a name of its own."
+    )
 
 
 @contextmanager
@@ -334,12 +395,6 @@ def _in_stream_order(signature: Signature, operations: Sequence[Operation | None
         stream.synchronize()
 
 
-def _fail(operations: Sequence[Operation | None], error: Exception) -> None:
-    for operation in operations:
-        if operation is not None:
-            operation.finish(error=error)
-
-
 _session: Session | None = None
 #: Of this process, on rank 0; it may be started and stopped at any time.
 timeline = Timeline()
@@ -369,14 +424,16 @@ def open_session() -> None:
         raise not_initialized()
     close_session()
     env = os.environ
+    timeout = context.timeout()
+    seconds = None if timeout is None else timeout.total_seconds()
     warn = knobs.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60)
     stall = StallTimeouts(
         0.0 if knobs.horovod_flag(env, "HOROVOD_STALL_CHECK_DISABLE") else warn,
-        knobs.horovod_number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0),
+        knobs.horovod_number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", seconds or 0),
     )
     fusion = knobs.horovod_number(env, "HOROVOD_FUSION_THRESHOLD", 64 * 2**20, whole=True)
     cycle = knobs.horovod_number(env, "HOROVOD_CYCLE_TIME", 1) / 1000
-    _session = Session(context.current(), fusion, cycle, stall, timeline)
+    _session = Session(context.current(), fusion, ControlOptions(cycle, stall, seconds or _DEADLINE_S), timeline)
     # DYNAMIC means: at start_timeline(), which is always possible here.
     if _session.topology.rank == 0 and (path := env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
         timeline.open(path, knobs.horovod_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
@@ -388,7 +445,7 @@ def close_session() -> None:
     global _session
     ended, _session = _session, None
     # A forked child is not a rank: it leaves its parent's connections alone.
-    if ended is not None and ended.process == os.getpid():
+    if ended is not None and ended.pid == os.getpid():
         ended.close()
 
 
