@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.worlds import PYTHON, ROOT, environment, run_world, shown
-from unidist.bench import machine, memory, startup
+from unidist.bench import control, machine, memory, startup
 from unidist.bench.collectives import bus_factor, size_name
 from unidist.bench.measure import Case
 from unidist.bench.report import amount, plot, tables
@@ -76,6 +76,19 @@ def test_the_drop_in_beside_horovod(tmp_path: Path) -> None:
     assert {"many small layers", "allreduce 4 B", "1000 named allreduces"} <= {case["name"] for case in found}
 
 
+def test_the_coordinator_with_simulated_ranks(tmp_path: Path) -> None:
+    data = tmp_path / "control.json"
+    done = bench("control", "--ranks", "4,33", "--rounds", "4", "--json", str(data))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = cases(data)
+    assert {case["world"] for case in found} == {"4 ranks", "33 ranks"}
+    assert {case["name"] for case in found} == {*control.ROWS, "join, one after another"}
+    sent = {case["world"]: case["samples"]["unidist"][0] for case in found if case["unit"] == "B"}
+    assert sent["33 ranks"] < 10 * 33 / 4 * sent["4 ranks"]  # in proportion to the ranks, not to their cube
+    assert bench("step", "--ranks", "2,3").returncode != 0
+    assert "is not a list of numbers" in bench("control", "--ranks", "1").stderr
+
+
 def test_inside_a_world(tmp_path: Path) -> None:
     data = tmp_path / "here.json"
     argv = ["-m", "unidist", "bench", "collectives", "loader", "--quick", "--rounds", "1", "--json", str(data)]
@@ -107,7 +120,7 @@ def test_startup(launcher: str, backend: str) -> None:
 
 def test_memory_holds_one_copy_of_the_gradients() -> None:
     """Bytes, not seconds: this may be held by a test. 5 % is what docs/performance.md promises."""
-    found = list(memory.cases(1, quick=True, ranks=None, backends=("gloo", "horovod")))
+    found = list(memory.cases(1, quick=True, ranks=(), backends=("gloo", "horovod")))
     for case in found:
         shown.setdefault("bench", []).append(
             f"memory, {case.name}: " + ", ".join(f"{n} {v[0] / 2**20:.0f} MiB" for n, v in case.samples.items())

@@ -12,7 +12,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,9 @@ LAUNCHERS_OF = {"gloo": ("torchrun", "horovodrun"), "mpi": ("openmpi", "openmpi"
 MANY = 1000
 
 
-def cases(rounds: int, quick: bool, ranks: int | None, backends: Collection[str]) -> Iterator[Case]:
+def cases(rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[str]) -> Iterator[Case]:
     """A training step of each model, a blocking allreduce of 4 bytes, and many named ones in random order."""
-    size = ranks or 2
+    size = ranks[0] if ranks else 2
     for backend, (launcher, horovods) in LAUNCHERS_OF.items():
         if backend not in backends or unavailable(launcher, backend, size) or unavailable(horovods, "horovod", size):
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import psutil
 import torch
@@ -24,15 +24,15 @@ CONTENDERS = {"gloo": ("torchrun", ["DDP", "DDP bucket view"]), "horovod": ("hor
 WIDTH, LAYERS = 2048, 12
 
 
-def cases(rounds: int, quick: bool, ranks: int | None, backends: Collection[str]) -> Iterator[Case]:
+def cases(rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[str]) -> Iterator[Case]:
     """Growth of a rank's resident memory while it trains a model of 192 MiB with momentum."""
     ddp: list[float] = []
+    size = ranks[0] if ranks else 2
     for backend, (launcher, raw) in CONTENDERS.items():
-        if backend not in backends or unavailable(launcher, backend, ranks or 2):
+        if backend not in backends or unavailable(launcher, backend, size):
             continue
         samples = {
-            name: [_peak(launcher, backend, name, ranks or 2) for _ in range(1 if quick else rounds)]
-            for name in [OURS, *raw]
+            name: [_peak(launcher, backend, name, size) for _ in range(1 if quick else rounds)] for name in [OURS, *raw]
         }
         if ddp := samples.get("DDP", ddp):
             samples["DDP"] = ddp

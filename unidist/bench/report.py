@@ -19,6 +19,7 @@ SUBJECTS = {
     "hvd": "one training step, one call, all of the operations",
     "metric": "the mean over the ranks",
     "loader": "iterating over a rank's shard",
+    "control": "CPU time of rank 0 with simulated ranks, and bytes that it sends",
     "startup": "raw: import torch.distributed; torchrun + init_process_group; horovodrun + hvd.init",
     "memory": "growth of the largest rank's resident memory",
 }

@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from unidist.bench.measure import OURS, Case
 from unidist.launchers.table import unavailable
@@ -29,11 +29,11 @@ RAW = {"gloo": ("torchrun", "raw-torch"), "horovod": ("horovodrun", "raw-horovod
 HERE = "worlds of its own"
 
 
-def cases(rounds: int, quick: bool, ranks: int | None, backends: Collection[str]) -> Iterator[Case]:
+def cases(rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[str]) -> Iterator[Case]:
     """The import, then each launcher and backend by number of ranks: ``ranks``, or how it grows."""
     yield Case("startup", HERE, "import", _imports(2 * rounds))
-    pairs = [pair for pair in PAIRS if pair[1] in backends and not unavailable(*pair, ranks or 2)]
-    for size in (ranks,) if ranks else (2, 4) if quick else (2, 4, 8, 16):
+    pairs = [pair for pair in PAIRS if pair[1] in backends and not unavailable(*pair, max(ranks, default=2))]
+    for size in ranks or ((2, 4) if quick else (2, 4, 8, 16)):
         samples: dict[tuple[str, str], list[float]] = {}
         worlds_of = [*pairs, *(RAW[backend] for backend in dict.fromkeys(backend for _, backend in pairs))]
         for turn in range(1 if quick else rounds):

@@ -23,12 +23,20 @@ from unidist.topology import NONE, detect
 
 #: Suites that run inside a world, and those that start worlds of their own.
 INSIDE = ("collectives", "step", "metric", "loader")
-OUTSIDE = ("hvd", "startup", "memory")
+OUTSIDE = ("hvd", "control", "startup", "memory")
 #: Where the former run.
 WORLDS = [*((launcher, backend) for backend, launcher in BACKENDS.items()), ("openmpi", "horovod")]
 FILE = click.Path(path_type=Path, dir_okay=False)
 #: What a rank in a world of ours prints before the name of each case that is done.
 PROGRESS = "unidist bench: "
+
+
+def _numbers(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
+    """Numbers of ranks, from 2 up."""
+    numbers = text.split(",") if text else []
+    if not all(number.isdecimal() and int(number) >= 2 for number in numbers):
+        raise click.BadParameter(f"{text!r} is not a list of numbers from 2 up, such as 2 or 8,128.")
+    return tuple(map(int, numbers))
 
 
 @click.command()
@@ -37,10 +45,15 @@ PROGRESS = "unidist bench: "
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
-    help="Turns of each contender; a quarter in hvd, startup and memory.  [default: 25; quick: 5]",
+    help="Turns of each contender; a quarter in hvd, control, startup and memory.  [default: 25; quick: 5]",
 )
 @click.option(
-    "--ranks", "asked", type=click.IntRange(min=2), help="Processes of each world.  [default: 2; startup: 2, 4, 8, 16]"
+    "--ranks",
+    "asked",
+    callback=_numbers,
+    metavar="N[,N]...",
+    help="Processes of each world; several for startup and control.  [default: 2; startup: 2, 4, 8, 16; control: 8 "
+    "to 1,024]",
 )
 @click.option("--backend", "backends", multiple=True, type=click.Choice(list(BACKENDS)), help="Only worlds on these.")
 @click.option("--json", "json_path", type=FILE, help="Write all figures here.")
@@ -50,7 +63,7 @@ def command(
     suites: tuple[str, ...],
     quick: bool,
     rounds: int | None,
-    asked: int | None,
+    asked: tuple[int, ...],
     backends: tuple[str, ...],
     json_path: Path | None,
     plot_path: Path | None,
@@ -58,7 +71,8 @@ def command(
 ) -> None:
     """Measure unidist beside the raw libraries, and beside ignite, Accelerate and Fabric where they are installed.
 
-    SUITE: collectives, step, metric, loader, hvd (the drop-in beside Horovod), startup, memory, or all (default).
+    SUITE: collectives, step, metric, loader, hvd (the drop-in beside Horovod), control (what its coordinator costs rank
+    0, with simulated ranks), startup, memory, or all (default).
     Contenders take turns within one world, so that noise affects all of them; figures are medians over the rounds,
     with half the interquartile range. A ratio is unidist's median over the other's: below 1, unidist is faster.
 
@@ -77,6 +91,8 @@ def command(
     launched = detect(os.environ).launcher is not NONE
     if world and not launched:
         raise click.ClickException("no launcher's variables are set in this rank of a world: start it with a launcher")
+    if len(asked) > 1 and not {"startup", "control"}.issuperset(wanted):
+        raise click.UsageError("--ranks takes several numbers for startup and control only")
     if launched:
         if asked or backends:
             raise click.UsageError(
@@ -119,13 +135,13 @@ def _measure_here(wanted: Sequence[str], rounds: int, quick: bool, world: str | 
 
 
 def _measure_in_worlds(
-    wanted: Sequence[str], rounds: int, quick: bool, asked: int | None, backends: Sequence[str]
+    wanted: Sequence[str], rounds: int, quick: bool, asked: Sequence[int], backends: Sequence[str]
 ) -> tuple[list[Case], list[str]]:
     """The suites in worlds of our own: what they measured, and what went wrong."""
     cases: list[Case] = []
     failed: list[str] = []
     suites = [name for name in wanted if name in INSIDE]
-    ranks = asked or 2
+    ranks = asked[0] if asked else 2
     with Console(stderr=True).status("") as status:
         for launcher, backend in WORLDS if suites else ():
             if backends and backend not in backends:

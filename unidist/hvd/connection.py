@@ -103,6 +103,10 @@ class Connection:
         with suppress(BlockingIOError):
             while True:
                 data = self._link.recv(_CHUNK)
+                if not self._received and len(data) >= _LENGTH.size:  # mostly it is one message
+                    (length,) = _LENGTH.unpack_from(data)
+                    if len(data) == _LENGTH.size + length:
+                        return [data[_LENGTH.size :]]
                 self._received += data
                 ended = not data
                 if len(data) < _CHUNK:

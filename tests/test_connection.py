@@ -1,0 +1,183 @@
+"""The connections of the drop-in's control plane: strangers, ranks that come twice, and whole messages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from unidist.errors import BackendError
+from unidist.hvd.connection import Connection, accept, connect, frame, new_key
+
+pytestmark = pytest.mark.unit
+KEY = new_key()
+#: Closed at the end of each test.
+_opened: list[socket.socket | Connection] = []
+
+
+@pytest.fixture(autouse=True)
+def close_all() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+def serve(size: int, timeout: float = 10.0) -> tuple[socket.socket, Callable[[], dict[int, Connection]]]:
+    """A server whose ``accept`` runs in a thread, and what waits for its result."""
+    server = socket.create_server(("127.0.0.1", 0))
+    found: list[dict[int, Connection] | Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(accept(server, KEY, size, timeout, 30.0))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def result() -> dict[int, Connection]:
+        thread.join(20)
+        server.close()
+        (what,) = found
+        if isinstance(what, Exception):
+            raise what
+        _opened.extend(what.values())
+        return what
+
+    return server, result
+
+
+def rank(server: socket.socket, number: int, key: bytes = KEY) -> Connection:
+    connection = connect("127.0.0.1", server.getsockname()[1], key, number, 10.0, 30.0)
+    _opened.append(connection)
+    return connection
+
+
+def reset(link: socket.socket) -> None:
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link.close()
+
+
+STRANGERS: dict[str, Callable[[socket.socket], object]] = {
+    "silent": lambda link: None,
+    "closes at once": lambda link: link.close(),
+    "resets": reset,
+    "asks for a page": lambda link: link.sendall(b"GET / HTTP/1.0\r\n\r\n"),
+    "half a key": lambda link: link.sendall(KEY[:9]),
+    "another key": lambda link: link.sendall(new_key() + struct.pack("<I", 1)),
+    "no such rank": lambda link: link.sendall(KEY + struct.pack("<I", 7)),
+    "rank 0": lambda link: link.sendall(KEY + struct.pack("<I", 0)),
+}
+
+
+def test_strangers_do_not_stop_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "unidist")
+    server, result = serve(3)
+    for stranger in STRANGERS.values():
+        link = socket.create_connection(server.getsockname())
+        stranger(link)
+        _opened.append(link)
+    time.sleep(0.2)
+    start = time.monotonic()
+    ranks = {number: rank(server, number) for number in (2, 1)}
+    connections = result()
+    assert time.monotonic() - start < 5 and connections.keys() == ranks.keys()
+    refused = [record.getMessage() for record in caplog.records]
+    assert len(refused) == 6 and all("was refused" in message and "127.0.0.1" in message for message in refused)
+    assert sum("its key is not that of this job" in message for message in refused) == 2
+    assert sum("it says that it is rank" in message for message in refused) == 2
+    for number, connection in ranks.items():
+        connection.send(frame(b"here"))
+        assert receive(connections[number], 1) == [b"here"]
+
+
+def test_a_rank_that_is_there_already_is_refused() -> None:
+    server, result = serve(3)
+    first = rank(server, 1)
+    with pytest.raises(ConnectionRefusedError, match="rank 0 has refused rank 1"):
+        rank(server, 1)
+    with pytest.raises(OSError):
+        rank(server, 2, key=new_key())
+    second = rank(server, 2)
+    assert result().keys() == {1, 2} and first.fileno() > 0 and second.fileno() > 0
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    server, result = serve(4, timeout=1.0)
+    rank(server, 2)
+    with pytest.raises(BackendError, match=r"ranks 1, 3 did not connect to rank 0 at port \d+ within 1 s"):
+        result()
+
+
+def pair() -> tuple[Connection, Connection]:
+    server, result = serve(2)
+    mine = rank(server, 1)
+    return mine, result()[1]
+
+
+def receive(connection: Connection, count: int) -> list[bytes]:
+    found: list[bytes] = []
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        while len(found) < count:
+            assert selector.select(10)
+            found += connection.receive()
+    return found
+
+
+def test_messages_of_any_size_arrive_whole_and_in_order() -> None:
+    draw = random.Random(3)
+    here, there = pair()
+    sent = [draw.randbytes(draw.choice([0, 1, 7, 300, 70_000, 2_000_000])) for _ in range(60)]
+    thread = threading.Thread(target=lambda: found.extend(receive(there, len(sent))))
+    found: list[bytes] = []
+    thread.start()
+    for message in sent:
+        here.send(frame(message))  # never blocks
+    while here.has_unsent:
+        here.flush()
+    thread.join(20)
+    assert found == sent
+
+
+def test_a_process_that_reads_nothing_blocks_nobody() -> None:
+    here, _there = pair()
+    start = time.monotonic()
+    with pytest.raises(OSError, match=r"it has not read 2\d\d MiB"):
+        for _ in range(400):
+            here.send(frame(bytes(2**20)))
+    assert time.monotonic() - start < 20
+
+
+def test_what_was_sent_before_the_end_is_received() -> None:
+    here, there = pair()
+    here.send(frame(b"last words"))
+    here.close()
+    assert receive(there, 1) == [b"last words"]
+    time.sleep(0.05)
+    with pytest.raises(EOFError):
+        there.receive()
+
+
+def test_a_forked_child_does_not_keep_the_connection() -> None:
+    here, there = pair()
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(3)
+        os._exit(0)
+    here.close()
+    with selectors.DefaultSelector() as selector:
+        selector.register(there, selectors.EVENT_READ)
+        assert selector.select(2), "the child holds the connection"
+    with pytest.raises(EOFError):
+        there.receive()
+    os.waitpid(pid, 0)
