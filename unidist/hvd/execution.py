@@ -29,22 +29,31 @@ _ROW_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 Operations = Sequence[Operation | None]
 
 
-def scale_(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:
+def scale_(tensor: Tensor, factor: float, divisor: int = 1, dtype: torch.dtype | None = None) -> Tensor:
     """Multiply and divide in place; integers are truncated towards 0.
 
     Integers are divided, not multiplied by the inverse: the product of 49 and 1 / 49 is below 1.
+
+    Args:
+        tensor: what is scaled.
+        factor: multiplied with, in float32 for what is not of double precision.
+        divisor: divided by.
+        dtype: of the tensors that this is a wider copy of: numbers are rounded to it before and after, so that results
+            have the bits of Horovod's, which scales them in place.
     """
     if factor == 1.0 and divisor == 1:
         return tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return tensor.mul_(factor / divisor)
+        if dtype is None or dtype == tensor.dtype:
+            return tensor.mul_(factor / divisor)
+        return tensor.copy_(tensor.to(dtype).to(tensor.dtype).mul_(factor / divisor).to(dtype))
     if factor == 1.0:
         return tensor.copy_(torch.div(tensor.long(), divisor, rounding_mode="trunc"))
     return tensor.copy_(tensor.double().mul_(factor).div_(divisor).trunc_())
 
 
-def _postscale_(tensor: Tensor, signature: Signature, size: int) -> Tensor:
-    return scale_(tensor, signature.postscale, size if signature.op == "average" else 1)
+def _postscale_(tensor: Tensor, signature: Signature, size: int, dtype: torch.dtype) -> Tensor:
+    return scale_(tensor, signature.postscale, size if signature.op == "average" else 1, dtype)
 
 
 def _all_reduce(backend: Backend, group: Group, response: Response, operations: Operations) -> list[Any]:
@@ -76,13 +85,13 @@ def _all_reduce(backend: Backend, group: Group, response: Response, operations: 
                 flat.copy_(sources[0].view(-1))
         else:
             flat, parts = _fusion_buffer(backend, sources)
-        scale_(flat, signature.prescale)
+        scale_(flat, signature.prescale, dtype=dtype)
         if flat.numel():
             if signature.op == "adasum":
                 adasum(backend, parts, group)
             else:
                 backend.all_reduce(flat, _BACKEND_OPS[signature.op], group)
-        _postscale_(flat, signature, len(group.ranks))
+        _postscale_(flat, signature, len(group.ranks), dtype)
         if not in_place:
             torch._foreach_copy_([_flat(target) for target in targets], parts)
     return [None] * len(operations)
@@ -97,8 +106,9 @@ def _all_reduce_inline(group: Group, response: Response, operations: Operations)
         output = operation.outputs[0]
         data = bytearray().join(response.payloads)  # type: ignore[arg-type]
         rows = torch.frombuffer(data, dtype=output.dtype).view(len(response.payloads), -1)
-        rows = scale_(rows.to(WIDER.get(rows.dtype, rows.dtype)), signature.prescale)
-        output.view(-1).copy_(_postscale_(_ROW_REDUCTIONS[signature.op](rows), signature, len(group.ranks)))
+        rows = scale_(rows.to(WIDER.get(rows.dtype, rows.dtype)), signature.prescale, dtype=output.dtype)
+        reduced = _ROW_REDUCTIONS[signature.op](rows)
+        output.view(-1).copy_(_postscale_(reduced, signature, len(group.ranks), output.dtype))
     return [None]
 
 
@@ -172,7 +182,7 @@ def _reduce_scatter(backend: Backend, group: Group, response: Response, operatio
     results = []
     for tensor in operation.inputs:
         flat, _ = _fusion_buffer(backend, [tensor])
-        scale_(flat, signature.prescale)
+        scale_(flat, signature.prescale, dtype=tensor.dtype)
         rows = tensor.shape[0]
         counts = [rows // size + (rank < rows % size) for rank in range(size)]
         if rows % size == 0:
@@ -180,7 +190,7 @@ def _reduce_scatter(backend: Backend, group: Group, response: Response, operatio
         else:
             backend.all_reduce(flat, "sum", group)
             part = flat.view(tensor.shape).narrow(0, sum(counts[:me]), counts[me]).contiguous().view(-1)
-        _postscale_(part, signature, size)
+        _postscale_(part, signature, size, tensor.dtype)
         results.append(part.to(dtype=tensor.dtype, device=tensor.device).view(counts[me], *tensor.shape[1:]))
     return [results]
 

@@ -113,9 +113,7 @@ class Timeline:
             name, phase, activity, seconds = self._events.popleft()
             if name not in rows:
                 rows[name] = len(rows) + 1
-                yield ",\n" + json.dumps(
-                    {"name": "process_name", "ph": "M", "pid": rows[name], "args": {"name": name}}
-                )
+                yield ",\n" + json.dumps({"name": "process_name", "ph": "M", "pid": rows[name], "args": {"name": name}})
             event = {"name": activity, "ph": phase, "ts": round((seconds - zero) * 1e6, 1), "pid": rows[name], "tid": 0}
             yield ",\n" + json.dumps({**event, "s": "g"} if phase == "i" else event)
 
