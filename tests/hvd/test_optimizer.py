@@ -164,7 +164,10 @@ def test_step_after_synchronize_warns(rank: int, size: int) -> None:
     optimizer = distributed(model)
     loss_of(model, rank).backward()
     optimizer.synchronize()
-    with pytest.warns(UserWarning, match="skip_synchronize"):
+    sentence = (
+        r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\) context after optimizer\.synchronize\(\)"
+    )
+    with pytest.warns(UserWarning, match=sentence):
         optimizer.step()
 
 
@@ -212,6 +215,12 @@ def test_errors(rank: int, size: int) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             hvd.DistributedOptimizer(sgd(model), **bad)
+
+
+def test_wrapping_twice_is_refused(rank: int, size: int) -> None:
+    model = net()
+    with pytest.raises(TypeError, match=r"required positional arguments|DistributedOptimizer already"):
+        hvd.DistributedOptimizer(distributed(model), named_parameters=model.named_parameters())
 
 
 @pytest.mark.parametrize("groups", [2, "lists"])

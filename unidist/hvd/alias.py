@@ -22,9 +22,9 @@ _MODULES = {
     "horovod.common.process_sets": "unidist.hvd.process_sets",
     "horovod.common": "unidist.hvd.common",
     "horovod.runner.util.threads": "unidist.hvd.common.util",
-    "horovod.runner.util": "unidist.hvd.common.util",
-    "horovod.runner": "unidist.hvd.run",
 }
+#: Packages that are made here: they have ``run``, and the submodules above.
+_PACKAGES = ("horovod", "horovod.runner", "horovod.runner.util")
 #: The release whose calls these are.
 VERSION = "0.28.1"
 
@@ -83,7 +83,7 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname != "horovod" and not fullname.startswith("horovod."):
             return None
         name = drop_in_name(fullname)
-        if fullname != "horovod" and (name is None or not _is_module(name)):
+        if fullname not in _PACKAGES and (name is None or not _is_module(name)):
             raise ModuleNotFoundError(
                 f"{fullname} is not part of unidist.hvd, which stands for horovod here: see docs/hvd.md.",
                 name=fullname,
