@@ -102,6 +102,17 @@ def test_fp16_compression(rank: int, size: int) -> None:
     assert all(param.dtype == torch.float32 for param in model.parameters())
 
 
+def test_small_numbers_survive_fp16(rank: int, size: int) -> None:
+    """They are divided after the sum, not before."""
+    values = [1e-7, 3e-7, 1e-6]
+    for dtype, compression in ((torch.float32, hvd.Compression.fp16), (torch.float16, hvd.Compression.none)):
+        param = nn.Parameter(torch.zeros(3, dtype=dtype))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], 1.0), [("small", param)], compression)
+        (param * torch.tensor(values, dtype=dtype)).sum().backward()
+        optimizer.step()
+        assert torch.allclose(param.double(), -torch.tensor(values).double(), rtol=0, atol=4e-8), param
+
+
 def test_a_compressor_of_the_users_own(rank: int, size: int) -> None:
     class Ten:
         @staticmethod
