@@ -1,5 +1,6 @@
 # make demo: train the example on 2 ranks.  make bench: docs/performance.md's table.
 # make unit: the tests that start no world, in under a minute.  make test: everything that CI runs, with Horovod's build.
+# make faults N=200: kills, stops and breaks ranks of the drop-in, and counts what became of the others (tests/faults).
 # make test-torch TORCH=2.15.0: what another PyTorch may break, in an environment of its own, which takes some gigabytes.
 VENV ?= .venv
 # What pip is held to.
@@ -14,7 +15,7 @@ TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data ch
 # pip beside apt, lint beside the unit tests, and then Horovod's build.
 MAKEFLAGS += -j2
 
-.PHONY: demo unit test test-torch test-gpu bench lint system clean
+.PHONY: demo unit test faults test-torch test-gpu bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
@@ -24,6 +25,10 @@ unit: $(VENV)/pip.stamp
 
 test: lint unit $(VENV)/test.stamp
 	$(BIN)/pytest -m "not unit" --durations=10
+
+N ?= 30
+faults: $(VENV)/test.stamp
+	$(BIN)/python -m tests.faults.campaign -n $(N) $(if $(SEED),--seed $(SEED))
 
 test-torch: TORCH_VENV = .venv-torch-$(TORCH)
 test-torch:

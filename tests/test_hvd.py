@@ -166,8 +166,8 @@ def test_averages_of_whole_numbers_are_exact_on_any_number_of_ranks(dtype: torch
 def test_every_way_to_import() -> None:
     result = drop_in(
         """
-        import sys, importlib
-        import horovod
+        import sys, importlib, os
+        import horovod, torch
         import horovod.torch as one
         from horovod import torch as two
         three = importlib.import_module("horovod.torch")
@@ -180,6 +180,12 @@ def test_every_way_to_import() -> None:
         from horovod.common.util import split_list, num_rank_is_power_2
         from horovod.common.exceptions import HorovodInternalError
         from horovod.common.process_sets import ProcessSet
+        from horovod.common.basics import HorovodBasics
+        from horovod.common.util import _cache, get_average_backwards_compatibility_fun
+        from horovod.torch.mpi_ops import _basics
+        from horovod.torch.optimizer import _DistributedOptimizer
+        from horovod.runner.util.threads import in_thread
+        import horovod.runner
         from horovod import run
         import unidist.hvd
         assert one is two is three is unidist.hvd and horovod.__version__ == "0.28.1"
@@ -187,7 +193,21 @@ def test_every_way_to_import() -> None:
         assert horovod.torch.optimizer.DistributedOptimizer is DistributedOptimizer is one.DistributedOptimizer
         assert one.HorovodInternalError is HorovodInternalError and horovod.run is run
         assert split_list([1, 2, 3], 2) == [[1, 2], [3]] and num_rank_is_power_2(4) and not num_rank_is_power_2(3)
-        for missing in ("horovod.tensorflow", "horovod.torch.nothing"):
+        try:
+            _basics.rank()
+        except ValueError as error:
+            assert "Horovod has not been initialized; use hvd.init()." in str(error)
+        else:
+            raise SystemExit("a rank before init()")
+        assert isinstance(_basics, HorovodBasics) and HorovodBasics(one.__file__, "mpi_lib_v2").Sum == one.Sum
+        assert get_average_backwards_compatibility_fun(_basics)(None, False) == one.Sum
+        calls = []
+        twice = _cache(lambda x: calls.append(x) or 2 * x)
+        assert twice(3) == twice(3) == 6 and calls == [3] and horovod.runner.run is run
+        in_thread(calls.append, (4,)).join()
+        in_thread(lambda: 1 / 0, silent=True).join()
+        assert calls == [3, 4]
+        for missing in ("horovod.tensorflow", "horovod.torch.nothing", "horovod.runner.launch"):
             try:
                 importlib.import_module(missing)
             except ModuleNotFoundError as error:
@@ -198,7 +218,19 @@ def test_every_way_to_import() -> None:
             one.elastic.run
         except NotImplementedError as error:
             assert "torchrun --max-restarts" in str(error)
-        one.init(); print("ALL FOUND", one.size(), sys.argv[1:], __name__)
+        assert not hasattr(one.elastic, "run")
+        assert {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")} == {
+            "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
+            "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1",
+        }
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+        one.init()
+        wrapped = one.DistributedOptimizer(optimizer, named_parameters=[("w", optimizer.param_groups[0]["params"][0])])
+        # How Lightning tells a wrapped optimizer, and how copies of Horovod's functions do.
+        assert "horovod" in str(wrapped.__class__) and "horovod" not in str(optimizer.__class__)
+        assert wrapped.__module__ == DistributedOptimizer.__module__ and isinstance(wrapped, _DistributedOptimizer)
+        assert list(wrapped._parameter_names.values()) == ["w"]
+        print("ALL FOUND", one.size(), sys.argv[1:], __name__)
         """
     )
     assert result.returncode == 0 and "ALL FOUND 1 [] __main__" in result.output, result.output
@@ -381,14 +413,26 @@ def test_timeline(tmp_path: Path) -> None:
     assert {"NEGOTIATE_BROADCAST", "BROADCAST", "CYCLE_START"} <= {event.get("name") for event in second}
 
 
-def test_run() -> None:
-    result = drop_in(
-        """
+@pytest.mark.parametrize("as_module", [False, True], ids=["file", "module"])
+def test_run(as_module: bool, tmp_path: Path) -> None:
+    """Its processes import the script, and find the drop-in there."""
+    code = """
+        import os
+        if __package__:
+            from .part import THREE
+            assert THREE == 3
         import horovod, torch
         import horovod.torch as hvd
 
         def work(base, power=1):
+            try:
+                hvd.rank()
+            except ValueError as error:
+                assert "use hvd.init()" in str(error)
+            else:
+                raise AssertionError("a rank before init()")
             hvd.init()
+            assert hvd.__name__ == "unidist.hvd" and os.environ["HOROVOD_RANK"] == str(hvd.rank())
             return hvd.allreduce(torch.tensor([float(base + hvd.rank())]), op=hvd.Sum).item() ** power
 
         if __name__ == "__main__":
@@ -397,9 +441,14 @@ def test_run() -> None:
                 horovod.run(work, hosts="elsewhere:2", np=2)
             except NotImplementedError as error:
                 print("REFUSED", error)
-        """,
-        launcher="python",
-    )
+        """
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/part.py").write_text("THREE = 3")
+    path = tmp_path / "package/work.py"
+    path.write_text(textwrap.dedent(code))
+    argv = ["-m", "package.work"] if as_module else [str(path)]
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"} if as_module else {}
+    result = run_world("python", 1, ["-m", "unidist.hvd", *argv], backend="gloo", env=env)
     assert "RAN [441.0, 441.0]" in result.output and "REFUSED run(hosts='elsewhere:2')" in result.output, result.output
 
 

@@ -46,6 +46,13 @@ def spawn(
         UnidistError: ``fn``, ``args`` or a result do not pickle.
         torch.multiprocessing.ProcessRaisedException: ``fn`` failed in one process; the others were ended.
     """
+    return start(fn, nprocs, args, backend)
+
+
+def start(
+    fn: Callable[..., T], nprocs: int, args: tuple[Any, ...] = (), backend: context.BackendName | None = None
+) -> list[T]:
+    """``spawn``; without a backend, ``fn`` calls ``init`` itself."""
     if nprocs < 1:
         raise ValueError(f"spawn(nprocs={nprocs}) needs at least 1 process.")
     from unidist.backends import rendezvous
@@ -91,7 +98,9 @@ def _result(path: Path) -> Any:
         ) from error
 
 
-def _run(index: int, nprocs: int, port: int, payload: bytes, directory: str, backend: context.BackendName) -> None:
+def _run(
+    index: int, nprocs: int, port: int, payload: bytes, directory: str, backend: context.BackendName | None
+) -> None:
     os.environ.update(
         {
             knobs.LAUNCHER: "spawn",
@@ -108,7 +117,8 @@ def _run(index: int, nprocs: int, port: int, payload: bytes, directory: str, bac
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
     )
-    context.init(backend)
+    if backend is not None:
+        context.init(backend)
     try:
         fn, args = pickle.loads(payload)
         result = fn(*args)

@@ -59,5 +59,6 @@ def test_timeline(rank: int, size: int, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(REAL, reason="Horovod has it")
 def test_elastic_is_not_there_yet() -> None:
+    assert not hasattr(hvd.elastic, "run")
     with pytest.raises(NotImplementedError, match="max-restarts"):
         hvd.elastic.run(lambda state: None)

@@ -59,6 +59,29 @@ def test_broadcast_optimizer_state(kind: str, wrapped: bool, rank: int, size: in
     assert torch.equal(hvd.broadcast(mine, 0), mine) and len(mine) > 0
 
 
+@pytest.mark.skipif(REAL, reason="Horovod's refuses them")
+def test_parameters_that_are_none_are_left_out(rank: int) -> None:
+    tensor = torch.full((2,), float(rank))
+    hvd.broadcast_parameters({"a": None, "b": tensor}, root_rank=0)
+    hvd.broadcast_parameters([("a", None), ("b", tensor)], root_rank=0)
+    assert not tensor.any()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_broadcasting_leaves_zeros_as_gradients(wrapped: bool, rank: int, size: int) -> None:
+    """Code that reads ``.grad`` before the first backward pass counts on them."""
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
+    for param in model.parameters():
+        assert (param.grad is None) if not param.requires_grad else not param.grad.to_dense().any()
+    assert model[0].weight.grad.is_sparse and not model[1].weight.grad.is_sparse
+    model(torch.tensor([0, 3])).sum().backward()
+    optimizer.step()
+
+
 @pytest.mark.skipif(REAL, reason="Horovod takes a step: weight decay changes the weights")
 def test_broadcasting_the_state_changes_no_weight(rank: int, size: int) -> None:
     model = other_model(0)

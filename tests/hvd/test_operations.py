@@ -68,6 +68,24 @@ def test_factors(dtype: torch.dtype, rank: int, size: int) -> None:
     assert torch.equal(result, torch.full((4,), 6 * size * (size + 1) // 2, dtype=dtype))
 
 
+@pytest.mark.parametrize("numel", [6, 3000], ids=["inline", "moved"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("op", "pre", "post"), [("Sum", 0.3, 1.0), ("Sum", 1.0, 0.7), ("Average", 0.3, 0.7)])
+def test_factors_are_applied_in_the_tensors_own_precision(
+    op: str, pre: float, post: float, dtype: torch.dtype, numel: int, rank: int, size: int
+) -> None:
+    """Rounded after each of the three steps: prescale, sum, postscale. The sums here are exact."""
+    values = torch.rand(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    wide = torch.float32 if dtype == torch.float16 else dtype
+
+    def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        return (tensor.to(wide) * factor).to(dtype)
+
+    mine = values if rank == 0 else torch.zeros_like(values)
+    result = hvd.allreduce(mine, op=getattr(hvd, op), prescale_factor=pre, postscale_factor=post)
+    assert torch.equal(result, scaled(scaled(values, pre), post / (size if op == "Average" else 1)))
+
+
 def test_compression(rank: int, size: int) -> None:
     mine = torch.linspace(0, 1, 5) + rank
     result = hvd.allreduce(mine, op=hvd.Sum, compression=hvd.Compression.fp16)

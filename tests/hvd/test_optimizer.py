@@ -102,6 +102,17 @@ def test_fp16_compression(rank: int, size: int) -> None:
     assert all(param.dtype == torch.float32 for param in model.parameters())
 
 
+def test_small_numbers_survive_fp16(rank: int, size: int) -> None:
+    """They are divided after the sum, not before."""
+    values = [1e-7, 3e-7, 1e-6]
+    for dtype, compression in ((torch.float32, hvd.Compression.fp16), (torch.float16, hvd.Compression.none)):
+        param = nn.Parameter(torch.zeros(3, dtype=dtype))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], 1.0), [("small", param)], compression)
+        (param * torch.tensor(values, dtype=dtype)).sum().backward()
+        optimizer.step()
+        assert torch.allclose(param.double(), -torch.tensor(values).double(), rtol=0, atol=4e-8), param
+
+
 def test_a_compressor_of_the_users_own(rank: int, size: int) -> None:
     class Ten:
         @staticmethod
@@ -164,7 +175,10 @@ def test_step_after_synchronize_warns(rank: int, size: int) -> None:
     optimizer = distributed(model)
     loss_of(model, rank).backward()
     optimizer.synchronize()
-    with pytest.warns(UserWarning, match="skip_synchronize"):
+    sentence = (
+        r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\) context after optimizer\.synchronize\(\)"
+    )
+    with pytest.warns(UserWarning, match=sentence):
         optimizer.step()
 
 
@@ -212,6 +226,12 @@ def test_errors(rank: int, size: int) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             hvd.DistributedOptimizer(sgd(model), **bad)
+
+
+def test_wrapping_twice_is_refused(rank: int, size: int) -> None:
+    model = net()
+    with pytest.raises(TypeError, match=r"required positional arguments|DistributedOptimizer already"):
+        hvd.DistributedOptimizer(distributed(model), named_parameters=model.named_parameters())
 
 
 @pytest.mark.parametrize("groups", [2, "lists"])

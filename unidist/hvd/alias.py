@@ -6,23 +6,33 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import ModuleType
+from typing import Any
+
+from unidist.errors import LaunchError
+from unidist.topology import NONE, Launch, detect
 
 #: Horovod's modules, and those of the drop-in; longer names first.
 _MODULES = {
     "horovod.torch": "unidist.hvd",
     "horovod.common.process_sets": "unidist.hvd.process_sets",
-    "horovod.common.basics": "unidist.hvd.basics",
     "horovod.common": "unidist.hvd.common",
+    "horovod.runner.util.threads": "unidist.hvd.common.util",
 }
+#: Packages that are made here: they have ``run``, and the submodules above.
+_PACKAGES = ("horovod", "horovod.runner", "horovod.runner.util")
 #: The release whose calls these are.
 VERSION = "0.28.1"
 
 
 def install() -> None:
     """Make ``import horovod`` and its submodules find the drop-in in this process, whether or not Horovod is installed.
+
+    Under a launcher it sets ``HOROVOD_RANK``, ``HOROVOD_SIZE`` and the like too, as ``horovodrun`` does.
 
     Raises:
         ImportError: Horovod has been imported already.
@@ -32,11 +42,28 @@ def install() -> None:
         raise ImportError("Horovod itself has been imported in this process already: install the alias before that.")
     if not is_installed():
         sys.meta_path.insert(0, _Aliases())
+    # Frameworks know a wrapped optimizer by "horovod" in its class's module, which is this function's.
+    optimizers: Any = importlib.import_module("unidist.hvd.optimizer")
+    optimizers.DistributedOptimizer.__module__ = "horovod.torch.optimizer"
+    with suppress(LaunchError):  # init() raises it
+        _export(detect(os.environ))
 
 
 def is_installed() -> bool:
     """Whether ``horovod`` means the drop-in in this process."""
     return any(isinstance(finder, _Aliases) for finder in sys.meta_path)
+
+
+def _export(launch: Launch) -> None:
+    """What the launcher declares, in Horovod's variables. Nothing reads them here, but frameworks do."""
+    if launch.launcher is NONE:
+        return
+    node = (launch.node_rank, launch.num_nodes)
+    if launch.local_size == launch.world_size:
+        node = (0, 1)
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    values = (launch.rank, launch.world_size, launch.local_rank, launch.local_size, *node)
+    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in zip(names, values) if value is not None})
 
 
 def drop_in_name(name: str) -> str | None:
@@ -56,7 +83,7 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname != "horovod" and not fullname.startswith("horovod."):
             return None
         name = drop_in_name(fullname)
-        if fullname != "horovod" and (name is None or importlib.util.find_spec(name) is None):
+        if fullname not in _PACKAGES and (name is None or not _is_module(name)):
             raise ModuleNotFoundError(
                 f"{fullname} is not part of unidist.hvd, which stands for horovod here: see docs/hvd.md.",
                 name=fullname,
@@ -77,6 +104,13 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return
         run = importlib.import_module("unidist.hvd.run").run
         module.__dict__.update(run=run, __version__=VERSION, __path__=[])
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # it would be in a module that is no package
+        return False
 
 
 class _Placeholder(ModuleType):

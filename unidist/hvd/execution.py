@@ -31,22 +31,31 @@ Operations = Sequence[Operation | None]
 Signatures = Sequence[Signature]
 
 
-def scale_(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:
+def scale_(tensor: Tensor, factor: float, divisor: int = 1, dtype: torch.dtype | None = None) -> Tensor:
     """Multiply and divide in place; integers are truncated towards 0.
 
     Integers are divided, not multiplied by the inverse: the product of 49 and 1 / 49 is below 1.
+
+    Args:
+        tensor: what is scaled.
+        factor: multiplied with, in float32 for what is not of double precision.
+        divisor: divided by.
+        dtype: of the tensors that this is a wider copy of: numbers are rounded to it before and after, so that results
+            have the bits of Horovod's, which scales them in place.
     """
     if factor == 1.0 and divisor == 1:
         return tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return tensor.mul_(factor / divisor)
+        if dtype is None or dtype == tensor.dtype:
+            return tensor.mul_(factor / divisor)
+        return tensor.copy_(tensor.to(dtype).to(tensor.dtype).mul_(factor / divisor).to(dtype))
     if factor == 1.0:
         return tensor.copy_(torch.div(tensor.long(), divisor, rounding_mode="trunc"))
     return tensor.copy_(tensor.double().mul_(factor).div_(divisor).trunc_())
 
 
-def _postscale_(tensor: Tensor, signature: Signature, size: int) -> Tensor:
-    return scale_(tensor, signature.postscale, size if signature.op == "average" else 1)
+def _postscale_(tensor: Tensor, signature: Signature, size: int, dtype: torch.dtype) -> Tensor:
+    return scale_(tensor, signature.postscale, size if signature.op == "average" else 1, dtype)
 
 
 def _all_reduce(backend: Backend, group: Group, signatures: Signatures, operations: Operations) -> list[Any]:
@@ -76,13 +85,13 @@ def _all_reduce(backend: Backend, group: Group, signatures: Signatures, operatio
                 flat.copy_(sources[0].view(-1))
         else:
             flat, parts = _fusion_buffer(backend, sources)
-        scale_(flat, signature.prescale)
+        scale_(flat, signature.prescale, dtype=dtype)
         if flat.numel():
             if signature.op == "adasum":
                 adasum(backend, parts, group)
             else:
                 backend.all_reduce(flat, _BACKEND_OPS[signature.op], group)
-        _postscale_(flat, signature, len(group.ranks))
+        _postscale_(flat, signature, len(group.ranks), dtype)
         if not in_place:
             torch._foreach_copy_([_flat(target) for target in targets], parts)
     return [None] * len(operations)
@@ -92,8 +101,8 @@ def reduce_values(signature: Signature, values: list[bytes], size: int) -> bytes
     """The reduction of small tensors that were sent as bytes: those of the ranks, in rank order."""
     dtype: torch.dtype = getattr(torch, signature.dtypes[0])
     rows = torch.frombuffer(bytearray().join(values), dtype=dtype).view(len(values), -1)
-    rows = scale_(rows.to(WIDER.get(dtype, dtype)), signature.prescale)
-    reduced = _postscale_(_ROW_REDUCTIONS[signature.op](rows), signature, size).to(dtype).contiguous()
+    rows = scale_(rows.to(WIDER.get(dtype, dtype)), signature.prescale, dtype=dtype)
+    reduced = _postscale_(_ROW_REDUCTIONS[signature.op](rows), signature, size, dtype).to(dtype).contiguous()
     return ctypes.string_at(reduced.data_ptr(), reduced.nbytes)
 
 
@@ -177,7 +186,7 @@ def _reduce_scatter(backend: Backend, group: Group, signatures: Signatures, oper
     results = []
     for tensor in operation.inputs:
         flat, _ = _fusion_buffer(backend, [tensor])
-        scale_(flat, signature.prescale)
+        scale_(flat, signature.prescale, dtype=tensor.dtype)
         rows = tensor.shape[0]
         counts = [rows // size + (rank < rows % size) for rank in range(size)]
         if rows % size == 0:
@@ -185,7 +194,7 @@ def _reduce_scatter(backend: Backend, group: Group, signatures: Signatures, oper
         else:
             backend.all_reduce(flat, "sum", group)
             part = flat.view(tensor.shape).narrow(0, sum(counts[:me]), counts[me]).contiguous().view(-1)
-        _postscale_(part, signature, size)
+        _postscale_(part, signature, size, tensor.dtype)
         results.append(part.to(dtype=tensor.dtype, device=tensor.device).view(counts[me], *tensor.shape[1:]))
     return [results]
 

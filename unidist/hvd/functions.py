@@ -23,7 +23,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite tensors, in place, with those of rank ``root_rank``. Collective.
 
     Args:
-        params: ``model.state_dict()``, ``model.named_parameters()`` as a list or dict, or a list of tensors.
+        params: ``model.state_dict()``, ``model.named_parameters()`` as a list or dict, or a list of tensors. Entries
+            that are None, on every rank, are left out.
         root_rank: a global rank.
 
     Raises:
@@ -37,7 +38,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         raise ValueError(
             f"broadcast_parameters takes a dict or a list, not {type(params)}: pass list(...) of an iterator."
         )
-    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
+    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named if tensor is not None]
     for handle in handles:
         synchronize(handle)
 
@@ -47,19 +48,35 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the optimizer state of rank ``root_rank``: hyperparameters and per-parameter state. Collective.
 
-    No step is taken and no weight changes; an optimizer that has taken no step on the root stays without state.
+    No step is taken and no weight changes; an optimizer that has taken no step on the root stays without state. Where
+    this rank's has no state, its parameters' gradients become zeros, as Horovod leaves them.
 
     Args:
         optimizer: wrapped or not, the same parameter groups on every rank.
         root_rank: a global rank.
-        model: of no effect.
+        model: its sparse embeddings get sparse gradients if the optimizer is ``SGD``; ``SparseAdam`` has no others.
 
     Raises:
         ValueError: the optimizer is ``LBFGS``.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state: broadcast_object(optimizer.state_dict()) can.")
+    if not optimizer.state_dict()["state"]:
+        _zero_gradients(optimizer, model)
     models.broadcast_optimizer_state(optimizer, root_rank)
+
+
+def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    sparse = {
+        layer.weight
+        for layer in (model.modules() if model is not None else ())
+        if isinstance(layer, torch.nn.Embedding) and layer.sparse and isinstance(optimizer, torch.optim.SGD)
+    }
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.requires_grad:
+            zeros = torch.zeros_like(param)
+            is_sparse = param in sparse or isinstance(optimizer, torch.optim.SparseAdam)
+            param.grad = zeros.to_sparse() if is_sparse else zeros
 
 
 def broadcast_object(

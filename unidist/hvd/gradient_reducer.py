@@ -200,9 +200,11 @@ class GradientReducer:
         sparse_somewhere = [any(flags) for flags in zip(*(row[2] for row in rows))]
         self._sparse = [param for param, flag in zip(self._names, sparse_somewhere) if flag]
         dense = [param for param, flag in zip(self._names, sparse_somewhere) if not flag]
-        # Averages are divided before the sum, unless gradient_predivide_factor splits the division.
+        # Averages are divided before the sum, in the pass that copies them, unless gradient_predivide_factor splits the
+        # division. What is sent as float16 is divided after it, as by Horovod: small numbers would be lost.
         prescale, self._postscale = 1.0, 1.0
-        if op == Average and predivide == 1.0:
+        is_wide = compression is NoneCompressor and all(param.dtype != torch.float16 for param in self._names)
+        if op == Average and predivide == 1.0 and is_wide:
             prescale = 1.0 / len(group.ranks)
         elif op == Average:
             prescale, self._postscale = 1.0 / predivide, predivide / len(group.ranks)

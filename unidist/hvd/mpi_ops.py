@@ -16,7 +16,6 @@ All operations raise
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +52,9 @@ from unidist.hvd.basics import (
     start_timeline,
     stop_timeline,
 )
+from unidist.hvd.common.basics import HorovodBasics
 from unidist.hvd.common.exceptions import HorovodInternalError
+from unidist.hvd.common.util import get_average_backwards_compatibility_fun
 from unidist.hvd.compression import Compression, Compressor
 from unidist.hvd.messages import Name, Signature
 from unidist.hvd.operation import Operation
@@ -81,6 +82,9 @@ _MAX_SIGNATURES = 4096
 #: Up to so many ranks, and bytes of all of them, a tensor is sent with the request, and reduced by rank 0.
 _MAX_VALUE_RANKS, _MAX_VALUE_BYTES = 64, 4096
 CompressorClass = type[Compressor]
+_basics = HorovodBasics()
+#: The reduction that ``op`` and the deprecated ``average`` stand for.
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
 
 
 # ------------------------------------------------------------------------------------ allreduce
@@ -469,18 +473,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the process set has made this call."""
     session, set_id = _member(process_set, "barrier")
     session.run(Operation(session.next_name(set_id), Signature("barrier"), set_id=set_id))
-
-
-def handle_average_backwards_compatibility(op: int | None, average: Any) -> int:
-    """The reduction that ``op`` and the deprecated ``average`` stand for."""
-    if op is not None:
-        if average is not None:
-            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
-        return op
-    if average is None:
-        return Average
-    warnings.warn("Parameter `average` has been replaced with `op`.", DeprecationWarning, stacklevel=4)
-    return Average if average else Sum
 
 
 # ------------------------------------------------------------------------------------ submission

@@ -54,8 +54,14 @@ def DistributedOptimizer(
         process_set: the ranks that train together; on others nothing is reduced.
 
     Raises:
+        TypeError: the optimizer is a ``DistributedOptimizer``.
         ValueError: arguments that do not fit together, or names that do not fit the optimizer's parameters.
     """
+    if isinstance(optimizer, _DistributedOptimizer):
+        raise TypeError(
+            f"this {type(optimizer).__name__} is a DistributedOptimizer already, which cannot be wrapped again: use it "
+            "as it is, or wrap the plain optimizer."
+        )
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups:
@@ -68,9 +74,11 @@ def DistributedOptimizer(
     is_adasum = op == Adasum and current_session().topology.world_size > 1
     if is_adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
-    mixin = _AdasumMixin if is_adasum else _ReducingMixin
+    mixin = _DistributedAdasumOptimizer if is_adasum else _DistributedOptimizer
     kind = type(optimizer)
-    cls: Any = type(kind.__name__, (mixin, kind), {"__module__": mixin.__module__, "__doc__": kind.__doc__})
+    cls: Any = type(
+        kind.__name__, (mixin, kind), {"__module__": DistributedOptimizer.__module__, "__doc__": kind.__doc__}
+    )
     # Not by its constructor: loaded state stays, and the constructor's arguments are not known.
     wrapped: Any = cls.__new__(cls)
     wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
@@ -79,7 +87,7 @@ def DistributedOptimizer(
     return wrapped
 
 
-class _ReducingMixin(torch.optim.Optimizer):
+class _DistributedOptimizer(torch.optim.Optimizer):
     """The class that ``DistributedOptimizer`` puts before that of the optimizer."""
 
     #: Whether this is a copy: hooks and buckets belong to the original.
@@ -88,12 +96,19 @@ class _ReducingMixin(torch.optim.Optimizer):
     def _set_up(self, names: dict[Tensor, str], passes: int, options: ReduceOptions) -> None:
         self.backward_passes_per_step = passes
         self.op = options.op
-        self.process_set = process_set = options.process_set
+        self.gradient_predivide_factor = options.predivide
+        self.sparse_as_dense = options.sparse_as_dense
+        self.process_set = options.process_set
+        self._parameter_names = names
+        self._compression = options.compression
         self._synchronized = False
         self._should_synchronize = True
         self._reducer: GradientReducer | None = None
-        if process_set.included() and (process_set.size() or 1) > 1:
-            self._reducer = GradientReducer(names, passes, options)
+        self._start(options)
+
+    def _start(self, options: ReduceOptions) -> None:
+        if self.process_set.included() and (self.process_set.size() or 1) > 1:
+            self._reducer = GradientReducer(self._parameter_names, self.backward_passes_per_step, options)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes whose gradients add up before a reduction."""
@@ -130,8 +145,8 @@ class _ReducingMixin(torch.optim.Optimizer):
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "optimizer.step() was called after optimizer.synchronize() without optimizer.skip_synchronize(): "
-                    "the gradients are reduced twice.",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the gradients are reduced twice.",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -173,17 +188,10 @@ class _ReducingMixin(torch.optim.Optimizer):
             self._reducer, self._synchronized, self._should_synchronize, self._copied = None, False, True, True
 
 
-class _AdasumMixin(_ReducingMixin):
-    """``_ReducingMixin`` for Adasum: it reduces the changes that each rank's own step makes."""
+class _DistributedAdasumOptimizer(_DistributedOptimizer):
+    """``_DistributedOptimizer`` for Adasum: it reduces the changes that each rank's own step makes."""
 
-    def _set_up(self, names: dict[Tensor, str], passes: int, options: ReduceOptions) -> None:
-        self.backward_passes_per_step = passes
-        self.op = options.op
-        self.process_set = options.process_set
-        self._reducer = None
-        self._synchronized = False
-        self._should_synchronize = True
-        self._compression = options.compression
+    def _start(self, options: ReduceOptions) -> None:
         self._join_session()
 
     def _join_session(self) -> None:
@@ -210,7 +218,7 @@ class _AdasumMixin(_ReducingMixin):
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
             before = [param.detach().clone() for param in params]
-            super(_ReducingMixin, self).step()
+            super(_DistributedOptimizer, self).step()
             changes = [param - start for param, start in zip(params, before)]
             self._reduce(changes)
             for param, start, change in zip(params, before, changes):

@@ -6,8 +6,9 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from unidist.hvd import alias
 from unidist.hvd.functions import dumps
-from unidist.multiprocessing import spawn
+from unidist.multiprocessing import start
 
 
 def run(
@@ -21,8 +22,8 @@ def run(
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in processes of this host, each a rank of one world.
 
-    ``func`` calls ``hvd.init()`` itself. It and what it returns must pickle, or be taken by cloudpickle if that is
-    installed.
+    ``func`` calls ``hvd.init()`` itself; before that, ``hvd.rank()`` raises ``ValueError``. It and what it returns must
+    pickle, or be taken by cloudpickle if that is installed.
 
     Args:
         func: what each rank runs.
@@ -53,9 +54,11 @@ def run(
     if refused:
         raise NotImplementedError(f"run({refused[0]}={options[refused[0]]!r}) has no meaning here: leave it out.")
     count = num_proc if np is None else np
-    return spawn(_call, count, (dumps((func, tuple(args), dict(kwargs or {}))),), backend="gloo")
+    return start(_call, count, (alias.is_installed(), dumps((func, tuple(args), dict(kwargs or {})))))
 
 
-def _call(payload: bytes) -> Any:
+def _call(with_alias: bool, payload: bytes) -> Any:
+    if with_alias:
+        alias.install()
     func, args, kwargs = pickle.loads(payload)
     return func(*args, **kwargs)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +21,10 @@ __all__ = [
     "ddl_built",
     "env",
     "extension_available",
+    "get_average_backwards_compatibility_fun",
     "gloo_built",
     "gpu_available",
+    "in_thread",
     "is_iterable",
     "mpi_built",
     "nccl_built",
@@ -27,6 +32,8 @@ __all__ = [
     "split_list",
 ]
 T = TypeVar("T")
+#: Horovod's decorator for functions that are computed once.
+_cache = functools.cache
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
@@ -78,3 +85,41 @@ def is_iterable(x: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, Any], int]:
+    """A function that makes one reduction of ``op`` and the deprecated ``average``.
+
+    Args:
+        reduce_ops: has ``Average`` and ``Sum``.
+    """
+
+    def reduction(op: int | None, average: Any) -> int:
+        if op is not None:
+            if average is not None:
+                raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+            return op
+        if average is None:
+            return int(reduce_ops.Average)
+        warnings.warn("Parameter `average` has been replaced with `op`.", DeprecationWarning, stacklevel=4)
+        return int(reduce_ops.Average if average else reduce_ops.Sum)
+
+    return reduction
+
+
+def in_thread(
+    target: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    """Start a thread that calls ``target(*args)``; ``silent`` ignores what it raises. As in ``horovod.runner``."""
+
+    def run() -> None:
+        with suppress(BaseException) if silent else nullcontext():
+            target(*args)
+
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread.start()
+    return thread

@@ -1,0 +1,107 @@
+"""Trains with Horovod's calls, and does to one rank what FAULT says.
+
+Each rank writes lines to a file of its own: its process, the fault, how it ended.
+"""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import unidist
+
+PLAN = json.loads(os.environ["FAULT"])
+RANK = int(os.environ["HOROVOD_RANK"])
+DIRECTORY = Path(os.environ["FAULT_DIRECTORY"])
+STEPS = 7
+#: The largest delay in seconds of faults that strike amid something.
+AMID = {"init": 0.5, "collective": 0.02, "save": 0.05}
+
+
+def note(event: str, **values: Any) -> None:
+    line = json.dumps({"event": event, "time": time.time(), **values}) + "\n"
+    with open(DIRECTORY / f"rank-{RANK}.jsonl", "a") as file:
+        file.write(line)
+
+
+class InjectedError(Exception):
+    """What the victim raises."""
+
+
+def fault(*_: object) -> None:
+    note("fault")
+    kind = PLAN["kind"]
+    if kind == "exception":
+        raise InjectedError
+    if kind == "os._exit":
+        os._exit(3)
+    os.kill(os.getpid(), signal.Signals[kind])
+    time.sleep(60)  # until the signal arrives
+
+
+def strike(moment: str, step: int | None = None) -> None:
+    """The fault, if this is its rank, its moment and its step."""
+    if (PLAN["victim"], PLAN["moment"]) != (RANK, moment) or step not in (None, PLAN["step"]):
+        return
+    if moment not in AMID:
+        fault()
+    # Amid the next call: in this thread if it is to raise.
+    delay = random.Random(PLAN["seed"]).uniform(0, AMID[moment])
+    action = fault
+    if PLAN["kind"] == "exception":
+        signal.signal(signal.SIGUSR1, fault)
+        action = lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]  # noqa: E731
+    threading.Timer(delay, action).start()
+
+
+class Data(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8 * STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(32)
+
+
+def main() -> None:
+    strike("init")
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 512), torch.nn.Tanh(), torch.nn.Linear(512, 512))
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    # A worker holds copies of this rank's sockets.
+    loader = torch.utils.data.DataLoader(Data(), 8, num_workers=PLAN["workers"])
+    for step, batch in enumerate(loader):
+        optimizer.zero_grad()
+        strike("forward", step)
+        out = model(batch)
+        if step == PLAN["step"]:
+            out.register_hook(lambda grad: strike("backward"))
+        loss = out.pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        strike("collective", step)
+        for part in range(4 if step == PLAN["step"] else 1):
+            hvd.allreduce(torch.full((500_000,), loss.item()), name=f"loss.{part}")
+        strike("save", step)
+        unidist.save_checkpoint(DIRECTORY / f"step-{step % 2}.pt", model=model, optimizer=optimizer, step=step)
+    strike("end")
+
+
+if __name__ == "__main__":
+    note("start", pid=os.getpid())
+    try:
+        main()
+    except BaseException as error:
+        note("raised", error=type(error).__name__, text=str(error))
+        raise
+    note("done")

@@ -1,0 +1,12 @@
+"""A dozen faults of the campaign of ``make faults``: no survivor hangs, and their errors name the rank that is lost."""
+
+from tests.faults.campaign import KINDS, MOMENTS, draw, line, run_all, summary
+from tests.support.worlds import shown
+
+
+def test_survivors_of_faults_end_and_name_the_victim() -> None:
+    cases = draw(12, seed=1)
+    assert {case.kind for case in cases} == set(KINDS) and {case.moment for case in cases} == set(MOMENTS)
+    outcomes = list(run_all(cases, jobs=3))
+    shown.setdefault("faults on the drop-in: what became of the survivors", []).extend(map(line, outcomes))
+    assert not [line(outcome) for outcome in outcomes if outcome.bad], "\n".join(summary(outcomes))
