@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from unidist.hvd.messages import AllJoined, Joined, Rounds
+from unidist.hvd.messages import AllJoined, AnnounceRounds, Rounds
 from unidist.hvd.negotiation import Coordinator
 from unidist.hvd.rounds import GradientRounds, ReducerId
 
@@ -118,7 +118,7 @@ def test_ranks_of_different_length_make_the_same_rounds(seed: int) -> None:
             for rank in receivers:
                 if isinstance(message, Rounds):
                     ranks[rank].receive(message)
-                elif isinstance(message, Joined):
+                elif isinstance(message, AnnounceRounds):
                     announcing.append(rank)
                 elif isinstance(message, AllJoined):
                     ranks[rank].all_joined(message.last)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from unidist.hvd.messages import (
     AllJoined,
+    AnnounceRounds,
     Complete,
     Execute,
     Failed,
-    Joined,
     Name,
     ProcessSetAdded,
     ProcessSetRemoved,
@@ -263,7 +263,7 @@ def test_a_joined_rank_takes_part_in_allreduce_alone(turns: int) -> None:
     world.coordinator.join(2, 0.0)
     why = "allgather is not supported while ranks 2 have joined (with sparse gradients: sparse_as_dense=True)"
     joined, *sent = world.deliver()
-    assert joined == ((0, 1, 2), Joined())
+    assert joined == ((0, 1, 2), AnnounceRounds())
     assert sorted(sent, key=str) == [
         ((0, 1), Failed(0, "gather", f"gather: {why}")),
         ((0, 1, 2), [("before",)]),
@@ -284,7 +284,7 @@ def test_values_of_a_joined_rank_are_missing() -> None:
 def test_the_last_rank_to_join_ends_the_join() -> None:
     world = World(3)
     world.coordinator.join(1, 0.0)
-    assert world.deliver() == [((0, 1, 2), Joined())]
+    assert world.deliver() == [((0, 1, 2), AnnounceRounds())]
     world.coordinator.join(2, 0.0)
     assert world.deliver() == []
     world.coordinator.join(0, 0.0)
@@ -431,4 +431,4 @@ def test_joins_at_any_time_leave_nobody_waiting(seed: int, size: int) -> None:
         for each, at in zip(world.received, before):
             done = [name for what in each[at:] if isinstance(what, list) for group in what for name in group]
             assert sorted(done) == sorted(f"step{i}" for i in range(max(steps)))
-            assert each[-1] == AllJoined(last) and each[at:].count(Joined()) == 1
+            assert each[-1] == AllJoined(last) and each[at:].count(AnnounceRounds()) == 1

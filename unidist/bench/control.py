@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import selectors
+import socket
 import subprocess
 import sys
 import threading
@@ -14,16 +15,15 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from unidist.backends import addresses
 from unidist.bench.measure import OURS, Case
 from unidist.hvd.connection import Connection, accept, connect, frame, new_key
 from unidist.hvd.control import ControlOptions, Process, StallTimeouts, _CoordinatorThread
 from unidist.hvd.messages import (
+    AnnounceRounds,
     Complete,
     Execute,
     Heartbeat,
     Join,
-    Joined,
     Leave,
     Request,
     Rounds,
@@ -40,6 +40,7 @@ QUICK_RANKS = (8, 128)
 #: Operations of a training step: the parameters of a ResNet-50 have 161 gradients.
 OPERATIONS = 160
 _SHAPES = ((64, 3, 7, 7), (64,), (64, 64, 1, 1), (256,), (128, 256, 1, 1), (512, 512, 3, 3), (2048,), (1000, 2048))
+_LOOPBACK = "127.0.0.1"
 _NO_DEADLINE = 3600.0
 
 
@@ -87,7 +88,7 @@ class _World:
 
     def __enter__(self) -> _World:
         key = new_key()
-        with addresses.create_server(addresses.LOOPBACK, self.size) as server:
+        with socket.create_server((_LOOPBACK, 0), backlog=self.size) as server:
             self._ranks = subprocess.Popen(
                 [sys.executable, "-m", "unidist.bench.control"],
                 stdin=subprocess.PIPE,
@@ -148,7 +149,7 @@ class _World:
             self._left -= sum(map(len, self._cache.groups(message)))
             if self._left == 0:
                 self._done.set()
-        elif isinstance(message, Joined):
+        elif isinstance(message, AnnounceRounds):
             self._control.post(Join())
 
     def activity(self) -> str:
@@ -159,7 +160,7 @@ class _Ranks:
     """All ranks but 0. They receive and submit the same, so one cache serves them."""
 
     def __init__(self, size: int, port: int, key: bytes) -> None:
-        self.connections = [connect(addresses.LOOPBACK, port, key, rank, 60.0, _NO_DEADLINE) for rank in range(1, size)]
+        self.connections = [connect(_LOOPBACK, port, key, rank, 60.0, _NO_DEADLINE) for rank in range(1, size)]
         self.cache = ResponseCache()
         self.selector = selectors.DefaultSelector()
         for connection in self.connections:
@@ -197,7 +198,7 @@ class _Ranks:
             nonlocal total
             total += len(data)
             message = decode(data)
-            if isinstance(message, Joined):
+            if isinstance(message, AnnounceRounds):
                 announced.add(connection)
             elif not isinstance(message, Heartbeat | Rounds):
                 joined.add(connection)

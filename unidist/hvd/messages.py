@@ -137,7 +137,7 @@ class ProcessSetRemoved(NamedTuple):
     set_id: int
 
 
-class Joined(NamedTuple):
+class AnnounceRounds(NamedTuple):
     """A rank has joined: announce your rounds from now on, and the last ones before."""
 
 
@@ -158,7 +158,7 @@ class Shutdown(NamedTuple):
 _PICKLED, _SUBMIT, _EXECUTE, _COMPLETE, _HEARTBEAT = range(5)
 _CLASSES = (
     Request, Definition, Signature, Submit, Join, Leave, Rounds, Heartbeat, Execute, Complete, Failed, ProcessSetAdded,
-    ProcessSetRemoved, Joined, AllJoined, Shutdown,
+    ProcessSetRemoved, AnnounceRounds, AllJoined, Shutdown,
 )  # fmt: skip
 _SUBMIT_HEAD = struct.Struct("<II")
 _NUMBERED = struct.Struct("<IQH")

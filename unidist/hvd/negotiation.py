@@ -17,11 +17,11 @@ import torch
 
 from unidist.hvd.messages import (
     AllJoined,
+    AnnounceRounds,
     Complete,
     Definition,
     Execute,
     Failed,
-    Joined,
     Name,
     ProcessSetAdded,
     ProcessSetRemoved,
@@ -144,7 +144,7 @@ class Coordinator:
             return
         everybody = self._sets[0].ranks
         if not self.joined:
-            self._outgoing.append((everybody, Joined()))
+            self._outgoing.append((everybody, AnnounceRounds()))
         self.joined.append(rank)
         # What it has submitted waits for the active ranks, by name: masks are compared between active ranks.
         for id_ in _ids(self._bits[rank]):

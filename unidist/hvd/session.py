@@ -24,11 +24,11 @@ from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.control import ControlOptions, StallTimeouts, open_control
 from unidist.hvd.messages import (
     AllJoined,
+    AnnounceRounds,
     Complete,
     Execute,
     Failed,
     Join,
-    Joined,
     Name,
     ProcessSetAdded,
     ProcessSetRemoved,
@@ -230,7 +230,7 @@ class Session:
                 operation.finish(error=HorovodInternalError(message.reason))
         elif isinstance(message, (ProcessSetAdded, ProcessSetRemoved)):
             self._tasks.put(message)
-        elif isinstance(message, Joined):
+        elif isinstance(message, AnnounceRounds):
             self.rounds.announce()
         elif isinstance(message, Rounds):
             self.rounds.receive(message)
