@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,8 @@ class Outcome:
     survivors: dict[int, tuple[str, float]] = field(default_factory=dict)
     #: What survivors raised.
     errors: list[str] = field(default_factory=list)
+    #: Where those that hang were.
+    stacks: list[str] = field(default_factory=list)
     #: Processes that a launcher which has ended left.
     orphans: int = 0
     broken: list[str] = field(default_factory=list)
@@ -70,10 +73,11 @@ class Outcome:
 
     @property
     def named(self) -> bool | None:
-        """Whether an error names the victim; None where nobody had to raise one."""
-        if self.case.moment in ("init", "end") or not self.errors:
+        """Whether an error of the drop-in names the victim; None where nobody had to raise one."""
+        errors = [error for error in self.errors if error.startswith("HorovodInternalError")]
+        if self.case.moment in ("init", "end") or not errors:
             return None
-        return any(re.search(rf"rank {self.case.victim}\b", error) for error in self.errors)
+        return any(re.search(rf"rank {self.case.victim}\b", error) for error in errors)
 
     @property
     def bad(self) -> bool:
@@ -162,6 +166,7 @@ def _watch(outcome: Outcome, directory: Path, launchers: Sequence[subprocess.Pop
                 outcome.survivors[rank] = (how, time.time() - struck)
             elif late:
                 outcome.survivors[rank] = ("hung", time.time() - struck)
+                outcome.stacks.append(_stack(directory, rank, pid))
         if len(outcome.survivors) == RANKS - 1:
             break
     if case.launcher == "env":
@@ -178,6 +183,13 @@ def _watch(outcome: Outcome, directory: Path, launchers: Sequence[subprocess.Pop
 def _log(directory: Path, rank: int) -> list[dict[str, Any]]:
     path = directory / f"rank-{rank}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _stack(directory: Path, rank: int, pid: int) -> str:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR2)
+    time.sleep(0.3)
+    return f"rank {rank} hangs in\n" + (directory / f"stack-{rank}").read_text()
 
 
 def _runs(pid: int) -> bool:
@@ -257,6 +269,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--jobs", type=int, default=2, help="worlds at a time")
     parser.add_argument("--only", default="", help="a word in the lines of the cases that are run: SIGSTOP, init, env")
+    parser.add_argument("--verbose", action="store_true", help="print what survivors raised")
     options = parser.parse_args()
     print(f"{options.n} cases, seed {options.seed}, at {RANKS} ranks, UNIDIST_TIMEOUT={TIMEOUT}", flush=True)
     cases = [case for case in draw(options.n, options.seed) if options.only in line(Outcome(case))]
@@ -264,8 +277,9 @@ def main() -> None:
     for outcome in run_all(cases, options.jobs):
         outcomes.append(outcome)
         print(line(outcome), flush=True)
-        if outcome.named is False:
-            print(*(f"    {error}" for error in outcome.errors), sep="\n", flush=True)
+        if outcome.bad or options.verbose:
+            for text in (*outcome.errors, *outcome.stacks):
+                print(textwrap.indent(text, "    "), flush=True)
     print("", *summary(outcomes), sep="\n")
     sys.exit(any(outcome.bad for outcome in outcomes))
 

@@ -3,6 +3,7 @@
 Each rank writes lines to a file of its own: its process, the fault, how it ended.
 """
 
+import faulthandler
 import json
 import os
 import random
@@ -98,6 +99,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR2, open(DIRECTORY / f"stack-{RANK}", "w"), all_threads=False)  # noqa: SIM115
     note("start", pid=os.getpid())
     try:
         main()
