@@ -62,6 +62,7 @@ class Outcome:
     stacks: list[str] = field(default_factory=list)
     #: Processes that a launcher which has ended left.
     orphans: int = 0
+    #: Checkpoints and timelines that do not load.
     broken: list[str] = field(default_factory=list)
     #: Why there is no outcome.
     invalid: str = ""
@@ -107,20 +108,27 @@ def run(case: Case) -> Outcome:
         finally:
             _kill_all(directory, launchers)
         output = (directory / "output").read_text(errors="replace")
-        for path in directory.glob("step-*.pt"):
-            try:
-                torch.load(path, weights_only=True)
-            except Exception as error:
-                outcome.broken.append(f"{path.name}: {error}")
+        outcome.broken = list(_broken_files(directory))
     if outcome.invalid:
         outcome.invalid += f"\n{output[-3000:]}"
     return outcome
 
 
+def _broken_files(directory: Path) -> Iterator[str]:
+    for path in (*directory.glob("step-*.pt"), *directory.glob("timeline.json")):
+        try:
+            if path.suffix == ".pt":
+                torch.load(path, weights_only=True)
+            elif text := path.read_text().rstrip():
+                json.loads(text if text.endswith("]") else text + "]")  # as viewers do
+        except Exception as error:
+            yield f"{path.name}: {error}"
+
+
 def _start(case: Case, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     plan = {
         "UNIDIST_TIMEOUT": str(TIMEOUT), "UNIDIST_BACKEND": "gloo", "FAULT": json.dumps(asdict(case)),
-        "FAULT_DIRECTORY": str(directory),
+        "FAULT_DIRECTORY": str(directory), "HOROVOD_TIMELINE": str(directory / "timeline.json"),
     }  # fmt: skip
     argv = ["-m", "unidist.hvd", str(ROOT / "tests/faults/train.py")]
     if case.launcher == "env":
@@ -257,7 +265,7 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
         f"{len(outcomes)} cases; survivors: " + ", ".join(f"{count} {how}" for how, count in ends.most_common()),
         f"slowest survivor {slowest:.1f} s; hung in {sum(each.hung for each in outcomes)} cases, the victim named in "
         f"{sum(asked)} of {len(asked)} in which a survivor raised; orphans in "
-        f"{sum(bool(each.orphans) for each in outcomes)}, broken checkpoints in "
+        f"{sum(bool(each.orphans) for each in outcomes)}, broken files in "
         f"{sum(bool(each.broken) for each in outcomes)}, invalid {sum(bool(each.invalid) for each in outcomes)}",
     ]
     return lines
