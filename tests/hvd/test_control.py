@@ -74,7 +74,7 @@ class Interrupt(Exception):
 
 def test_a_wait_that_is_interrupted_can_be_repeated(rank: int, size: int) -> None:
     """Signal handlers that raise, as Ctrl-C does, in the middle of calls of one rank."""
-    interrupts = 0
+    interrupts = kept = 0
 
     def interrupt(*_: Any) -> None:
         nonlocal interrupts
@@ -106,9 +106,11 @@ def test_a_wait_that_is_interrupted_can_be_repeated(rank: int, size: int) -> Non
                     stopped = True
                 except Interrupt:
                     pass
-            assert all(result is not None and result[0].item() == i * size for result in results)
+            # None: interrupted at the very end, when the handle had been used.
+            assert all(result is None or result[0].item() == i * size for result in results)
+            kept += sum(result is not None for result in results)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert interrupts > 0 or rank == size - 1
+    assert (interrupts > 0 and kept > 60) or rank == size - 1
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
