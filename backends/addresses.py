@@ -47,7 +47,7 @@ def host_id() -> str:
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:  # not Linux
         return f"{socket.gethostname()} {sorted(address for each in _addresses().values() for address in each)}"
 
@@ -99,9 +99,9 @@ def source_address(towards: str) -> str | None:
     return None
 
 
-def interface_of(address: str) -> str | None:
+def interface_of(address: str) -> str:
     """The network interface that has an address of this host."""
-    return next((name for name, addresses in _addresses(loopback=True).items() if address in addresses), None)
+    return next(name for name, addresses in _addresses(loopback=True).items() if address in addresses)
 
 
 def create_server(address: str, backlog: int = socket.SOMAXCONN) -> socket.socket:

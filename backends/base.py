@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
+from unidist import open_files
 from unidist.errors import CollectiveError, UnidistError
 from unidist.topology import Launch, Topology
 
@@ -41,6 +42,8 @@ class Start:
     init_method: str | None = None
     timeout: timedelta | None = None
     device: torch.device | None = None
+    #: Whether torch's default process group is used, and made where there is none. Else it is left alone.
+    default_group: bool = True
     #: Number of earlier calls of ``init()`` in this process; the same on every rank.
     session: int = 0
 
@@ -127,13 +130,23 @@ class Backend(ABC):
     def shutdown(self) -> None:
         """Stop what ``start`` started. Collective."""
 
+    def abort(self) -> None:  # noqa: B027 - a backend may have nothing that blocks
+        """Make every call of this rank that is blocked in the library fail soon; the backend is useless afterwards.
+
+        For a rank that waits for one that has stopped. Not collective; any thread. Afterwards ``shutdown``, and the end
+        of the process, wait for no other rank. Horovod cannot be interrupted: there it does nothing.
+        """
+
     @abstractmethod
     def world_size(self) -> int:
         """The world size according to the library."""
 
     @abstractmethod
     def new_group(self, ranks: tuple[int, ...]) -> Group:
-        """Make a group of some global ranks (ascending). Collective over the world, members or not."""
+        """Make a group of some global ranks (ascending). Collective over the world, members or not.
+
+        On torch.distributed it takes no part in anything: the members make the group in their first call that uses it.
+        """
 
     def drop_group(self, group: Group) -> None:  # noqa: B027 - a backend may have nothing to free
         """Free the resources of a group that is not used any more. Not collective."""
@@ -195,7 +208,9 @@ class Backend(ABC):
         """The ``CollectiveError`` for a library's own error."""
         topology = self.topology
         hint = ""
-        if call == "backward":
+        if open_files.EXHAUSTED in str(error):
+            hint = open_files.advice(topology.world_size)
+        elif call == "backward":
             hint = (
                 " If none failed, a rank has made fewer steps: use unidist.shard_loader, or train inside unidist.join."
             )

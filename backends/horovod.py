@@ -9,24 +9,24 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
-import psutil
 import torch
 from torch import Tensor
 
 from unidist.backends import rendezvous
+from unidist.backends.addresses import host_id, interface_of
 from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel
 from unidist.backends.data_parallel import BucketedDataParallel
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, UnidistError
-from unidist.topology import Launch, Topology, detect, locate
+from unidist.topology import Launch, Place, Topology, detect, locate
 
 with suppress(UnidistError):
     # Horovod makes the symbols of its MPI visible to all libraries that are loaded later, so mpi4py must be loaded
@@ -337,51 +337,35 @@ def _built_for() -> str:
 
 
 def _topology(launch: Launch) -> Topology:
-    """The launcher's declaration where it fits Horovod's world; what is missing, Horovod knows."""
-    fits = (launch.rank, launch.world_size) == (hvd.rank(), hvd.size())
-    local = fits and launch.local_rank is not None and launch.local_size is not None
-    nodes = fits and launch.node_rank is not None and launch.num_nodes is not None
-    whole = Launch(
-        launch.launcher,
-        hvd.rank(),
-        hvd.size(),
-        launch.local_rank if local else hvd.local_rank(),
-        launch.local_size if local else hvd.local_size(),
-        launch.node_rank if nodes else hvd.cross_rank(),
-        launch.num_nodes if nodes else hvd.cross_size(),
-    )
-    return locate(whole, [])
+    """The launcher's declaration where it fits Horovod's world; what is missing, Horovod knows. Collective."""
+    if (launch.rank, launch.world_size) != (hvd.rank(), hvd.size()):
+        launch = Launch(launch.launcher, hvd.rank(), hvd.size())
+    if launch.local_rank is None or launch.local_size is None:
+        launch = replace(launch, local_rank=hvd.local_rank(), local_size=hvd.local_size())
+    mine = Place(launch.host or host_id(), launch.local_rank, launch.node_rank)
+    return locate(launch, hvd.allgather_object(mine, name="unidist.places"))
 
 
 def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, Topology]:
     """Do what horovodrun does: serve a rendezvous from rank 0, and tell Horovod where it is. Collective."""
     launch = start.launch
-    store, topology = rendezvous.join(start)
-    slot = f"{socket.gethostname()},{topology.local_rank},{topology.local_size},{topology.node_rank}"
-    # Horovod tells nodes apart by name; here two of them may be on one host.
-    rows = [row.rsplit(",", 3) for row in rendezvous.exchange(store, "slot", launch, slot)]
-    hosts = [row[0] for row in rows]
+    meeting = rendezvous.join(start)
+    store, topology = meeting.store, meeting.topology
+    mine = (
+        f"{topology.local_rank},{topology.local_size},{topology.node_rank},{topology.cross_rank},{topology.cross_size}"
+    )
     slots = []
-    for rank, (host, local_rank, local_size, node) in enumerate(rows):
-        peers = [row[3] for row in rows if row[1] == local_rank]  # the same local rank on the other nodes
-        slots.append(
-            SlotInfo(
-                f"{host}-node{node}",
-                rank,
-                int(local_rank),
-                peers.index(node),
-                launch.world_size,
-                int(local_size),
-                len(peers),
-            )
-        )
+    for rank, row in enumerate(rendezvous.exchange(store, "slot", launch, mine)):
+        local_rank, local_size, node, cross_rank, cross_size = map(int, row.split(","))
+        # Horovod tells nodes apart by name; two hosts may have the same one, and two nodes may be on one host.
+        name = f"{meeting.hosts[rank].name}-node{node}"
+        slots.append(SlotInfo(name, rank, local_rank, cross_rank, launch.world_size, local_size, cross_size))
     server: RendezvousServer | None = None
     if launch.rank == 0:
         server = RendezvousServer()
         port = server.start()
         server.init(slots)
-        away = next((host for host in hosts if host != hosts[0]), None)
-        store.set("rendezvous", f"{rendezvous.local_address(away) if away else '127.0.0.1'}:{port}")
+        store.set("rendezvous", f"{meeting.address}:{port}")
     address, port = store.get("rendezvous").decode().rsplit(":", 1)
     slot = slots[launch.rank]
     settings.add(
@@ -394,18 +378,8 @@ def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, 
         HOROVOD_HOSTNAME=slot.hostname,
         HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
         HOROVOD_GLOO_RENDEZVOUS_PORT=port,
-        HOROVOD_GLOO_IFACE=_interface(address, hosts),
+        HOROVOD_GLOO_IFACE=interface_of(meeting.address),
         HOROVOD_CONTROLLER="gloo",
         HOROVOD_CPU_OPERATIONS="gloo",
     )
     return server, topology
-
-
-def _interface(address: str, hosts: Sequence[str]) -> str:
-    """Name of the network interface on the way to the other hosts."""
-    away = next((host for host in hosts if host != socket.gethostname()), None)
-    mine = rendezvous.local_address(away) if away else address
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == mine for entry in addresses):
-            return name
-    raise BackendError(f"no network interface has the address {mine}, on the way to {address}: set HOROVOD_GLOO_IFACE.")

@@ -5,33 +5,49 @@ Launchers differ in how rank 0's address gets to the other ranks (``Launcher.ren
 
 from __future__ import annotations
 
+import json
 import os
-import socket
 import time
 import urllib.request
+from collections.abc import Sequence
 from datetime import timedelta
 from http.client import HTTPException
+from typing import NamedTuple
 
 import torch.distributed as dist
 
+from unidist.backends import addresses
+from unidist.backends.addresses import Host, create_server, listen_address, source_address, this_host
 from unidist.backends.base import Start
 from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, LaunchError, UnidistError
-from unidist.topology import Launch, Topology, complete, locate
+from unidist.topology import Launch, Place, Topology, locate
 
+local_address = source_address  # for hvd/control.py, until it uses listen_address
 START_TIMEOUT = timedelta(seconds=300)
-LOOPBACK = "127.0.0.1"
 #: One store for all calls of ``init`` in a process: the address may be usable only once.
 _stores: dict[tuple[Launch, str | None], dist.Store] = {}
 #: Connects to the launcher's server without the proxies of the environment.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def join(start: Start) -> tuple[dist.Store, Topology]:
-    """Rendezvous with the other ranks. Collective.
+class Meeting(NamedTuple):
+    """What a rendezvous gives."""
 
-    Returns:
-        A store for this call of ``init``, and the topology, whose missing parts are derived from the ranks' host names.
+    #: For this call of ``init``.
+    store: dist.Store
+    topology: Topology
+    #: Of all ranks, in rank order.
+    hosts: list[Host]
+
+    @property
+    def address(self) -> str:
+        """On which this process listens for the others."""
+        return listen_address(self.hosts[self.topology.rank], self.hosts)
+
+
+def join(start: Start) -> Meeting:
+    """Rendezvous with the other ranks. Collective.
 
     Raises:
         BackendError: not all ranks came in time, or two processes have the same rank.
@@ -43,7 +59,9 @@ def join(start: Start) -> tuple[dist.Store, Topology]:
         base.set_timeout(timeout)
         store = dist.PrefixStore(f"unidist/{start.session}", base)
         _claim_rank(store, launch)
-        hosts = [] if complete(launch) else _exchange_hosts(store, launch)
+        texts = exchange(store, "place", launch, json.dumps(own_row(launch)))
+        rows = [(Place(*place), Host(id, name, tuple(found))) for place, (id, name, found) in map(json.loads, texts)]
+        return meeting(store, launch, rows)
     except UnidistError:
         raise
     except Exception as error:
@@ -51,33 +69,37 @@ def join(start: Start) -> tuple[dist.Store, Topology]:
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher.name}) did not meet the other ranks within "
             f"{timeout.total_seconds():.0f} s: {error}. Is every rank running, and can it reach rank 0?"
         ) from error
-    return store, locate(launch, hosts)
+
+
+def own_row(launch: Launch) -> tuple[Place, Host]:
+    """What ``meeting`` needs of each rank."""
+    host = this_host()
+    return Place(launch.host or host.id, launch.local_rank, launch.node_rank), host
+
+
+def meeting(store: dist.Store, launch: Launch, rows: Sequence[tuple[Place, Host]]) -> Meeting:
+    """What follows from the rows of all ranks, in rank order."""
+    return Meeting(store, locate(launch, [place for place, _ in rows]), [host for _, host in rows])
 
 
 def exchange(store: dist.Store, key: str, launch: Launch, value: str) -> list[str]:
     """Every rank's ``value``, in rank order. Collective; a key can be used once."""
     store.set(f"{key}/{launch.rank}", value)
-    return [store.get(f"{key}/{rank}").decode() for rank in range(launch.world_size)]
+    keys = [f"{key}/{rank}" for rank in range(launch.world_size)]
+    # FileStore has single requests only.
+    extended = getattr(store, "has_extended_api", lambda: True)()
+    found = store.multi_get(keys) if extended else [store.get(key) for key in keys]
+    return [each.decode() for each in found]
 
 
-def local_address(towards: str) -> str:
-    """The address of the interface through which this host reaches another one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))  # a datagram socket sends nothing when it connects
-        address: str = probe.getsockname()[0]
-        return address
-
-
-def open_on_free_port(timeout: timedelta = START_TIMEOUT, address: str | None = None) -> dist.TCPStore:
+def open_on_free_port(address: str, timeout: timedelta = START_TIMEOUT) -> dist.TCPStore:
     """A store that this process serves; ``.port`` is its port.
 
     Args:
+        address: the address of this host on which it listens.
         timeout: of requests to the store.
-        address: the address of this host on which it listens. Default: all.
     """
-    if address is None:
-        return dist.TCPStore("0.0.0.0", 0, is_master=True, timeout=timeout, wait_for_workers=False)
-    listening = socket.create_server((address, 0), backlog=socket.SOMAXCONN)
+    listening = create_server(address)
     return dist.TCPStore(
         address,
         listening.getsockname()[1],
@@ -96,10 +118,6 @@ def _claim_rank(store: dist.Store, launch: Launch) -> None:
             f"two processes are rank {launch.rank} of {launch.world_size} ({launch.launcher.name}): "
             "give each process its own rank, or each job its own address (MASTER_PORT, file://)."
         )
-
-
-def _exchange_hosts(store: dist.Store, launch: Launch) -> list[str]:
-    return exchange(store, "host", launch, socket.gethostname())
 
 
 def _base_store(launch: Launch, init_method: str | None, timeout: timedelta) -> dist.Store:
@@ -156,20 +174,18 @@ def _at_horovod(launch: Launch, timeout: timedelta) -> dist.Store:
     server = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
     url = f"http://{server}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}/unidist/store"
     if launch.rank == 0:
-        if launch.num_nodes == 1:
-            host, store = LOOPBACK, open_on_free_port(timeout, LOOPBACK)
-        else:
-            host, store = _reachable_address(server), open_on_free_port(timeout)
+        host = addresses.LOOPBACK if launch.local_size == launch.world_size else _address_for_horovodrun(server)
+        store = open_on_free_port(host, timeout)
         _ask(urllib.request.Request(url, data=f"{host}:{store.port}".encode(), method="PUT"), timeout)
         return store
     host, port = _ask(urllib.request.Request(url), timeout).rsplit(":", 1)
     return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
 
 
-def _reachable_address(server: str) -> str:
-    address = local_address(server)
-    # Rank 0 is on the launcher's host: the others reach it at the launcher's address.
-    return server if address.startswith("127.") else address
+def _address_for_horovodrun(server: str) -> str:
+    """This host's address in the network of horovodrun's server, through which the hosts reach each other."""
+    own = this_host()
+    return server if server in own.addresses else listen_address(own, [Host("", "of horovodrun", (server,))])
 
 
 def _ask(request: urllib.request.Request, timeout: timedelta) -> str:
@@ -194,10 +210,11 @@ def _at_mpi(launch: Launch, timeout: timedelta) -> dist.Store:
     if launch.master_addr is not None and launch.master_port is not None:
         return _at_master(launch, timeout)
     world = mpi.world(launch)
-    alone = len(set(world.allgather(socket.gethostname()))) == 1
-    store, address = None, None
+    hosts = world.allgather(this_host())
+    store, meeting = None, None
     if launch.rank == 0:
-        store = open_on_free_port(timeout, LOOPBACK if alone else None)
-        address = (LOOPBACK if alone else socket.getfqdn(), store.port)
-    host, port = world.bcast(address, root=0)
+        address = listen_address(hosts[0], hosts)
+        store = open_on_free_port(address, timeout)
+        meeting = (address, store.port)
+    host, port = world.bcast(meeting, root=0)
     return store or dist.TCPStore(host, port, is_master=False, timeout=timeout)

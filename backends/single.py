@@ -9,7 +9,7 @@ import torch
 from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel
 from unidist.backends.data_parallel import DataParallel
 from unidist.backends.device import default_device
-from unidist.topology import locate
+from unidist.topology import Place, locate
 
 
 class SingleBackend(Backend):
@@ -19,7 +19,9 @@ class SingleBackend(Backend):
 
     @classmethod
     def start(cls, name: str, start: Start) -> SingleBackend:
-        return cls(name, locate(start.launch, []), default_device(start.device, 0))
+        launch = start.launch
+        places = [Place("", launch.local_rank, launch.node_rank)] * launch.world_size
+        return cls(name, locate(launch, places), default_device(start.device, 0))
 
     @classmethod
     def adopt(cls, start: Start) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
-import socket
 import sys
+import threading
 import traceback
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from unidist import open_files
 from unidist.backends import rendezvous
+from unidist.backends.addresses import interface_of
 from unidist.backends.backward_pass import current_pass
 from unidist.backends.base import (
     Backend,
@@ -31,9 +34,11 @@ from unidist.backends.base import (
 )
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
+from unidist.backends.process_groups import GlooSockets, LazyProcessGroup, ProcessGroups, abort
+from unidist.backends.rendezvous import Meeting
 from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
-from unidist.errors import BackendError, MismatchError, UnidistError
-from unidist.topology import Launch, Topology, locate
+from unidist.errors import BackendError, CollectiveError, MismatchError, UnidistError
+from unidist.topology import Launch, Topology
 from unidist.tree import tensors_in
 
 _OPS = {
@@ -55,58 +60,70 @@ _CALLING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distribute
 
 
 class TorchBackend(Backend):
-    """A backend of torch.distributed, on its default process group."""
+    """A backend of torch.distributed: on its default process group, or on groups beside it."""
 
-    def __init__(self, name: str, topology: Topology, device: torch.device, owned: bool) -> None:
-        super().__init__(name, topology, device)
+    def __init__(self, name: str, meeting: Meeting, device: torch.device, start: Start, owned: bool = False) -> None:
+        super().__init__(name, meeting.topology, device)
+        #: Whether the default group is used, and whether it was made here.
+        self._default = start.default_group
         self._owned = owned
         if name != "gloo":
             # NCCL is combined with gloo for CPU tensors.
             self.device_types = frozenset({"cpu", "cuda"})
-        #: A user's own NCCL group takes no CPU tensors, so they get a gloo group.
-        self._split = name == "nccl" and "gloo" not in dist.get_backend_config()
-        self._world = {"cuda": None, "cpu": dist.new_group(backend="gloo") if self._split else None}
+        library = _library(name, start)
+        self.process_groups = ProcessGroups(
+            library, meeting.store, self.topology.rank, meeting.address, start.timeout, device
+        )
+        self._world: dict[str, LazyProcessGroup | None] = dict.fromkeys(
+            ("cpu", "cuda"), None if self._default else self._make_group(self.ranks(None))
+        )
+        if self._default and name == "nccl" and "gloo" not in dist.get_backend_config():
+            # A user's own NCCL group takes no CPU tensors.
+            self._world["cpu"] = self._make_group(self.ranks(None))
         self._restore_hook = self._explain_lost_ranks()
 
     @classmethod
     def start(cls, name: str, start: Start) -> TorchBackend:
         _check_available(name)
-        library = _mpi(start) if name == "mpi" else "cpu:gloo,cuda:nccl" if name == "nccl" else name
-        store, topology = rendezvous.join(start)
+        library = _library(name, start)
+        beside = dist.is_initialized()
+        meeting = _meet_in_default_group(start) if beside else rendezvous.join(start)
+        topology = meeting.topology
         device = _device(name, start, topology)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        try:
+        sockets = GlooSockets()
+        if start.default_group:
             # A PyTorch that was built with MPI takes rank and world size from it.
-            arguments: Any = (
-                {} if library == "mpi" else {"store": store, "rank": topology.rank, "world_size": topology.world_size}
-            )
+            arguments: Any = {}
+            if library != "mpi":
+                arguments = {"store": meeting.store, "rank": topology.rank, "world_size": topology.world_size}
             if name == "nccl":
                 arguments["device_id"] = device  # else NCCL guesses it by the rank
-            dist.init_process_group(library, timeout=start.timeout, **arguments)
-        except Exception as error:
-            raise BackendError(
-                f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}. Is every rank running, "
-                "and can the hosts reach each other?"
-            ) from error
-        backend = cls(name, topology, device, owned=True)
+            both = "cpu:gloo,cuda:nccl" if name == "nccl" else library
+            try:
+                with sockets.opened_inside(), _gloo_interface(meeting.address):
+                    dist.init_process_group(both, timeout=start.timeout, **arguments)
+            except Exception as error:
+                hint = "Is every rank running, and can the hosts reach each other?"
+                if open_files.EXHAUSTED in str(error):
+                    hint = open_files.advice(topology.world_size)
+                raise BackendError(
+                    f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}. {hint}"
+                ) from error
+        backend = cls(name, meeting, device, start, owned=start.default_group)
+        backend.process_groups.sockets.add(sockets)
         mpi.end_all_on_error(start.launch)
         return backend
 
     @classmethod
     def adopt(cls, start: Start) -> TorchBackend | None:
-        if not dist.is_available() or not dist.is_initialized():
+        if not start.default_group or not dist.is_available() or not dist.is_initialized():
             return None
         libraries = dist.get_backend_config()
         name = next((name for name in ("nccl", "mpi") if name in libraries), "gloo")
-        launch = start.launch
-        # Collective: also on ranks whose launcher and group agree.
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
-        if (launch.rank, launch.world_size) != (dist.get_rank(), dist.get_world_size()):
-            launch = Launch(launch.launcher, dist.get_rank(), dist.get_world_size())
-        topology = locate(launch, hosts)
-        return cls(name, topology, _device(name, start, topology), owned=False)
+        meeting = _meet_in_default_group(start)
+        return cls(name, meeting, _device(name, start, meeting.topology), start)
 
     def _explain_lost_ranks(self) -> Callable[[], None]:
         """Show an uncaught error of gloo with its rank, and what to look for; the result restores the excepthook.
@@ -138,24 +155,26 @@ class TorchBackend(Backend):
     def shutdown(self) -> None:
         self._restore_hook()
         self.quiesce()
+        self.process_groups.close()
         if self._owned and dist.is_initialized():
             # A rank that leaves after an error leaves a group that is broken already.
             with suppress(Exception):
                 dist.destroy_process_group()
 
+    def abort(self) -> None:
+        self.process_groups.abort()
+        if self._owned and dist.is_initialized():
+            threading.Thread(target=abort, args=[dist.group.WORLD], name="unidist-abort-default", daemon=True).start()
+
     def world_size(self) -> int:
-        return dist.get_world_size()
+        return dist.get_world_size() if self._default else self.topology.world_size
 
     def new_group(self, ranks: tuple[int, ...]) -> Group:
-        with self.errors_of("new_group"):
-            whole = dist.new_group(list(ranks))
-            return Group(
-                ranks, {"cuda": whole, "cpu": dist.new_group(list(ranks), backend="gloo") if self._split else whole}
-            )
+        return Group(ranks, self._make_group(ranks))
 
     def drop_group(self, group: Group) -> None:
-        for handle in {id(handle): handle for handle in (group.handle or {}).values()}.values():
-            dist.destroy_process_group(handle)
+        if group.handle is not None:
+            self.process_groups.drop(group.handle)
 
     def barrier(self, group: Group | None = None) -> None:
         with self.errors_of("barrier"):
@@ -183,7 +202,8 @@ class TorchBackend(Backend):
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
         with self.errors_of("broadcast"):
-            dist.broadcast(tensor, src, self._handle(group, tensor.device.type))
+            handle = self._handle(group, tensor.device.type)
+            dist.broadcast(tensor, group=handle, group_src=self.ranks(group).index(src))
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
         longest = max(sizes)
@@ -223,8 +243,8 @@ class TorchBackend(Backend):
     def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
         devices = {p.device for p in model.parameters()}
         single_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
-        handle = self._handle(group, next(iter(devices)).type)
         with self.errors_of("wrap_model"):
+            handle = self._handle(group, next(iter(devices)).type)
             wrapped: WrappedDDP[M] = WrappedDDP(
                 model,
                 device_ids=[next(iter(devices))] if single_gpu else None,
@@ -241,8 +261,15 @@ class TorchBackend(Backend):
             wrapped.register_comm_hook(handle, _compressed(options.compression, len(self.ranks(group))))
         return wrapped
 
+    def _make_group(self, ranks: tuple[int, ...]) -> LazyProcessGroup | None:
+        return self.process_groups.new_group(ranks) if self.topology.rank in ranks else None
+
     def _handle(self, group: Group | None, device_type: str) -> Any:
-        return (group.handle if group else self._world)[device_type]
+        """torch's process group; None for its default one."""
+        if self.process_groups.ended:
+            raise CollectiveError(f"rank {self.topology.rank}: the process groups were {self.process_groups.ended}.")
+        found: LazyProcessGroup | None = group.handle if group else self._world[device_type]
+        return None if found is None else found.get()
 
 
 class WrappedDDP(DistributedDataParallel, Wrapper[M]):
@@ -336,17 +363,41 @@ def _device(name: str, start: Start, topology: Topology) -> torch.device:
     return default_device(wanted, topology.local_rank)
 
 
-def _mpi(start: Start) -> str:
-    """torch's name of the backend: ``mpi`` where torch was built with MPI, else that of the process group over
-    mpi4py.
+def _library(name: str, start: Start) -> str:
+    """torch's name of the library: of ``mpi`` it is ``mpi`` where torch was built with MPI, else that of the process
+    group over mpi4py.
     """
-    if dist.is_mpi_available():
-        return "mpi"
+    if name != "mpi" or dist.is_mpi_available():
+        return name
     mpi.world(start.launch)  # loads the launcher's library
     from unidist.backends.mpi import process_group
 
     process_group.register()
     return process_group.NAME
+
+
+def _meet_in_default_group(start: Start) -> Meeting:
+    """A rendezvous in the default group and its store. Collective."""
+    launch = start.launch
+    if (launch.rank, launch.world_size) != (dist.get_rank(), dist.get_world_size()):
+        launch = Launch(launch.launcher, dist.get_rank(), dist.get_world_size())
+    rows: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(rows, rendezvous.own_row(launch))
+    store = dist.PrefixStore(f"unidist/beside/{start.session}", dist.distributed_c10d._get_default_store())
+    return rendezvous.meeting(store, launch, rows)
+
+
+@contextmanager
+def _gloo_interface(address: str) -> Iterator[None]:
+    """Inside, gloo's own devices listen on an address of this interface; else they look the host's name up."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _check_available(name: str) -> None:

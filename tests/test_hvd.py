@@ -353,6 +353,28 @@ def test_operations_that_nobody_waits_for_at_the_end() -> None:
         assert result.returncode == 0, result.output
 
 
+def test_a_message_that_cannot_be_read_ends_the_session_on_all_ranks() -> None:
+    result = drop_in(
+        """
+        import os, torch, horovod.torch as hvd
+        from unidist.hvd.connection import frame
+        from unidist.hvd.session import current_session
+        hvd.init()
+        hvd.allreduce(torch.ones(1))
+        if hvd.rank() == 1:
+            current_session()._control._connection.send(frame(b"\\xff"))
+        try:
+            while True:
+                hvd.allreduce(torch.ones(1), name="after")
+        except hvd.HorovodInternalError as error:
+            os.write(1, ("TOLD: %s\\n" % error).encode())
+        """,
+        ranks=3,
+    )
+    why = r"TOLD: allreduce.after: rank 1 \(host \S+\) has sent a message that cannot be read: ValueError"
+    assert len(re.findall(why.replace("ValueError", ""), result.output)) >= 2, result.output
+
+
 def test_stalls_are_reported_with_names_and_ranks() -> None:
     result = drop_in(
         """

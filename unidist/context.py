@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from unidist import knobs
+from unidist import knobs, open_files
 from unidist.backends.base import Backend, Start
 from unidist.backends.joined import Joined
 from unidist.errors import BackendError, NotInitializedError, WorldSizeError
@@ -87,6 +87,29 @@ def init(
         BackendError: the backend cannot start here, or another one is running already.
         WorldSizeError: the backend's world size is not the one that the launcher declared.
     """
+    _init(backend, init_method, rank, world_size, timeout, device, default_group=True)
+    if seed is not None:
+        set_seed(seed)
+
+
+def init_beside_default_group(backend: BackendName) -> None:
+    """``init`` without torch's default process group: a script may make and destroy that one, before and after.
+
+    The drop-in starts so, as Horovod's users expect. Collective.
+    """
+    _init(backend, default_group=False)
+
+
+def _init(
+    backend: BackendName,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | timedelta | None = None,
+    device: str | torch.device | None = None,
+    *,
+    default_group: bool,
+) -> None:
     global _current, _arguments, _sessions
     arguments: dict[str, object] = {
         "backend": None if backend == "auto" else backend,
@@ -100,9 +123,9 @@ def init(
         _refuse_change(arguments, _current)
     else:
         launch = _declared(init_method, rank, world_size)
-        start = Start(
-            launch, init_method, _timeout(timeout), None if device is None else torch.device(device), _sessions
-        )
+        place = None if device is None else torch.device(device)
+        start = Start(launch, init_method, _timeout(timeout), place, default_group, _sessions)
+        open_files.allow(launch.world_size)
         name = backend if backend != "auto" else knobs.backend(os.environ)
         _sessions += 1  # failed attempts count: they have left keys in the store
         started, why = _start(name, start)
@@ -127,8 +150,6 @@ def init(
                 launch.evidence,
                 started.device,
             )
-    if seed is not None:
-        set_seed(seed)
 
 
 def shutdown() -> None:

@@ -56,6 +56,7 @@ def start(
     if nprocs < 1:
         raise ValueError(f"spawn(nprocs={nprocs}) needs at least 1 process.")
     from unidist.backends import rendezvous
+    from unidist.backends.addresses import LOOPBACK
 
     try:
         payload = _pickled((fn, args))
@@ -65,7 +66,7 @@ def start(
             f"{error}. Put the function into a .py file and import it from there, or pip install cloudpickle."
         ) from error
     # The children's store, for as long as they run.
-    store = rendezvous.open_on_free_port(address=rendezvous.LOOPBACK)
+    store = rendezvous.open_on_free_port(LOOPBACK)
     with tempfile.TemporaryDirectory(prefix="unidist-spawn-") as directory:
         start_processes(_run, args=(nprocs, store.port, payload, directory, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]
         return [_result(Path(directory) / str(rank)) for rank in range(nprocs)]

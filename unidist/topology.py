@@ -9,8 +9,10 @@ launcher that must have been started last to the one that surrounds it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from unidist import knobs
 from unidist.errors import LaunchError
@@ -27,6 +29,8 @@ class Launcher:
     local_size: str = ""
     node_rank: str = ""
     num_nodes: str = ""
+    #: The launcher's name of the process's host.
+    host: str = ""
     #: The row matches when all of these are set: ``NAME``, or ``NAME=value`` where it must have that value.
     marks: tuple[str, ...] = ()
     #: How its processes find each other: ``master`` (MASTER_ADDR and MASTER_PORT), ``horovod`` (the
@@ -82,8 +86,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         world_size="HOROVOD_SIZE",
         local_rank="HOROVOD_LOCAL_RANK",
         local_size="HOROVOD_LOCAL_SIZE",
-        node_rank="HOROVOD_CROSS_RANK",
-        num_nodes="HOROVOD_CROSS_SIZE",
+        # HOROVOD_CROSS_RANK and HOROVOD_CROSS_SIZE count the hosts that have this local rank, and no others.
+        host="HOROVOD_HOSTNAME",
         marks=("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
         rendezvous="horovod",
         backend="horovod",
@@ -156,6 +160,7 @@ class Launch:
     #: Where rank 0 listens, if the environment says so.
     master_addr: str | None = None
     master_port: int | None = None
+    host: str | None = None
 
     @property
     def evidence(self) -> str:
@@ -165,6 +170,15 @@ class Launch:
         row = self.launcher
         values = "".join(f" {mark}" for mark in row.marks if "=" in mark)
         return f"{row.rank.rstrip('=')}={self.rank} {row.world_size.rstrip('=')}={self.world_size}{values}"
+
+
+class Place(NamedTuple):
+    """What a rank knows about its own place, for ``locate``. None: the launcher did not say."""
+
+    #: Equal for the ranks of one host, and for no others.
+    host: str
+    local_rank: int | None = None
+    node_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +192,9 @@ class Topology:
     node_rank: int
     num_nodes: int
     launcher: str
+    #: This process among those of its local rank, of which each node has one or, with fewer processes, none.
+    cross_rank: int
+    cross_size: int
 
 
 def detect(env: Mapping[str, str]) -> Launch:
@@ -211,7 +228,8 @@ def detect(env: Mapping[str, str]) -> Launch:
                 f"launch? Unset them, or {_force(row)}."
             )
     addr, port = _master(env, row)
-    launch = Launch(row, rank, size, local_rank, local_size, node_rank, num_nodes, addr, port)
+    host = env.get(row.host) or None
+    launch = Launch(row, rank, size, local_rank, local_size, node_rank, num_nodes, addr, port, host)
     if row.name == "env" and not env.get(knobs.LAUNCHER):
         _refuse_smaller_world(env, launch)
     return launch
@@ -224,15 +242,21 @@ def allocated_tasks(env: Mapping[str, str]) -> int:
     return int(text) if alone and re.fullmatch("[0-9]{1,9}", text) else 0
 
 
-def locate(launch: Launch, hosts: Sequence[str]) -> Topology:
-    """Complete a declaration with the host name of every rank, in rank order.
+def locate(launch: Launch, places: Sequence[Place]) -> Topology:
+    """Complete a declaration by the places of all ranks, in rank order.
 
     What the launcher declared stands; what it left out follows from who shares a host with whom.
-    ``hosts`` may be empty where nothing was left out.
     """
     rank, size = launch.rank, launch.world_size
-    same = [r for r, host in enumerate(hosts) if host == hosts[rank]]
-    nodes = list(dict.fromkeys(hosts))
+    by_host = Counter[str]()
+    local_ranks = []
+    for place in places:
+        local_ranks.append(by_host[place.host] if place.local_rank is None else place.local_rank)
+        by_host[place.host] += 1
+    # Two nodes of a launcher may be on one host.
+    nodes = [place.host if launch.node_rank is None else place.node_rank for place in places]
+    across = list(dict.fromkeys(node for node, local in zip(nodes, local_ranks) if local == local_ranks[rank]))
+    different = list(dict.fromkeys(nodes))
 
     def known(declared: int | None, derived: int) -> int:
         return derived if declared is None else declared
@@ -240,17 +264,14 @@ def locate(launch: Launch, hosts: Sequence[str]) -> Topology:
     return Topology(
         rank=rank,
         world_size=size,
-        local_rank=known(launch.local_rank, same.index(rank) if same else 0),
-        local_size=known(launch.local_size, len(same)),
-        node_rank=known(launch.node_rank, nodes.index(hosts[rank]) if hosts else 0),
-        num_nodes=known(launch.num_nodes, len(nodes)),
+        local_rank=local_ranks[rank],
+        local_size=known(launch.local_size, by_host[places[rank].host]),
+        node_rank=known(launch.node_rank, different.index(nodes[rank])),
+        num_nodes=known(launch.num_nodes, len(different)),
         launcher=launch.launcher.name,
+        cross_rank=across.index(nodes[rank]),
+        cross_size=len(across),
     )
-
-
-def complete(launch: Launch) -> bool:
-    """Whether the launcher declared all six numbers."""
-    return None not in (launch.local_rank, launch.local_size, launch.node_rank, launch.num_nodes)
 
 
 # ---------------------------------------------------------------------------------------------

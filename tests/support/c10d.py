@@ -69,7 +69,7 @@ def main(library: str, label: str, directory: Path, wanted: set[str]) -> None:
         from unidist.backends.mpi import process_group
 
         process_group.register()
-    store, _ = rendezvous.join(Start(launch))
+    store = rendezvous.join(Start(launch)).store
     suite = load(label, size, directory)
     for names in (suite.PROFILING_SUPPORTED_BACKENDS, suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
         names.append("mpi4py")

@@ -26,6 +26,9 @@ _started_backend = False
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the world that the launcher declared, on ``torch.distributed``. Collective. A second call is a no-op.
 
+    torch's default process group is left alone: ``torch.distributed.init_process_group`` may come before, later, or
+    never.
+
     The backend is that of ``UNIDIST_BACKEND``, else one that runs already, else nccl where CUDA is available, else
     gloo; one process without a launcher is a world of its own. After ``unidist.init()`` this call is a no-op.
 
@@ -42,7 +45,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     if is_open():
         return
     if not context.is_initialized():
-        context.init(_backend())  # type: ignore[arg-type]  # it refuses names that it does not know
+        context.init_beside_default_group(_backend())  # type: ignore[arg-type]  # it refuses names that it does not know
         _started_backend = True
     world_size = context.current().topology.world_size
     if comm is not None and (not isinstance(comm, Sequence) or (comm and sorted(comm) != list(range(world_size)))):
@@ -117,13 +120,13 @@ def local_rank() -> int:
 
 
 def cross_size() -> int:
-    """The number of nodes."""
-    return _topology().num_nodes
+    """The number of nodes that have a process of this local rank."""
+    return _topology().cross_size
 
 
 def cross_rank() -> int:
-    """This node's rank, from 0."""
-    return _topology().node_rank
+    """This process's rank among those of its local rank, from 0: that of its node, where all nodes have as many."""
+    return _topology().cross_rank
 
 
 def is_homogeneous() -> bool:

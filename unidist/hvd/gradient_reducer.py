@@ -295,4 +295,4 @@ def horovod_errors() -> Iterator[None]:
     try:
         yield
     except UnidistError as error:
-        raise HorovodInternalError(str(error)) from error
+        raise HorovodInternalError(current_session().why_failed(error)) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 
 from unidist import context, knobs
 from unidist.backends.base import Backend, Group
+from unidist.errors import CollectiveError
 from unidist.hvd import execution
 from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.control import ControlOptions, StallTimeouts, open_control
@@ -48,6 +50,8 @@ from unidist.hvd.timeline import Timeline
 _CLOSE_TIMEOUT_S = 5.0
 #: Seconds without a sign of life after which a rank is lost, unless ``init`` has a timeout.
 _DEADLINE_S = 30.0
+#: How much later than a collective call fails the control thread may learn that a rank is lost.
+_VERDICT_S = 3.0
 #: Numbers of operations without a name, between two joins.
 _NUMBERS = 2**32
 
@@ -104,8 +108,8 @@ class Session:
         self._joins = 0
         #: Why no operation can be submitted any more.
         self._closed = ""
-        #: Why this rank waits for no collective call any more.
-        self.lost = ""
+        #: Whether a rank is lost that a collective call may wait for.
+        self._lost = False
         self._last = ""
         self._tasks: queue.SimpleQueue[_Task | ProcessSetAdded | ProcessSetRemoved | None] = queue.SimpleQueue()
         self._executor = threading.Thread(target=self._execute_all, name="unidist-hvd", daemon=True)
@@ -171,6 +175,13 @@ class Session:
         if operation is None:
             raise ValueError(f"handle {handle} was not created by this session, or has been synchronized already.")
         return operation.done
+
+    def why_failed(self, error: Exception) -> str:
+        """Why a collective call failed: that a rank is lost, which the control thread may learn a little later."""
+        end = time.monotonic() + _VERDICT_S
+        while not self._closed and isinstance(error, CollectiveError) and time.monotonic() < end:
+            time.sleep(0.01)
+        return self._closed or str(error)
 
     def join(self) -> int:
         """Take part in the others' allreduces with zeros until all have joined; the last rank to join."""
@@ -239,8 +250,7 @@ class Session:
             self._unnamed.pop(GLOBAL_SET, None)
             self.rounds.all_joined(message.last)
         elif isinstance(message, Shutdown):
-            if message.abort:
-                self.lost = self.lost or message.reason
+            self._lost |= message.abort
             self._close(message.reason)
             if message.abort:
                 self.backend.abort()
@@ -276,7 +286,7 @@ class Session:
                 while True:
                     _, operation = operations.popitem()
                     operation.finish(error=self._closed_error(operation))
-        if self.lost:
+        if self._lost:
             for executing in self._executing:
                 if executing is not None:
                     executing.finish(error=self._closed_error(executing))
@@ -307,7 +317,7 @@ class Session:
             with self._recorded(rows, kind):
                 results = execute()
         except Exception as error:
-            reason = f"{', '.join(rows[:3])}: {self.lost or error}"
+            reason = f"{', '.join(rows[:3])}: {self.why_failed(error)}"
             for operation in operations:
                 if operation is not None:
                     operation.finish(error=HorovodInternalError(reason))
