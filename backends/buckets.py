@@ -23,6 +23,14 @@ Wait = Callable[[], None]
 Start = Callable[[int, set[int]], Wait]
 
 
+def _reference_counts(objects: Sequence[object]) -> list[int]:
+    return [sys.getrefcount(each) for each in objects]
+
+
+#: The count of an object to which only its list refers; how many references the call adds depends on the interpreter.
+(_UNSHARED,) = _reference_counts([object()])
+
+
 class Bucket:
     """Parameters of one dtype and device, whose gradients are views of ``flat``.
 
@@ -59,7 +67,7 @@ class Bucket:
         # The bucket's own references: flat and its views; here the storage's name.
         if torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) > len(self.views) + 2:
             return True
-        return any(sys.getrefcount(view) > 3 for view in self.views)
+        return max(_reference_counts(self.views), default=0) > _UNSHARED
 
     def copy_in(self, indices: Iterable[int], prescale: float) -> None:
         """Copy gradients, times ``prescale``, into ``flat``, which becomes their storage; zeros where a parameter
