@@ -20,6 +20,8 @@ PYTHON = sys.executable
 LEGACY = sorted((ROOT / "tests/legacy").glob("*.py"), key=lambda path: (path.stem == "join_uneven", path.name))
 #: Set in the processes of a world.
 IN_WORLD = "UNIDIST_TESTS_IN_WORLD"
+#: Set where the world of a suite begins as the drop-in's does, without torch's default process group.
+BESIDE = "UNIDIST_TESTS_BESIDE_DEFAULT_GROUP"
 #: Tables for the end of the run's output, by title.
 shown: dict[str, list[str]] = {}
 
