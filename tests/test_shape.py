@@ -40,8 +40,8 @@ BELOW = {
     "rules": {"migrate"},
     "compare": {"topology", "seed", "hvd", "compare"},
     "hvd": {
-        "errors", "knobs", "topology", "context", "backends", "collectives", "model", "tree", "batch_norm",
-        "multiprocessing", "hvd",
+        "errors", "knobs", "open_files", "topology", "context", "backends", "collectives", "model", "tree",
+        "batch_norm", "multiprocessing", "hvd",
     },
     "common": {"hvd"},
     "__main__": {"cli"},

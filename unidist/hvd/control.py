@@ -149,9 +149,8 @@ def _explained_errors(topology: Topology, where: str) -> Iterator[None]:
         remedy = " The hosts of a job must be able to open connections to each other on any port."
         if error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = open_files.advice(topology.world_size)
-        raise BackendError(
-            f"rank {topology.rank} of {topology.world_size} cannot connect at rank 0's address {where}: {error}.{remedy}"
-        ) from error
+        rank = f"rank {topology.rank} of {topology.world_size}"
+        raise BackendError(f"{rank} cannot connect at rank 0's address {where}: {error}.{remedy}") from error
 
 
 class ControlThread(ABC):
