@@ -68,7 +68,10 @@ def test_sockets_of_rank_0() -> None:
 
 def test_too_few_open_files() -> None:
     """The error says what the limit is, and what is needed."""
-    argv = ["-c", "import os; os.execlp('sh', 'sh', '-c', 'ulimit -n 40; exec \"$0\" -c \"$1\"', *__import__('sys').argv[1:])"]
+    argv = [
+        "-c",
+        "import os; os.execlp('sh', 'sh', '-c', 'ulimit -n 40; exec \"$0\" -c \"$1\"', *__import__('sys').argv[1:])",
+    ]
     import sys
 
     result = run_world("torchrun", 2, [*argv, sys.executable, SOCKETS], backend="gloo")
