@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from unidist import open_files
 from unidist.backends import addresses
 from unidist.backends.addresses import Host, create_server, listen_address, source_address, this_host
 from unidist.backends.base import Start
@@ -23,7 +24,6 @@ from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, LaunchError, UnidistError
 from unidist.topology import Launch, Place, Topology, locate
 
-local_address = source_address  # for hvd/control.py, until it uses listen_address
 START_TIMEOUT = timedelta(seconds=300)
 #: One store for all calls of ``init`` in a process: the address may be usable only once.
 _stores: dict[tuple[Launch, str | None], dist.Store] = {}
@@ -65,9 +65,12 @@ def join(start: Start) -> Meeting:
     except UnidistError:
         raise
     except Exception as error:
+        hint = " Is every rank running, and can it reach rank 0?"
+        if open_files.EXHAUSTED in str(error):
+            hint = open_files.advice(launch.world_size)
         raise BackendError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher.name}) did not meet the other ranks within "
-            f"{timeout.total_seconds():.0f} s: {error}. Is every rank running, and can it reach rank 0?"
+            f"{timeout.total_seconds():.0f} s: {error}.{hint}"
         ) from error
 
 
@@ -199,6 +202,8 @@ def _ask(request: urllib.request.Request, timeout: timedelta) -> str:
                 text: str = response.read().decode()
                 return text
         except (OSError, HTTPException) as error:
+            if open_files.EXHAUSTED in str(error):
+                raise
             if time.monotonic() > end:
                 what = "accepted" if request.data else "had"
                 raise TimeoutError(f"{request.full_url} never {what} rank 0's address: {error}") from error

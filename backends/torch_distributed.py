@@ -105,11 +105,11 @@ class TorchBackend(Backend):
                 with sockets.opened_inside(), _gloo_interface(meeting.address):
                     dist.init_process_group(both, timeout=start.timeout, **arguments)
             except Exception as error:
-                hint = "Is every rank running, and can the hosts reach each other?"
+                hint = " Is every rank running, and can the hosts reach each other?"
                 if open_files.EXHAUSTED in str(error):
                     hint = open_files.advice(topology.world_size)
                 raise BackendError(
-                    f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}. {hint}"
+                    f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}.{hint}"
                 ) from error
         backend = cls(name, meeting, device, start, owned=start.default_group)
         backend.process_groups.sockets.add(sockets)
