@@ -3,6 +3,7 @@
 import json
 import re
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,8 +77,9 @@ def test_sockets_of_rank_0_and_a_low_soft_limit() -> None:
     assert found[0] <= (2 * size + 18 if lazy else 5 * size + 8), found
 
 
-def test_too_few_open_files() -> None:
+def test_too_few_open_files(tmp_path: Path) -> None:
     """The error says what the limit is, what is needed, and how to get it."""
+    script = tmp_path / "limit.py"
     code = """
         import os, resource, torch, unidist.hvd as hvd
         limit = len(os.listdir("/proc/self/fd")) + 4
@@ -85,7 +87,8 @@ def test_too_few_open_files() -> None:
         hvd.init()
         hvd.barrier()
         """
-    result = run_world("torchrun", 2, ["-c", textwrap.dedent(code)], backend="gloo")
+    script.write_text(textwrap.dedent(code))
+    result = run_world("torchrun", 2, [str(script)], backend="gloo")
     assert result.returncode != 0 and result.seconds < 60
     message = (
         r"Too many open files.*may open \d+ files \(hard limit \d+\), and a rank of 2 may need 522: .*ulimit -n 522"
