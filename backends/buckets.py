@@ -128,14 +128,10 @@ class BucketReductions:
         while len(self.waits) < len(self.pending) and not self.pending[len(self.waits)]:
             self._start_next(start)
 
-    def start_all(self, start: Start) -> None:
-        """Start the rest."""
-        while len(self.waits) < len(self.pending):
-            self._start_next(start)
-
     def finish(self, start: Start) -> None:
         """Start the rest, and wait for all."""
-        self.start_all(start)
+        while len(self.waits) < len(self.pending):
+            self._start_next(start)
         for wait in self.waits:
             wait()
 

@@ -184,8 +184,9 @@ def _at_horovod(launch: Launch, timeout: timedelta) -> dist.Store:
 
 def _address_for_horovodrun(server: str) -> str:
     """This host's address in the network of horovodrun's server, through which the hosts reach each other."""
-    own = this_host()
-    return server if server in own.addresses else listen_address(own, [Host("", "of horovodrun", (server,))])
+    if source_address(server) == server:  # horovodrun is on this host
+        return server
+    return listen_address(this_host(), [Host("", "of horovodrun", (server,))])
 
 
 def _ask(request: urllib.request.Request, timeout: timedelta) -> str:

@@ -4,19 +4,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.worlds import run_suite, shown
+from tests.support.worlds import BESIDE, run_suite, shown
 
 #: One rank and three show all that two show. mpi shares its backend with gloo, and has a suite of its own for one rank.
-#: A second library or controller of a backend is shown at two.
+#: Horovod on MPI has the same calls, which test_parity.py and test_matrix.py make.
 WORLDS = [("python", "single", 1)]
 WORLDS += [
     (launcher, backend, size)
     for launcher, backend in (("torchrun", "gloo"), ("horovodrun", "horovod"))
     for size in (1, 3)
 ]
-WORLDS += [("openmpi", "mpi", 3), ("openmpi", "horovod", 2), ("mpich", "mpi", 2)]
+WORLDS += [("openmpi", "mpi", 3)]
+#: Beside torch's default process group, as the drop-in begins. A second MPI library is shown at two ranks.
+BESIDE_WORLDS = [("torchrun", "gloo", 3), ("mpich", "mpi", 2)]
 
 
 @pytest.mark.parametrize(("launcher", "backend", "size"), WORLDS)
 def test_contract(launcher: str, backend: str, size: int, tmp_path: Path) -> None:
     shown.setdefault("contract suite", []).append(run_suite("contract", launcher, size, backend, tmp_path))
+
+
+@pytest.mark.parametrize(("launcher", "backend", "size"), BESIDE_WORLDS)
+def test_contract_beside_the_default_group(launcher: str, backend: str, size: int, tmp_path: Path) -> None:
+    line = run_suite("contract", launcher, size, backend, tmp_path, {BESIDE: "1", "UNIDIST_TIMEOUT": "60"})
+    shown.setdefault("contract suite", []).append(f"{line}, beside the default group")

@@ -324,7 +324,9 @@ def test_rounds_go_once_to_those_who_have_joined() -> None:
 # ------------------------------------------------------------------------------------ loss and stalls
 def test_a_shutdown_is_sent_to_all_once() -> None:
     world = World(3)
-    world.submit(0, request("a"))
+    for _ in range(3):
+        world.all_submit(request("a"))
+    world.submit(0, request("a"), request("b"))
     world.coordinator.shutdown("rank 2 is gone")
     world.coordinator.shutdown("rank 1 has shut down")  # the first is the reason
     world.submit(0, request("c"))

@@ -51,7 +51,7 @@ def test_final_weights_are_the_same(name: str, trained: dict[tuple[str, int], We
             figures.append(((label, size), distance(weights[name], trained[reference][name])))
     line = "  ".join(f"{label} {size}: {value:.0e}" for (label, size), value in figures)
     beside = "gloo" if name in BETWEEN_BACKENDS else "one process"
-    title = "parity: distance of the final weights after 20 steps (limit 1e-5)"
+    title = "parity: distance of the final weights after 12 steps (limit 1e-5)"
     shown.setdefault(title, []).append(f"{name:47} to {beside:11} {line}")
     assert all(value <= TOLERANCE for _, value in figures), line
 

@@ -24,11 +24,12 @@ BELOW = {
     "errors": set(),
     "tree": set(),
     "seed": set(),
+    "open_files": set(),
     "knobs": {"errors"},
     "topology": {"errors", "knobs"},
-    "backends": {"errors", "topology", "tree", "backends"},
+    "backends": {"errors", "open_files", "topology", "tree", "backends"},
     "mpi": {"errors", "topology", "backends"},
-    "context": {"errors", "knobs", "topology", "seed", "backends"},
+    "context": {"errors", "knobs", "open_files", "topology", "seed", "backends"},
     **{name: {"errors", "knobs", "context", "tree", "backends", *FEATURES} for name in FEATURES},
     "launchers": {"knobs", "launchers"},
     "bench": {"launchers", "hvd", "bench"},
@@ -39,8 +40,8 @@ BELOW = {
     "rules": {"migrate"},
     "compare": {"topology", "seed", "hvd", "compare"},
     "hvd": {
-        "errors", "knobs", "topology", "context", "backends", "collectives", "model", "tree", "batch_norm",
-        "multiprocessing", "hvd",
+        "errors", "knobs", "open_files", "topology", "context", "backends", "collectives", "model", "tree",
+        "batch_norm", "multiprocessing", "hvd",
     },
     "common": {"hvd"},
     "__main__": {"cli"},
@@ -48,7 +49,12 @@ BELOW = {
 }  # fmt: skip
 #: The only files, or directories, that import a library.
 LIBRARIES = {
-    "torch.distributed": {"backends/torch_distributed.py", "backends/rendezvous.py", "backends/mpi"},
+    "torch.distributed": {
+        "backends/torch_distributed.py",
+        "backends/process_groups.py",
+        "backends/rendezvous.py",
+        "backends/mpi",
+    },
     "horovod": {"backends/horovod.py"},
     "mpi4py": {"backends/mpi"},
 }

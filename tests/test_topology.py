@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unidist.errors import LaunchError
-from unidist.topology import LAUNCHERS, Launch, Topology, detect, first_host, locate
+from unidist.topology import LAUNCHERS, Launch, Place, Topology, detect, first_host, locate
 
 pytestmark = pytest.mark.unit
 
@@ -40,6 +40,7 @@ HOROVODRUN = {
     "HOROVOD_LOCAL_SIZE": "2",
     "HOROVOD_CROSS_RANK": "0",
     "HOROVOD_CROSS_SIZE": "1",
+    "HOROVOD_HOSTNAME": "a",
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
 }
 OPENMPI = {
@@ -73,7 +74,7 @@ BY_HAND = {"RANK": "0", "WORLD_SIZE": "3"}
     [
         ({}, "none", (0, 1, 0, 1, 0, 1)),
         (TORCHRUN, "torchrun", (5, 8, 1, 4, 1, 2)),
-        (HOROVODRUN, "horovodrun", (1, 2, 1, 2, 0, 1)),
+        (HOROVODRUN, "horovodrun", (1, 2, 1, 2, None, None)),
         (OPENMPI, "openmpi", (1, 6, 0, 3, None, None)),
         (HOROVODRUN_MPI, "horovodrun-mpi", (1, 6, 0, 3, None, None)),
         (MPICH, "mpich", (1, 2, 1, 2, None, None)),
@@ -201,7 +202,8 @@ def test_locate_completes_from_hosts(nodes: int, per_node: int, round_robin: boo
     size = nodes * per_node
     hosts = [f"host{r % nodes if round_robin else r // per_node}" for r in range(size)]
     row = next(row for row in LAUNCHERS if row.name == "openmpi")
-    places = [locate(Launch(row, rank, size), hosts) for rank in range(size)]
+    places = [locate(Launch(row, rank, size), [Place(host) for host in hosts]) for rank in range(size)]
+    assert all((p.cross_rank, p.cross_size) == (p.node_rank, p.num_nodes) for p in places)
     assert {(p.node_rank, p.local_rank) for p in places} == {(n, i) for n in range(nodes) for i in range(per_node)}
     assert all(p.num_nodes == nodes and p.local_size == per_node for p in places)
     assert all(hosts[a.rank] == hosts[b.rank] for a in places for b in places if a.node_rank == b.node_rank)
@@ -210,7 +212,21 @@ def test_locate_completes_from_hosts(nodes: int, per_node: int, round_robin: boo
 def test_locate_keeps_what_was_declared() -> None:
     row = next(row for row in LAUNCHERS if row.name == "torchrun")
     launch = Launch(row, 1, 2, local_rank=0, local_size=1, node_rank=1, num_nodes=2)
-    assert locate(launch, ["same", "same"]) == Topology(1, 2, 0, 1, 1, 2, "torchrun")
+    places = [Place("same", 0, node) for node in range(2)]
+    assert locate(launch, places) == Topology(1, 2, 0, 1, 1, 2, "torchrun", 1, 2)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_across_uneven_nodes(declared: bool) -> None:
+    """Ranks of one local rank are counted on the nodes that have it, as Horovod counts them."""
+    row = next(row for row in LAUNCHERS if row.name == "horovodrun")
+    sizes = {"a": 1, "b": 3, "c": 2}
+    at = [(host, local) for host, size in sizes.items() for local in range(size)]
+    places = [Place(host, local if declared else None) for host, local in at]
+    found = [locate(Launch(row, rank, 6, *(at[rank][1], sizes[at[rank][0]]) * declared), places) for rank in range(6)]
+    assert [(t.local_rank, t.local_size) for t in found] == [(0, 1), (0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
+    assert [(t.node_rank, t.num_nodes) for t in found] == [(0, 3), (1, 3), (1, 3), (1, 3), (2, 3), (2, 3)]
+    assert [(t.cross_rank, t.cross_size) for t in found] == [(0, 3), (1, 3), (0, 2), (0, 1), (2, 3), (1, 2)]
 
 
 @pytest.mark.parametrize(

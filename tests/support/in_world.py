@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import unidist
-from tests.support.worlds import IN_WORLD
+from tests.support.worlds import BESIDE, IN_WORLD
+from unidist import context
 
 # pytest removes old temporary directories at its end: ranks that share a parent would remove each other's.
 os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="rank-", dir=os.environ[IN_WORLD])
@@ -21,7 +22,11 @@ counts = {"passed": 0, "skipped": 0}
 
 @pytest.fixture(scope="session", autouse=True)
 def world() -> Iterator[None]:
-    unidist.init(timeout=60, device=os.environ.get("UNIDIST_TEST_DEVICE"))
+    if os.environ.get(BESIDE):
+        context.init_beside_default_group("auto")
+        assert not torch.distributed.is_initialized()
+    else:
+        unidist.init(timeout=60, device=os.environ.get("UNIDIST_TEST_DEVICE"))
     torch.manual_seed(0)
     outcome = Path(os.environ[IN_WORLD]) / f"{unidist.rank()}.json"
     yield

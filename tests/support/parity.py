@@ -1,4 +1,4 @@
-"""Runs inside a world: trains each case 20 steps on this rank's part of a batch of 12; rank 0 saves the final weights.
+"""Runs inside a world: trains each case 12 steps on this rank's part of a batch of 12; rank 0 saves the final weights.
 
     python -m tests.support.parity FILE [PARTS]
 
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unidist
 
-STEPS = 20
+STEPS = 12
 WHOLE = 12
 LR = 0.05
 #: Where the cases train.

@@ -20,6 +20,8 @@ PYTHON = sys.executable
 LEGACY = sorted((ROOT / "tests/legacy").glob("*.py"), key=lambda path: (path.stem == "join_uneven", path.name))
 #: Set in the processes of a world.
 IN_WORLD = "UNIDIST_TESTS_IN_WORLD"
+#: Set where the world of a suite begins as the drop-in's does, without torch's default process group.
+BESIDE = "UNIDIST_TESTS_BESIDE_DEFAULT_GROUP"
 #: Tables for the end of the run's output, by title.
 shown: dict[str, list[str]] = {}
 
@@ -42,6 +44,11 @@ def _horovodrun(n: int, argv: Sequence[str]) -> list[list[str]]:
     return [[*HOROVODRUN, "-np", str(n), PYTHON, *argv]]
 
 
+def _two_hosts(n: int, argv: Sequence[str]) -> list[list[str]]:
+    # This host by two names: one process on the first, the others on the second.
+    return [[*HOROVODRUN, "--gloo", "-np", str(n), "-H", f"localhost:1,127.0.0.1:{n - 1}", PYTHON, *argv]]
+
+
 def _launch(n: int, argv: Sequence[str]) -> list[list[str]]:
     torch_launch = ["-W", "ignore", "-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", str(n)]
     return [[PYTHON, *torch_launch, *argv]]
@@ -56,6 +63,7 @@ VARIANTS: dict[str, Callable[[int, Sequence[str]], list[list[str]]]] = {
     "torchrun as torch.distributed.launch": _launch,
     # Without a flag, horovodrun uses MPI where Horovod has it, and becomes an mpirun.
     "horovodrun-mpi by default": _horovodrun,
+    "horovodrun 2 hosts": _two_hosts,
     # As the launcher of an MPI library: Open MPI's, MPICH's.
     "slurm pmix": lambda n, argv: [["srun", "--mpi=pmix", *command_line("slurm", n, argv)[1:]]],
     "slurm pmi2": lambda n, argv: [["srun", "--mpi=pmi2", *command_line("slurm", n, argv)[1:]]],

@@ -15,18 +15,19 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from unidist import collectives
+from unidist import collectives, open_files
 from unidist.backends import addresses
 from unidist.backends.base import Backend
 from unidist.errors import BackendError
 from unidist.hvd.connection import Connection, accept, connect, frame, new_key
 from unidist.hvd.messages import Heartbeat, Join, Leave, Rounds, Shutdown, Submit, decode, encode
 from unidist.hvd.negotiation import Coordinator, format_ranks
+from unidist.topology import Topology
 
 _log = logging.getLogger("unidist")
 #: How long a thread that ends waits for the others to receive what was sent.
@@ -132,30 +133,24 @@ def open_control(
     address, port, key = offer
     timeout = max(options.deadline, 30.0)
     if server is not None:
-        with server, _explained_errors("rank 0", f"{address}:{port}"):
+        with server, _explained_errors(topology, f"{address}:{port}"):
             connections = accept(server, key, topology.world_size, timeout, options.deadline)
         return _CoordinatorThread(endpoint, options, connections, processes, coordinator)
-    with _explained_errors(f"rank {topology.rank} of {topology.world_size}", f"{address}:{port}"):
+    with _explained_errors(topology, f"{address}:{port}"):
         connection = connect(address, port, key, topology.rank, timeout, options.deadline)
     return _RankThread(endpoint, options, connection, processes[0])
 
 
-class _explained_errors:
-    def __init__(self, who: str, where: str) -> None:
-        self.who, self.where = who, where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, OSError):
-            return
-        remedy = "The hosts of a job must be able to open connections to each other on any port."
+@contextmanager
+def _explained_errors(topology: Topology, where: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = " The hosts of a job must be able to open connections to each other on any port."
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            remedy = "Raise the limit of open files: ulimit -n."
-        raise BackendError(
-            f"{self.who} cannot connect the ranks at rank 0's address {self.where}: {error}. {remedy}"
-        ) from error
+            remedy = open_files.advice(topology.world_size)
+        rank = f"rank {topology.rank} of {topology.world_size}"
+        raise BackendError(f"{rank} cannot connect at rank 0's address {where}: {error}.{remedy}") from error
 
 
 class ControlThread(ABC):

@@ -182,6 +182,7 @@ class Coordinator:
             self.shutdown_reason = reason
             self._pending.clear()
             self._ready.clear()
+            self._bits = [0] * len(self._bits)
             self._outgoing.append((self._sets[0].ranks, Shutdown(reason, abort)))
 
     # -------------------------------------------------------------------------------- to the ranks

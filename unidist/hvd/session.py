@@ -260,8 +260,7 @@ class Session:
         executing = next((each for each in self._executing if each is not None), None)
         if executing is not None:
             return f"in {_row(executing)}"
-        waiting = next(iter(self._pending.values()), None)
-        if waiting is not None:
+        for waiting in list(self._pending.values())[:1]:
             return f"waiting for other ranks in {_row(waiting)}"
         return f"after {self._last}" if self._last else ""
 

@@ -168,7 +168,7 @@ def _change_method(context: Context, use: cst.BaseExpression) -> None:
 
 
 def _without_item(updated: cst.With, index: int) -> cst.BaseCompoundStatement | cst.FlattenSentinel[cst.BaseStatement]:
-    items = [item for index, item in enumerate(updated.items) if index != index]
+    items = [item for at, item in enumerate(updated.items) if at != index]
     if items:
         items[-1] = items[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return updated.with_changes(items=items)
