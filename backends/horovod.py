@@ -26,7 +26,7 @@ from unidist.backends.data_parallel import BucketedDataParallel
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, UnidistError
-from unidist.topology import Launch, Place, Topology, detect, locate
+from unidist.topology import Launch, Slot, Topology, detect, locate
 
 with suppress(UnidistError):
     # Horovod makes the symbols of its MPI visible to all libraries that are loaded later, so mpi4py must be loaded
@@ -342,15 +342,15 @@ def _topology(launch: Launch) -> Topology:
         launch = Launch(launch.launcher, hvd.rank(), hvd.size())
     if launch.local_rank is None or launch.local_size is None:
         launch = replace(launch, local_rank=hvd.local_rank(), local_size=hvd.local_size())
-    mine = Place(launch.host or host_id(), launch.local_rank, launch.node_rank)
-    return locate(launch, hvd.allgather_object(mine, name="unidist.places"))
+    mine = Slot(launch.host or host_id(), launch.local_rank, launch.node_rank)
+    return locate(launch, hvd.allgather_object(mine, name="unidist.slots"))
 
 
 def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, Topology]:
     """Do what horovodrun does: serve a rendezvous from rank 0, and tell Horovod where it is. Collective."""
     launch = start.launch
-    meeting = rendezvous.join(start)
-    store, topology = meeting.store, meeting.topology
+    world = rendezvous.join(start)
+    store, topology = world.store, world.topology
     mine = (
         f"{topology.local_rank},{topology.local_size},{topology.node_rank},{topology.cross_rank},{topology.cross_size}"
     )
@@ -358,14 +358,14 @@ def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, 
     for rank, row in enumerate(rendezvous.exchange(store, "slot", launch, mine)):
         local_rank, local_size, node, cross_rank, cross_size = map(int, row.split(","))
         # Horovod tells nodes apart by name; two hosts may have the same one, and two nodes may be on one host.
-        name = f"{meeting.hosts[rank].name}-node{node}"
+        name = f"{world.hosts[rank].name}-node{node}"
         slots.append(SlotInfo(name, rank, local_rank, cross_rank, launch.world_size, local_size, cross_size))
     server: RendezvousServer | None = None
     if launch.rank == 0:
         server = RendezvousServer()
         port = server.start()
         server.init(slots)
-        store.set("rendezvous", f"{meeting.address}:{port}")
+        store.set("rendezvous", f"{world.address}:{port}")
     address, port = store.get("rendezvous").decode().rsplit(":", 1)
     slot = slots[launch.rank]
     settings.add(
@@ -378,7 +378,7 @@ def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, 
         HOROVOD_HOSTNAME=slot.hostname,
         HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
         HOROVOD_GLOO_RENDEZVOUS_PORT=port,
-        HOROVOD_GLOO_IFACE=interface_of(meeting.address),
+        HOROVOD_GLOO_IFACE=interface_of(world.address),
         HOROVOD_CONTROLLER="gloo",
         HOROVOD_CPU_OPERATIONS="gloo",
     )

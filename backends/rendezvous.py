@@ -22,7 +22,7 @@ from unidist.backends.addresses import Host, create_server, listen_address, sour
 from unidist.backends.base import Start
 from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, LaunchError, UnidistError
-from unidist.topology import Launch, Place, Topology, locate
+from unidist.topology import Launch, Slot, Topology, locate
 
 START_TIMEOUT = timedelta(seconds=300)
 #: One store for all calls of ``init`` in a process: the address may be usable only once.
@@ -31,7 +31,7 @@ _stores: dict[tuple[Launch, str | None], dist.Store] = {}
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class Meeting(NamedTuple):
+class World(NamedTuple):
     """What a rendezvous gives."""
 
     #: For this call of ``init``.
@@ -46,7 +46,7 @@ class Meeting(NamedTuple):
         return listen_address(self.hosts[self.topology.rank], self.hosts)
 
 
-def join(start: Start) -> Meeting:
+def join(start: Start) -> World:
     """Rendezvous with the other ranks. Collective.
 
     Raises:
@@ -59,9 +59,9 @@ def join(start: Start) -> Meeting:
         base.set_timeout(timeout)
         store = dist.PrefixStore(f"unidist/{start.session}", base)
         _claim_rank(store, launch)
-        texts = exchange(store, "place", launch, json.dumps(own_row(launch)))
-        rows = [(Place(*place), Host(id, name, tuple(found))) for place, (id, name, found) in map(json.loads, texts)]
-        return meeting(store, launch, rows)
+        texts = exchange(store, "slot", launch, json.dumps(own_row(launch)))
+        rows = [(Slot(*slot), Host(id, name, tuple(found))) for slot, (id, name, found) in map(json.loads, texts)]
+        return world_of(store, launch, rows)
     except UnidistError:
         raise
     except Exception as error:
@@ -74,25 +74,26 @@ def join(start: Start) -> Meeting:
         ) from error
 
 
-def own_row(launch: Launch) -> tuple[Place, Host]:
-    """What ``meeting`` needs of each rank."""
+def own_row(launch: Launch) -> tuple[Slot, Host]:
+    """What ``world_of`` needs of each rank."""
     host = this_host()
-    return Place(launch.host or host.id, launch.local_rank, launch.node_rank), host
+    return Slot(launch.host or host.id, launch.local_rank, launch.node_rank), host
 
 
-def meeting(store: dist.Store, launch: Launch, rows: Sequence[tuple[Place, Host]]) -> Meeting:
+def world_of(store: dist.Store, launch: Launch, rows: Sequence[tuple[Slot, Host]]) -> World:
     """What follows from the rows of all ranks, in rank order."""
-    return Meeting(store, locate(launch, [place for place, _ in rows]), [host for _, host in rows])
+    return World(store, locate(launch, [slot for slot, _ in rows]), [host for _, host in rows])
 
 
 def exchange(store: dist.Store, key: str, launch: Launch, value: str) -> list[str]:
     """Every rank's ``value``, in rank order. Collective; a key can be used once."""
     store.set(f"{key}/{launch.rank}", value)
-    keys = [f"{key}/{rank}" for rank in range(launch.world_size)]
-    # FileStore has single requests only.
-    extended = getattr(store, "has_extended_api", lambda: True)()
-    found = store.multi_get(keys) if extended else [store.get(key) for key in keys]
-    return [each.decode() for each in found]
+    # Rank 0 publishes one list, so that the store has requests in proportion to the ranks.
+    if launch.rank == 0:
+        values = [store.get(f"{key}/{rank}").decode() for rank in range(launch.world_size)]
+        store.set(f"{key}/all", json.dumps(values))
+    found: list[str] = json.loads(store.get(f"{key}/all"))
+    return found
 
 
 def open_on_free_port(address: str, timeout: timedelta = START_TIMEOUT) -> dist.TCPStore:
@@ -217,10 +218,10 @@ def _at_mpi(launch: Launch, timeout: timedelta) -> dist.Store:
         return _at_master(launch, timeout)
     world = mpi.world(launch)
     hosts = world.allgather(this_host())
-    store, meeting = None, None
+    store, endpoint = None, None
     if launch.rank == 0:
         address = listen_address(hosts[0], hosts)
         store = open_on_free_port(address, timeout)
-        meeting = (address, store.port)
-    host, port = world.bcast(meeting, root=0)
+        endpoint = (address, store.port)
+    host, port = world.bcast(endpoint, root=0)
     return store or dist.TCPStore(host, port, is_master=False, timeout=timeout)

@@ -9,7 +9,7 @@ import torch
 from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel
 from unidist.backends.data_parallel import DataParallel
 from unidist.backends.device import default_device
-from unidist.topology import Place, locate
+from unidist.topology import Slot, locate
 
 
 class SingleBackend(Backend):
@@ -20,8 +20,8 @@ class SingleBackend(Backend):
     @classmethod
     def start(cls, name: str, start: Start) -> SingleBackend:
         launch = start.launch
-        places = [Place("", launch.local_rank, launch.node_rank)] * launch.world_size
-        return cls(name, locate(launch, places), default_device(start.device, 0))
+        slots = [Slot("", launch.local_rank, launch.node_rank)] * launch.world_size
+        return cls(name, locate(launch, slots), default_device(start.device, 0))
 
     @classmethod
     def adopt(cls, start: Start) -> None:

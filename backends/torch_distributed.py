@@ -35,7 +35,7 @@ from unidist.backends.base import (
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
 from unidist.backends.process_groups import GlooSockets, LazyProcessGroup, ProcessGroups, abort
-from unidist.backends.rendezvous import Meeting
+from unidist.backends.rendezvous import World
 from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
 from unidist.errors import BackendError, CollectiveError, MismatchError, UnidistError
 from unidist.topology import Launch, Topology
@@ -62,8 +62,8 @@ _CALLING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distribute
 class TorchBackend(Backend):
     """A backend of torch.distributed: on its default process group, or on groups beside it."""
 
-    def __init__(self, name: str, meeting: Meeting, device: torch.device, start: Start, owned: bool = False) -> None:
-        super().__init__(name, meeting.topology, device)
+    def __init__(self, name: str, world: World, device: torch.device, start: Start, owned: bool = False) -> None:
+        super().__init__(name, world.topology, device)
         #: Whether the default group is used, and whether it was made here.
         self._default = start.default_group
         self._owned = owned
@@ -72,7 +72,7 @@ class TorchBackend(Backend):
             self.device_types = frozenset({"cpu", "cuda"})
         library = _library(name, start)
         self.process_groups = ProcessGroups(
-            library, meeting.store, self.topology.rank, meeting.address, start.timeout, device
+            library, world.store, self.topology.rank, world.address, start.timeout, device
         )
         self._world: dict[str, LazyProcessGroup | None] = dict.fromkeys(
             ("cpu", "cuda"), None if self._default else self._make_group(self.ranks(None))
@@ -87,8 +87,8 @@ class TorchBackend(Backend):
         _check_available(name)
         library = _library(name, start)
         beside = dist.is_initialized()
-        meeting = _meet_in_default_group(start) if beside else rendezvous.join(start)
-        topology = meeting.topology
+        world = _world_of_default_group(start) if beside else rendezvous.join(start)
+        topology = world.topology
         device = _device(name, start, topology)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -97,12 +97,12 @@ class TorchBackend(Backend):
             # A PyTorch that was built with MPI takes rank and world size from it.
             arguments: Any = {}
             if library != "mpi":
-                arguments = {"store": meeting.store, "rank": topology.rank, "world_size": topology.world_size}
+                arguments = {"store": world.store, "rank": topology.rank, "world_size": topology.world_size}
             if name == "nccl":
                 arguments["device_id"] = device  # else NCCL guesses it by the rank
             both = "cpu:gloo,cuda:nccl" if name == "nccl" else library
             try:
-                with sockets.opened_inside(), _gloo_interface(meeting.address):
+                with sockets.opened_inside(), _gloo_interface(world.address):
                     dist.init_process_group(both, timeout=start.timeout, **arguments)
             except Exception as error:
                 hint = " Is every rank running, and can the hosts reach each other?"
@@ -111,7 +111,7 @@ class TorchBackend(Backend):
                 raise BackendError(
                     f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}.{hint}"
                 ) from error
-        backend = cls(name, meeting, device, start, owned=start.default_group)
+        backend = cls(name, world, device, start, owned=start.default_group)
         backend.process_groups.sockets.add(sockets)
         mpi.end_all_on_error(start.launch)
         return backend
@@ -122,8 +122,8 @@ class TorchBackend(Backend):
             return None
         libraries = dist.get_backend_config()
         name = next((name for name in ("nccl", "mpi") if name in libraries), "gloo")
-        meeting = _meet_in_default_group(start)
-        return cls(name, meeting, _device(name, start, meeting.topology), start)
+        world = _world_of_default_group(start)
+        return cls(name, world, _device(name, start, world.topology), start)
 
     def _explain_lost_ranks(self) -> Callable[[], None]:
         """Show an uncaught error of gloo with its rank, and what to look for; the result restores the excepthook.
@@ -376,7 +376,7 @@ def _library(name: str, start: Start) -> str:
     return process_group.NAME
 
 
-def _meet_in_default_group(start: Start) -> Meeting:
+def _world_of_default_group(start: Start) -> World:
     """A rendezvous in the default group and its store. Collective."""
     launch = start.launch
     if (launch.rank, launch.world_size) != (dist.get_rank(), dist.get_world_size()):
@@ -384,7 +384,7 @@ def _meet_in_default_group(start: Start) -> Meeting:
     rows: list[Any] = [None] * launch.world_size
     dist.all_gather_object(rows, rendezvous.own_row(launch))
     store = dist.PrefixStore(f"unidist/beside/{start.session}", dist.distributed_c10d._get_default_store())
-    return rendezvous.meeting(store, launch, rows)
+    return rendezvous.world_of(store, launch, rows)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unidist.errors import LaunchError
-from unidist.topology import LAUNCHERS, Launch, Place, Topology, detect, first_host, locate
+from unidist.topology import LAUNCHERS, Launch, Slot, Topology, detect, first_host, locate
 
 pytestmark = pytest.mark.unit
 
@@ -202,7 +202,7 @@ def test_locate_completes_from_hosts(nodes: int, per_node: int, round_robin: boo
     size = nodes * per_node
     hosts = [f"host{r % nodes if round_robin else r // per_node}" for r in range(size)]
     row = next(row for row in LAUNCHERS if row.name == "openmpi")
-    places = [locate(Launch(row, rank, size), [Place(host) for host in hosts]) for rank in range(size)]
+    places = [locate(Launch(row, rank, size), [Slot(host) for host in hosts]) for rank in range(size)]
     assert all((p.cross_rank, p.cross_size) == (p.node_rank, p.num_nodes) for p in places)
     assert {(p.node_rank, p.local_rank) for p in places} == {(n, i) for n in range(nodes) for i in range(per_node)}
     assert all(p.num_nodes == nodes and p.local_size == per_node for p in places)
@@ -212,7 +212,7 @@ def test_locate_completes_from_hosts(nodes: int, per_node: int, round_robin: boo
 def test_locate_keeps_what_was_declared() -> None:
     row = next(row for row in LAUNCHERS if row.name == "torchrun")
     launch = Launch(row, 1, 2, local_rank=0, local_size=1, node_rank=1, num_nodes=2)
-    places = [Place("same", 0, node) for node in range(2)]
+    places = [Slot("same", 0, node) for node in range(2)]
     assert locate(launch, places) == Topology(1, 2, 0, 1, 1, 2, "torchrun", 1, 2)
 
 
@@ -222,7 +222,7 @@ def test_across_uneven_nodes(declared: bool) -> None:
     row = next(row for row in LAUNCHERS if row.name == "horovodrun")
     sizes = {"a": 1, "b": 3, "c": 2}
     at = [(host, local) for host, size in sizes.items() for local in range(size)]
-    places = [Place(host, local if declared else None) for host, local in at]
+    places = [Slot(host, local if declared else None) for host, local in at]
     found = [locate(Launch(row, rank, 6, *(at[rank][1], sizes[at[rank][0]]) * declared), places) for rank in range(6)]
     assert [(t.local_rank, t.local_size) for t in found] == [(0, 1), (0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
     assert [(t.node_rank, t.num_nodes) for t in found] == [(0, 3), (1, 3), (1, 3), (1, 3), (2, 3), (2, 3)]

@@ -123,8 +123,8 @@ def _init(
         _refuse_change(arguments, _current)
     else:
         launch = _declared(init_method, rank, world_size)
-        place = None if device is None else torch.device(device)
-        start = Start(launch, init_method, _timeout(timeout), place, default_group, _sessions)
+        wanted = None if device is None else torch.device(device)
+        start = Start(launch, init_method, _timeout(timeout), wanted, default_group, _sessions)
         open_files.allow(launch.world_size)
         name = backend if backend != "auto" else knobs.backend(os.environ)
         _sessions += 1  # failed attempts count: they have left keys in the store

@@ -172,8 +172,8 @@ class Launch:
         return f"{row.rank.rstrip('=')}={self.rank} {row.world_size.rstrip('=')}={self.world_size}{values}"
 
 
-class Place(NamedTuple):
-    """What a rank knows about its own place, for ``locate``. None: the launcher did not say."""
+class Slot(NamedTuple):
+    """What a rank knows about where it runs, for ``locate``. None: the launcher did not say."""
 
     #: Equal for the ranks of one host, and for no others.
     host: str
@@ -242,19 +242,19 @@ def allocated_tasks(env: Mapping[str, str]) -> int:
     return int(text) if alone and re.fullmatch("[0-9]{1,9}", text) else 0
 
 
-def locate(launch: Launch, places: Sequence[Place]) -> Topology:
-    """Complete a declaration by the places of all ranks, in rank order.
+def locate(launch: Launch, slots: Sequence[Slot]) -> Topology:
+    """Complete a declaration by the slots of all ranks, in rank order.
 
     What the launcher declared stands; what it left out follows from who shares a host with whom.
     """
     rank, size = launch.rank, launch.world_size
     by_host = Counter[str]()
     local_ranks = []
-    for place in places:
-        local_ranks.append(by_host[place.host] if place.local_rank is None else place.local_rank)
-        by_host[place.host] += 1
+    for slot in slots:
+        local_ranks.append(by_host[slot.host] if slot.local_rank is None else slot.local_rank)
+        by_host[slot.host] += 1
     # Two nodes of a launcher may be on one host.
-    nodes = [place.host if launch.node_rank is None else place.node_rank for place in places]
+    nodes = [slot.host if launch.node_rank is None else slot.node_rank for slot in slots]
     across = list(dict.fromkeys(node for node, local in zip(nodes, local_ranks) if local == local_ranks[rank]))
     different = list(dict.fromkeys(nodes))
 
@@ -265,7 +265,7 @@ def locate(launch: Launch, places: Sequence[Place]) -> Topology:
         rank=rank,
         world_size=size,
         local_rank=local_ranks[rank],
-        local_size=known(launch.local_size, by_host[places[rank].host]),
+        local_size=known(launch.local_size, by_host[slots[rank].host]),
         node_rank=known(launch.node_rank, different.index(nodes[rank])),
         num_nodes=known(launch.num_nodes, len(different)),
         launcher=launch.launcher.name,
