@@ -21,6 +21,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from unidist.backends.rendezvous import Meeting
 from unidist.errors import CollectiveError
 
 #: Default timeout of the members' arrival at a group's first use: that of torch's collectives.
@@ -67,9 +68,7 @@ class ProcessGroups:
 
     Args:
         library: ``gloo``, ``nccl`` (with gloo for CPU tensors), ``mpi`` (torch's) or ``mpi4py``.
-        store: a store that the ranks share.
-        rank: this process's rank.
-        address: this process's address, on which gloo listens.
+        meeting: the rendezvous; gloo listens on its ``address``.
         timeout: of collectives. Default: torch's.
         device: the GPU of ``nccl``.
     """
@@ -77,16 +76,13 @@ class ProcessGroups:
     def __init__(
         self,
         library: str,
-        store: dist.Store,
-        rank: int,
-        address: str,
+        meeting: Meeting,
         timeout: timedelta | None = None,
         device: torch.device | None = None,
     ) -> None:
         self._library = library
-        self._store = store
-        self._rank = rank
-        self._address = address
+        self._meeting = meeting
+        self._rank = meeting.topology.rank
         self._timeout = timeout
         self._device = device
         self._numbers = Counter[tuple[int, ...]]()
@@ -137,7 +133,7 @@ class ProcessGroups:
     def _make(self, library: str, name: str, ranks: Sequence[int]) -> Any:
         if library == "mpi":  # it needs no store
             return dist.distributed_c10d.ProcessGroupMPI.create(list(ranks))
-        store = dist.PrefixStore(name, self._store)
+        store = dist.PrefixStore(name, self._meeting.store)
         self._wait_for_members(store, ranks)
         rank = ranks.index(self._rank)
         if library not in ("gloo", "nccl"):
@@ -182,7 +178,7 @@ class ProcessGroups:
         options = kind._Options()
         with self.sockets.opened_inside():
             # A device of its own for each group: lazy connections of two groups on one device are mixed up.
-            options._devices = [_gloo_device(self._address)]
+            options._devices = [_gloo_device(self._meeting.address)]
         if self._timeout is not None:
             options._timeout = self._timeout
         options.group_name = name

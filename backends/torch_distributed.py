@@ -10,7 +10,7 @@ import traceback
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
@@ -71,9 +71,7 @@ class TorchBackend(Backend):
             # NCCL is combined with gloo for CPU tensors.
             self.device_types = frozenset({"cpu", "cuda"})
         library = _library(name, start)
-        self.process_groups = ProcessGroups(
-            library, meeting.store, self.topology.rank, meeting.address, start.timeout, device
-        )
+        self.process_groups = ProcessGroups(library, meeting, start.timeout, device)
         self._world: dict[str, LazyProcessGroup | None] = dict.fromkeys(
             ("cpu", "cuda"), None if self._default else self._make_group(self.ranks(None))
         )
@@ -102,7 +100,7 @@ class TorchBackend(Backend):
                 arguments["device_id"] = device  # else NCCL guesses it by the rank
             both = "cpu:gloo,cuda:nccl" if name == "nccl" else library
             try:
-                with sockets.opened_inside(), _gloo_interface(meeting.address):
+                with sockets.opened_inside(), nullcontext() if name == "mpi" else _gloo_interface(meeting.address):
                     dist.init_process_group(both, timeout=start.timeout, **arguments)
             except Exception as error:
                 hint = " Is every rank running, and can the hosts reach each other?"
@@ -162,6 +160,7 @@ class TorchBackend(Backend):
                 dist.destroy_process_group()
 
     def abort(self) -> None:
+        """See ``Backend``; calls in a default group that the script made are not freed."""
         self.process_groups.abort()
         if self._owned and dist.is_initialized():
             threading.Thread(target=abort, args=[dist.group.WORLD], name="unidist-abort-default", daemon=True).start()
