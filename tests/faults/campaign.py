@@ -110,7 +110,7 @@ def run(case: Case) -> Outcome:
         output = (directory / "output").read_text(errors="replace")
         outcome.broken = list(_broken_files(directory))
     if outcome.invalid:
-        outcome.invalid += f"\n{output[-3000:]}"
+        outcome.invalid += f"\n{output[-1500:]}"
     return outcome
 
 
@@ -155,7 +155,7 @@ def _watch(outcome: Outcome, directory: Path, launchers: Sequence[subprocess.Pop
         struck = next((line["time"] for line in logs[case.victim] if line["event"] == "fault"), None)
         if struck is None:
             if time.time() - begin > START or all(launcher.returncode is not None for launcher in launchers):
-                outcome.invalid = "the fault did not happen"
+                outcome.invalid = f"the fault did not happen: {[lines[-1] for lines in logs.values() if lines]}"
                 return
             continue
         late = time.time() - struck > TIMEOUT + GRACE
@@ -231,9 +231,14 @@ def _kill_all(directory: Path, launchers: Sequence[subprocess.Popen[bytes]]) -> 
 
 
 def run_all(cases: Sequence[Case], jobs: int) -> Iterator[Outcome]:
-    """In the order of the cases; so many worlds at a time."""
+    """In the order of the cases; so many worlds at a time. A world that ends before its fault is started once more."""
+
+    def attempt(case: Case) -> Outcome:
+        outcome = run(case)
+        return run(case) if outcome.invalid else outcome
+
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(run, cases)
+        yield from pool.map(attempt, cases)
 
 
 def line(outcome: Outcome) -> str:
@@ -279,6 +284,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a word in the lines of the cases that are run: SIGSTOP, init, env")
     parser.add_argument("--verbose", action="store_true", help="print what survivors raised")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # after the worlds that run are killed
     print(f"{options.n} cases, seed {options.seed}, at {RANKS} ranks, UNIDIST_TIMEOUT={TIMEOUT}", flush=True)
     cases = [case for case in draw(options.n, options.seed) if options.only in line(Outcome(case))]
     outcomes = []
