@@ -84,31 +84,14 @@ class TorchBackend(Backend):
     def start(cls, name: str, start: Start) -> TorchBackend:
         _check_available(name)
         library = _library(name, start)
-        beside = dist.is_initialized()
-        meeting = _meet_in_default_group(start) if beside else rendezvous.join(start)
-        topology = meeting.topology
-        device = _device(name, start, topology)
+        meeting = _meet_in_default_group(start) if dist.is_initialized() else rendezvous.join(start)
+        device = _device(name, start, meeting.topology)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         sockets = GlooSockets()
         if start.default_group:
-            # A PyTorch that was built with MPI takes rank and world size from it.
-            arguments: Any = {}
-            if library != "mpi":
-                arguments = {"store": meeting.store, "rank": topology.rank, "world_size": topology.world_size}
-            if name == "nccl":
-                arguments["device_id"] = device  # else NCCL guesses it by the rank
-            both = "cpu:gloo,cuda:nccl" if name == "nccl" else library
-            try:
-                with sockets.opened_inside(), nullcontext() if name == "mpi" else _gloo_interface(meeting.address):
-                    dist.init_process_group(both, timeout=start.timeout, **arguments)
-            except Exception as error:
-                hint = " Is every rank running, and can the hosts reach each other?"
-                if open_files.EXHAUSTED in str(error):
-                    hint = open_files.advice(topology.world_size)
-                raise BackendError(
-                    f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}.{hint}"
-                ) from error
+            with sockets.opened_inside():
+                _make_default_group(name, library, meeting, device, start)
         backend = cls(name, meeting, device, start, owned=start.default_group)
         backend.process_groups.sockets.add(sockets)
         mpi.end_all_on_error(start.launch)
@@ -373,6 +356,23 @@ def _library(name: str, start: Start) -> str:
 
     process_group.register()
     return process_group.NAME
+
+
+def _make_default_group(name: str, library: str, meeting: Meeting, device: torch.device, start: Start) -> None:
+    rank, size = meeting.topology.rank, meeting.topology.world_size
+    # A PyTorch that was built with MPI takes rank and world size from it.
+    arguments: Any = {} if library == "mpi" else {"store": meeting.store, "rank": rank, "world_size": size}
+    if name == "nccl":
+        library = "cpu:gloo,cuda:nccl"
+        arguments["device_id"] = device  # else NCCL guesses it by the rank
+    try:
+        with nullcontext() if name == "mpi" else _gloo_interface(meeting.address):
+            dist.init_process_group(library, timeout=start.timeout, **arguments)
+    except Exception as error:
+        hint = " Is every rank running, and can the hosts reach each other?"
+        if open_files.EXHAUSTED in str(error):
+            hint = open_files.advice(size)
+        raise BackendError(f"rank {rank} of {size}: {name} did not start: {error}.{hint}") from error
 
 
 def _meet_in_default_group(start: Start) -> Meeting:
