@@ -91,14 +91,14 @@ class ProcessGroups:
         #: "closed" or "aborted", after which no call is possible.
         self.ended = ""
 
-    def new_group(self, ranks: Sequence[int], library: str = "") -> LazyProcessGroup:
+    def new_group(self, ranks: Sequence[int]) -> LazyProcessGroup:
         """A group of some ranks (ascending), of which this process is one. Members make equal groups in the same
         order.
         """
         number = self._numbers[tuple(ranks)]
         self._numbers[tuple(ranks)] += 1
         name = f"unidist:{crc32(repr(tuple(ranks)).encode()):08x}:{len(ranks)}:{number}"
-        group = LazyProcessGroup(lambda: self._make(library or self._library, name, ranks))
+        group = LazyProcessGroup(lambda: self._make(name, ranks))
         self._groups.append(group)
         return group
 
@@ -110,7 +110,7 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Free all groups. Not collective."""
-        self.ended = self.ended or "closed"
+        self.ended = "closed"
         while self._groups:
             with suppress(Exception):  # after an error it is broken already
                 self._groups.pop().close()
@@ -125,12 +125,13 @@ class ProcessGroups:
     def _abort(self) -> None:
         for group in list(self._groups):
             group.abort()
-        while True:  # a thread may be connecting
+        while self.ended == "aborted":  # a thread may be connecting
             time.sleep(_ABORT_PERIOD_S)
             self.sockets.shutdown()
 
     # ---------------------------------------------------------------------------------------------
-    def _make(self, library: str, name: str, ranks: Sequence[int]) -> Any:
+    def _make(self, name: str, ranks: Sequence[int]) -> Any:
+        library = self._library
         if library == "mpi":  # it needs no store
             return dist.distributed_c10d.ProcessGroupMPI.create(list(ranks))
         store = dist.PrefixStore(name, self._meeting.store)
