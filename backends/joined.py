@@ -47,6 +47,9 @@ class Joined(Backend):
     def shutdown(self) -> None:
         self._backend.shutdown()
 
+    def abort(self) -> None:
+        self._backend.abort()
+
     def world_size(self) -> int:
         return self._backend.world_size()
 

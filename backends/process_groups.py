@@ -21,6 +21,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from unidist.backends.rendezvous import World
 from unidist.errors import CollectiveError
 
 #: Default timeout of the members' arrival at a group's first use: that of torch's collectives.
@@ -67,9 +68,7 @@ class ProcessGroups:
 
     Args:
         library: ``gloo``, ``nccl`` (with gloo for CPU tensors), ``mpi`` (torch's) or ``mpi4py``.
-        store: a store that the ranks share.
-        rank: this process's rank.
-        address: this process's address, on which gloo listens.
+        world: the rendezvous; gloo listens on its ``address``.
         timeout: of collectives. Default: torch's.
         device: the GPU of ``nccl``.
     """
@@ -77,16 +76,13 @@ class ProcessGroups:
     def __init__(
         self,
         library: str,
-        store: dist.Store,
-        rank: int,
-        address: str,
+        world: World,
         timeout: timedelta | None = None,
         device: torch.device | None = None,
     ) -> None:
         self._library = library
-        self._store = store
-        self._rank = rank
-        self._address = address
+        self._meeting = world
+        self._rank = world.topology.rank
         self._timeout = timeout
         self._device = device
         self._numbers = Counter[tuple[int, ...]]()
@@ -95,14 +91,14 @@ class ProcessGroups:
         #: "closed" or "aborted", after which no call is possible.
         self.ended = ""
 
-    def new_group(self, ranks: Sequence[int], library: str = "") -> LazyProcessGroup:
+    def new_group(self, ranks: Sequence[int]) -> LazyProcessGroup:
         """A group of some ranks (ascending), of which this process is one. Members make equal groups in the same
         order.
         """
         number = self._numbers[tuple(ranks)]
         self._numbers[tuple(ranks)] += 1
         name = f"unidist:{crc32(repr(tuple(ranks)).encode()):08x}:{len(ranks)}:{number}"
-        group = LazyProcessGroup(lambda: self._make(library or self._library, name, ranks))
+        group = LazyProcessGroup(lambda: self._make(name, ranks))
         self._groups.append(group)
         return group
 
@@ -114,7 +110,7 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Free all groups. Not collective."""
-        self.ended = self.ended or "closed"
+        self.ended = "closed"
         while self._groups:
             with suppress(Exception):  # after an error it is broken already
                 self._groups.pop().close()
@@ -129,15 +125,16 @@ class ProcessGroups:
     def _abort(self) -> None:
         for group in list(self._groups):
             group.abort()
-        while True:  # a thread may be connecting
+        while self.ended == "aborted":  # a thread may be connecting
             time.sleep(_ABORT_PERIOD_S)
             self.sockets.shutdown()
 
     # ---------------------------------------------------------------------------------------------
-    def _make(self, library: str, name: str, ranks: Sequence[int]) -> Any:
+    def _make(self, name: str, ranks: Sequence[int]) -> Any:
+        library = self._library
         if library == "mpi":  # it needs no store
             return dist.distributed_c10d.ProcessGroupMPI.create(list(ranks))
-        store = dist.PrefixStore(name, self._store)
+        store = dist.PrefixStore(name, self._meeting.store)
         self._wait_for_members(store, ranks)
         rank = ranks.index(self._rank)
         if library not in ("gloo", "nccl"):
@@ -182,7 +179,7 @@ class ProcessGroups:
         options = kind._Options()
         with self.sockets.opened_inside():
             # A device of its own for each group: lazy connections of two groups on one device are mixed up.
-            options._devices = [_gloo_device(self._address)]
+            options._devices = [_gloo_device(self._meeting.address)]
         if self._timeout is not None:
             options._timeout = self._timeout
         options.group_name = name

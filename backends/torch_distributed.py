@@ -10,7 +10,7 @@ import traceback
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
@@ -71,9 +71,7 @@ class TorchBackend(Backend):
             # NCCL is combined with gloo for CPU tensors.
             self.device_types = frozenset({"cpu", "cuda"})
         library = _library(name, start)
-        self.process_groups = ProcessGroups(
-            library, world.store, self.topology.rank, world.address, start.timeout, device
-        )
+        self.process_groups = ProcessGroups(library, world, start.timeout, device)
         self._world: dict[str, LazyProcessGroup | None] = dict.fromkeys(
             ("cpu", "cuda"), None if self._default else self._make_group(self.ranks(None))
         )
@@ -86,31 +84,14 @@ class TorchBackend(Backend):
     def start(cls, name: str, start: Start) -> TorchBackend:
         _check_available(name)
         library = _library(name, start)
-        beside = dist.is_initialized()
-        world = _world_of_default_group(start) if beside else rendezvous.join(start)
-        topology = world.topology
-        device = _device(name, start, topology)
+        world = _world_of_default_group(start) if dist.is_initialized() else rendezvous.join(start)
+        device = _device(name, start, world.topology)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         sockets = GlooSockets()
         if start.default_group:
-            # A PyTorch that was built with MPI takes rank and world size from it.
-            arguments: Any = {}
-            if library != "mpi":
-                arguments = {"store": world.store, "rank": topology.rank, "world_size": topology.world_size}
-            if name == "nccl":
-                arguments["device_id"] = device  # else NCCL guesses it by the rank
-            both = "cpu:gloo,cuda:nccl" if name == "nccl" else library
-            try:
-                with sockets.opened_inside(), _gloo_interface(world.address):
-                    dist.init_process_group(both, timeout=start.timeout, **arguments)
-            except Exception as error:
-                hint = " Is every rank running, and can the hosts reach each other?"
-                if open_files.EXHAUSTED in str(error):
-                    hint = open_files.advice(topology.world_size)
-                raise BackendError(
-                    f"rank {topology.rank} of {topology.world_size}: {name} did not start: {error}.{hint}"
-                ) from error
+            with sockets.opened_inside():
+                _make_default_group(name, library, world, device, start)
         backend = cls(name, world, device, start, owned=start.default_group)
         backend.process_groups.sockets.add(sockets)
         mpi.end_all_on_error(start.launch)
@@ -162,6 +143,7 @@ class TorchBackend(Backend):
                 dist.destroy_process_group()
 
     def abort(self) -> None:
+        """See ``Backend``; calls in a default group that the script made are not freed."""
         self.process_groups.abort()
         if self._owned and dist.is_initialized():
             threading.Thread(target=abort, args=[dist.group.WORLD], name="unidist-abort-default", daemon=True).start()
@@ -374,6 +356,23 @@ def _library(name: str, start: Start) -> str:
 
     process_group.register()
     return process_group.NAME
+
+
+def _make_default_group(name: str, library: str, world: World, device: torch.device, start: Start) -> None:
+    rank, size = world.topology.rank, world.topology.world_size
+    # A PyTorch that was built with MPI takes rank and world size from it.
+    arguments: Any = {} if library == "mpi" else {"store": world.store, "rank": rank, "world_size": size}
+    if name == "nccl":
+        library = "cpu:gloo,cuda:nccl"
+        arguments["device_id"] = device  # else NCCL guesses it by the rank
+    try:
+        with nullcontext() if name == "mpi" else _gloo_interface(world.address):
+            dist.init_process_group(library, timeout=start.timeout, **arguments)
+    except Exception as error:
+        hint = " Is every rank running, and can the hosts reach each other?"
+        if open_files.EXHAUSTED in str(error):
+            hint = open_files.advice(size)
+        raise BackendError(f"rank {rank} of {size}: {name} did not start: {error}.{hint}") from error
 
 
 def _world_of_default_group(start: Start) -> World:

@@ -11,7 +11,7 @@ from tests.support.worlds import PYTHON, ROOT, environment, free_port
 RANKS = 3
 
 
-@pytest.mark.parametrize("what", ["all_reduce", "start_all_reduce", "backward", "first_call"])
+@pytest.mark.parametrize("what", ["all_reduce", "start_all_reduce", "backward", "first_call", "default_group"])
 def test_abort_frees_the_ranks_that_wait_for_a_stopped_one(what: str) -> None:
     """Their calls raise, no other socket is touched, and their processes end."""
     env = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -213,20 +213,21 @@ def test_locate_keeps_what_was_declared() -> None:
     row = next(row for row in LAUNCHERS if row.name == "torchrun")
     launch = Launch(row, 1, 2, local_rank=0, local_size=1, node_rank=1, num_nodes=2)
     places = [Slot("same", 0, node) for node in range(2)]
-    assert locate(launch, places) == Topology(1, 2, 0, 1, 1, 2, "torchrun", 1, 2)
+    assert locate(launch, places) == Topology(1, 2, 0, 1, 1, 2, "torchrun", 1, 2, True)
 
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_across_uneven_nodes(declared: bool) -> None:
     """Ranks of one local rank are counted on the nodes that have it, as Horovod counts them."""
     row = next(row for row in LAUNCHERS if row.name == "horovodrun")
-    sizes = {"a": 1, "b": 3, "c": 2}
+    sizes = {"a": 1, "b": 3, "c": 2}  # 2 is the mean
     at = [(host, local) for host, size in sizes.items() for local in range(size)]
     places = [Slot(host, local if declared else None) for host, local in at]
     found = [locate(Launch(row, rank, 6, *(at[rank][1], sizes[at[rank][0]]) * declared), places) for rank in range(6)]
     assert [(t.local_rank, t.local_size) for t in found] == [(0, 1), (0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
     assert [(t.node_rank, t.num_nodes) for t in found] == [(0, 3), (1, 3), (1, 3), (1, 3), (2, 3), (2, 3)]
     assert [(t.cross_rank, t.cross_size) for t in found] == [(0, 3), (1, 3), (0, 2), (0, 1), (2, 3), (1, 2)]
+    assert not any(t.homogeneous for t in found)
 
 
 @pytest.mark.parametrize(

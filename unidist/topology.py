@@ -195,6 +195,8 @@ class Topology:
     #: This process among those of its local rank, of which each node has one or, with fewer processes, none.
     cross_rank: int
     cross_size: int
+    #: Whether all nodes have as many processes.
+    homogeneous: bool
 
 
 def detect(env: Mapping[str, str]) -> Launch:
@@ -271,6 +273,7 @@ def locate(launch: Launch, slots: Sequence[Slot]) -> Topology:
         launcher=launch.launcher.name,
         cross_rank=across.index(nodes[rank]),
         cross_size=len(across),
+        homogeneous=len(set(Counter(nodes).values())) == 1,
     )
 
 

@@ -1,6 +1,6 @@
 """The last rank stops, as by SIGSTOP, while all of them make one call again and again; the others abort after a second.
 
-``stopped_rank.py all_reduce | start_all_reduce | backward | first_call``
+``stopped_rank.py all_reduce | start_all_reduce | backward | first_call | default_group``
 """
 
 import os
@@ -16,10 +16,13 @@ import unidist
 from unidist import context
 
 what = sys.argv[1]
-context.init_beside_default_group("auto")
+if what == "default_group":
+    unidist.init()
+else:
+    context.init_beside_default_group("auto")
 backend = context.current()
 rank, last = unidist.rank(), unidist.world_size() - 1
-group = backend.new_group(tuple(range(last + 1)))
+group = None if what == "default_group" else backend.new_group(tuple(range(last + 1)))
 large = torch.ones(16 * 2**20)  # 64 MB
 model = torch.nn.Linear(1024, 4096)
 pids = unidist.all_gather_object(os.getpid())

@@ -130,8 +130,8 @@ def cross_rank() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether every node has as many processes as this one."""
-    return _topology().world_size == _topology().local_size * _topology().num_nodes
+    """Whether all nodes have as many processes."""
+    return _topology().homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
