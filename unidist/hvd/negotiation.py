@@ -34,6 +34,8 @@ from unidist.hvd.messages import (
 #: Ids that are given at most, and operations without one that are remembered.
 _MAX_IDS = 2**16
 _MAX_SEEN = 2**14
+#: Messages that are kept: in a steady state each step has the same ones.
+_MAX_STEADY = 256
 #: Rounds that are kept of a process set: more than one rank can be ahead of another.
 _HISTORY = 16
 
@@ -87,6 +89,16 @@ class _Pending:
         self.values: dict[int, bytes] = {}
 
 
+class _Fusible(NamedTuple):
+    """An operation that is ready."""
+
+    #: Id and number, as in ``Execute``.
+    operation: tuple[int, int]
+    #: Equal for operations that may be fused; None for one that may not.
+    kind: object
+    nbytes: int
+
+
 class Coordinator:
     """The state of the negotiation of one world.
 
@@ -103,6 +115,7 @@ class Coordinator:
         self._reduce = reduce
         # Operations with an id.
         self._definitions: list[Definition] = []
+        self._fusibles: list[_Fusible] = []
         self._ids: dict[tuple[int, Name | None], dict[Signature, int]] = {}
         self._seen: dict[tuple[int, Name | None, Signature], None] = {}
         #: What each rank has submitted by ids: a bit for each.
@@ -330,48 +343,50 @@ class Coordinator:
         if len(ready) == 1 and not isinstance(ready[0], _Pending):  # a steady state
             message = self._steady.get(ready[0])
             if message is None:
-                if len(self._steady) >= 256:
+                message = Execute(ready[0][0], self._fused(self._cached(ready[0][1])))
+                if len(self._steady) >= _MAX_STEADY:
                     self._steady.clear()
-                message = self._steady[ready[0]] = self._fused(ready[0][0], self._expanded(ready))[0]
+                self._steady[ready[0]] = message
             self._outgoing.append((self._sets[message.set_id].ranks, message))
             return
-        together: list[_Pending] = []  # what may be fused
-        for entry in self._expanded(ready):
-            if together and together[0].set_id != entry.set_id:
-                self._send_fused(together)
-                together = []
-            if entry.signature.kind in ("add_process_set", "remove_process_set"):
-                self._send_fused(together)
-                together = []
-                self._change_process_sets(entry)
-            elif entry.signature.kind == "barrier" or self._has_all_values(entry):
-                self._complete(entry)
-            else:
-                together.append(entry)
-        self._send_fused(together)
+        # Operations of one process set that are ready one after another may be fused.
+        together: list[_Fusible | _Pending] = []
+        last = -1
 
-    def _expanded(self, ready: list[_Pending | tuple[int, int]]) -> Iterator[_Pending]:
+        def send() -> None:
+            if together and last in self._sets:
+                # Ids are given in the order in which the messages are sent.
+                new: list[Definition] = []
+                groups = self._fused([self._fusible(e, new) if isinstance(e, _Pending) else e for e in together])
+                self._outgoing.append((self._sets[last].ranks, Execute(last, groups, tuple(new))))
+            together.clear()
+
         for item in ready:
-            if isinstance(item, _Pending):
-                yield item
-                continue
-            for id_ in _ids(item[1]):
-                _, set_id, name, signature = self._definitions[id_]
-                assert name is not None
-                yield _Pending(set_id, name, signature, id_, 0.0)
+            set_id = item.set_id if isinstance(item, _Pending) else item[0]
+            if set_id != last:
+                send()
+                last = set_id
+            if not isinstance(item, _Pending):
+                together += self._cached(item[1])
+            elif item.signature.kind in ("add_process_set", "remove_process_set"):
+                send()
+                self._change_process_sets(item)
+            elif item.signature.kind == "barrier" or self._has_all_values(item):
+                self._complete(item)
+            else:
+                together.append(item)
+        send()
 
-    def _send_fused(self, entries: list[_Pending]) -> None:
-        if entries and entries[0].set_id in self._sets:
-            set_id = entries[0].set_id
-            self._outgoing += [(self._sets[set_id].ranks, message) for message in self._fused(set_id, iter(entries))]
+    def _fusible(self, entry: _Pending, new: list[Definition]) -> _Fusible:
+        return _Fusible(self._operation(entry, new), _fusion_key(entry.signature), tensor_bytes(entry.signature))
 
-    def _fused(self, set_id: int, entries: Iterator[_Pending]) -> list[Execute]:
-        new: list[Definition] = []
+    def _cached(self, bits: int) -> list[_Fusible]:
+        return [self._fusibles[id_] for id_ in _ids(bits)]
+
+    def _fused(self, operations: list[_Fusible]) -> tuple[tuple[tuple[int, int], ...], ...]:
         groups: list[list[tuple[int, int]]] = []
         open_groups: dict[object, tuple[list[tuple[int, int]], int]] = {}
-        for entry in entries:
-            operation = self._operation(entry, new)
-            kind, nbytes = _fusion_key(entry.signature), tensor_bytes(entry.signature)
+        for operation, kind, nbytes in operations:
             group, filled = open_groups.get(kind, ([], 0))
             if kind is None or not group or filled + nbytes > self._fusion:
                 group, filled = [], 0
@@ -379,7 +394,7 @@ class Coordinator:
             group.append(operation)
             if kind is not None:
                 open_groups[kind] = (group, filled + nbytes)
-        return [Execute(set_id, tuple(map(tuple, groups)), tuple(new))]
+        return tuple(map(tuple, groups))
 
     def _operation(self, entry: _Pending, new: list[Definition]) -> tuple[int, int]:
         """An operation's id and number; its definition goes to ``new`` if the ranks do not know it."""
@@ -399,6 +414,7 @@ class Coordinator:
             # It comes again, and always with this signature.
             id_ = len(self._definitions)
             self._definitions.append(Definition(id_, set_id, name, signature))
+            self._fusibles.append(_Fusible((id_, 0), _fusion_key(signature), tensor_bytes(signature)))
             self._ids.setdefault((set_id, name), {})[signature] = id_
             self._sets[set_id].ids |= 1 << id_
         # Without an id it is executed this once, under its number.

@@ -22,10 +22,14 @@ class ResponseCache:
         others: list[Request] = []
         for request in requests:
             set_id, name, signature, value = request
-            known = self._last.get((set_id, signature if isinstance(name, int) else name))
+            key = (set_id, signature if isinstance(name, int) else name)
+            known = self._last.get(key)
             if known is None or (known.signature is not signature and known.signature != signature):
                 others.append(request)
-            elif isinstance(name, int):
+                continue
+            if known.signature is not signature:  # the same object is compared faster the next time
+                self._last[key] = known._replace(signature=signature)
+            if isinstance(name, int):
                 numbered.append((known.id, name, value))
             elif value:
                 numbered.append((known.id, 0, value))

@@ -110,7 +110,8 @@ class Session:
         self._closed = ""
         #: Whether a rank is lost that a collective call may wait for.
         self._lost = False
-        self._last = ""
+        #: Signature and name of the last operation that was executed.
+        self._last: tuple[Signature, Name] | None = None
         self._tasks: queue.SimpleQueue[_Task | ProcessSetAdded | ProcessSetRemoved | None] = queue.SimpleQueue()
         self._executor = threading.Thread(target=self._execute_all, name="unidist-hvd", daemon=True)
         self._control = open_control(backend, self, Coordinator(size, fusion, execution.reduce_values), options)
@@ -231,7 +232,7 @@ class Session:
             (((name, _),),) = self._cache.groups(message)
             operation = self._take_pending(message.set_id, name)
             if operation is not None:
-                with self._recorded([_row(operation)], operation.signature.kind):
+                with self._recorded([operation], operation.signature.kind):
                     if message.value:
                         execution.write_value(operation, message.value)
                 operation.finish()
@@ -262,14 +263,14 @@ class Session:
             return f"in {_row(executing)}"
         for waiting in list(self._pending.values())[:1]:
             return f"waiting for other ranks in {_row(waiting)}"
-        return f"after {self._last}" if self._last else ""
+        return f"after {display_name(*self._last)}" if self._last else ""
 
     def _take_pending(self, set_id: int, name: Name) -> Operation | None:
         operation = self._pending.pop((set_id, name), None)
         if operation is not None:
-            self._last = _row(operation)
+            self._last = (operation.signature, operation.name)
             if self.timeline.on:
-                self.timeline.end(self._last)
+                self.timeline.end(_row(operation))
         return operation
 
     def _close(self, why: str) -> None:
@@ -310,12 +311,12 @@ class Session:
                     operation.finish(error=self._closed_error(operation))
 
     def _finish(self, operations: Sequence[Operation | None], kind: str, execute: Callable[[], Sequence[Any]]) -> None:
-        rows = [_row(operation) for operation in operations if operation is not None]
         self._executing = operations
         try:
-            with self._recorded(rows, kind):
+            with self._recorded(operations, kind):
                 results = execute()
         except Exception as error:
+            rows = [_row(operation) for operation in operations if operation is not None]
             reason = f"{', '.join(rows[:3])}: {self.why_failed(error)}"
             for operation in operations:
                 if operation is not None:
@@ -328,14 +329,15 @@ class Session:
                 operation.finish(result)
 
     @contextmanager
-    def _recorded(self, rows: Sequence[str], kind: str) -> Iterator[None]:
-        on = self.timeline.on
-        for row in rows if on else ():
+    def _recorded(self, operations: Sequence[Operation | None], kind: str) -> Iterator[None]:
+        """Inside, the operations are in the timeline."""
+        rows = [_row(each) for each in operations if each is not None] if self.timeline.on else []
+        for row in rows:
             self.timeline.begin(row, kind.upper())
         try:
             yield
         finally:
-            for row in rows if on else ():
+            for row in rows:
                 self.timeline.end(row)
 
     def _execute(self, task: _Task) -> Sequence[Any]:
@@ -373,7 +375,7 @@ def _modes_of_submission(operations: Sequence[Operation | None]) -> Iterator[Non
         tensor.is_inference()
         for each in operations
         if each is not None
-        for tensor in (*each.inputs, *(each.outputs or ()))
+        for tensor in (each.inputs if each.outputs is each.inputs else (*each.inputs, *(each.outputs or ())))
     )
     with torch.inference_mode(inference), torch.no_grad():
         if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
