@@ -108,12 +108,12 @@ def test_which_address_is_chosen(two_hosts: list[str]) -> None:
         assert f"CHOSEN fd77::{i + 1}" in output
 
 
-@pytest.mark.parametrize(("how", "master"), [("default", "10.77.0.1"), ("beside", "fd77::1")])
+@pytest.mark.parametrize(("how", "master"), [("default", "10.77.0.1"), ("hvd", "fd77::1")])
 def test_a_world_over_hosts_with_equal_names_that_do_not_resolve(two_hosts: list[str], how: str, master: str) -> None:
     ranks = 4
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": master, "MASTER_PORT": str(free_port()), "UNIDIST_TIMEOUT": "60"}
     outputs = run_on(
         two_hosts, ["tests/programs/on_hosts.py", how], [{**common, "RANK": str(rank)} for rank in range(ranks)]
     )
-    places = [json.loads(output.split("PLACE")[1].splitlines()[0]) for output in outputs]
+    places = [json.loads(output.split("SLOT")[1].splitlines()[0]) for output in outputs]
     assert places == [[rank // 2, 2, rank % 2, 2, f"10.77.0.{rank % 2 + 1}"] for rank in range(ranks)]
