@@ -88,7 +88,7 @@ class Process(NamedTuple):
         return cls(addresses.this_host(), os.getpid(), namespace)
 
     def is_running(self) -> bool | None:
-        """Whether a process that this one can see is neither stopped nor ended; None: it cannot be seen."""
+        """Whether a process is neither stopped nor ended (one in a debugger is not); None: it cannot be seen from here."""
         here = Process.current()
         if not self.pid_namespace or (self.host.id, self.pid_namespace) != (here.host.id, here.pid_namespace):
             return None
@@ -96,7 +96,7 @@ class Process(NamedTuple):
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return False
-        return state not in "TtZX"
+        return state not in "TZX"
 
 
 def open_control(
@@ -274,7 +274,10 @@ class ControlThread(ABC):
 
     def _is_gathering(self) -> bool:
         """Whether submissions, which nobody waits for, are not sent yet: for a cycle, and while more of them come."""
-        count, now, cycle = self._endpoint.count_submitted(), time.monotonic(), self._options.cycle
+        now, cycle = time.monotonic(), self._options.cycle
+        if not self._endpoint.count_submitted():
+            self._awake = False  # who submits after this line wakes this thread up again
+        count = self._endpoint.count_submitted()
         if not self._gathered:
             self._send_at, self._send_by = now + cycle, now + _MAX_CYCLES * cycle
         elif now >= self._send_at:
