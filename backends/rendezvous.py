@@ -59,7 +59,7 @@ def join(start: Start) -> World:
         base.set_timeout(timeout)
         store = dist.PrefixStore(f"unidist/{start.session}", base)
         _claim_rank(store, launch)
-        texts = exchange(store, "slot", launch, json.dumps(own_row(launch)))
+        texts = exchange(store, "host", launch, json.dumps(own_row(launch)))
         rows = [(Slot(*slot), Host(id, name, tuple(found))) for slot, (id, name, found) in map(json.loads, texts)]
         return world_of(store, launch, rows)
     except UnidistError:

@@ -76,14 +76,17 @@ def test_a_joined_rank_makes_each_round_once() -> None:
     assert rounds.wait_for_join() == 4 and optimizer.zeros == 2
 
 
-def test_rounds_of_a_dropped_optimizer_are_passed_over() -> None:
+def test_a_round_of_a_dropped_optimizer_is_an_error() -> None:
+    """The others would wait for this rank."""
     rounds = GradientRounds(lambda rounds: None)
-    dropped, kept = Optimizer(rounds), Optimizer(rounds)
+    dropped = Optimizer(rounds)
+    rounds.begin(dropped.id)
     del dropped
     gc.collect()
-    rounds.receive(Rounds(0, 1, (0, 1, 0, 1)))
-    rounds.all_joined(0)
-    assert rounds.wait_for_join() == 0 and kept.zeros == 2
+    rounds.receive(Rounds(0, 1, (0,)))  # this rank has made it
+    rounds.receive(Rounds(0, 2, (0,)))
+    with pytest.raises(LookupError, match="keep it until join"):
+        rounds.wait_for_join()
 
 
 def test_a_failure_ends_the_wait() -> None:

@@ -238,8 +238,24 @@ def test_a_removed_set_fails_what_waits_in_it_and_what_comes(turns: int) -> None
     assert removed == ((0, 1, 2), ProcessSetRemoved(1, number))
     world.submit(0, request("waits", set_id=number))
     assert world.deliver() == [((0,), Failed(number, "waits", f"waits: {why}"))]
-    assert world.coordinator.stalled(1e9) == []
+    assert world.coordinator.stalled(1e9, 0.0) == []
     assert world.add_set(0, 1) == number + 1
+
+
+@pytest.mark.parametrize("value", [b"", b"1"])
+@pytest.mark.parametrize("turns", [0, 3])
+def test_what_is_ready_together_with_the_removal_of_its_set_fails(turns: int, value: bytes) -> None:
+    world = World(2)
+    number = world.add_set(0, 1)
+    inside, removal = request("x", SUM, value, number), request(9, Signature("remove_process_set", root=number))
+    for _ in range(turns):
+        world.all_submit(inside)
+    world.submit(0, inside, removal)
+    world.submit(1, removal)
+    world.submit(1, inside)
+    removed, failed = world.deliver()
+    assert removed == ((0, 1), ProcessSetRemoved(9, number))
+    assert failed == ((0, 1), Failed(number, "x", f"x: process set {number} has been removed"))
 
 
 def test_ranks_that_ask_for_different_sets_get_an_error() -> None:
@@ -286,6 +302,7 @@ def test_the_last_rank_to_join_ends_the_join() -> None:
     world.coordinator.join(1, 0.0)
     assert world.deliver() == [((0, 1, 2), AnnounceRounds())]
     world.coordinator.join(2, 0.0)
+    world.coordinator.join(2, 0.0)  # a rank counts once
     assert world.deliver() == []
     world.coordinator.join(0, 0.0)
     assert world.deliver() == [((0, 1, 2), AllJoined(0))]
@@ -332,7 +349,11 @@ def test_a_shutdown_is_sent_to_all_once() -> None:
     world.submit(0, request("c"))
     world.coordinator.join(1, 0.0)
     assert world.deliver() == [((0, 1, 2), Shutdown("rank 2 is gone"))]
-    assert world.coordinator.stalled(100.0) == []
+    # But that calls which wait are aborted earlier is news.
+    world.coordinator.shutdown("rank 1 is stopped", abort_after=0.0)
+    world.coordinator.shutdown("rank 0 is gone", abort_after=3.0)
+    assert world.deliver() == [((0, 1, 2), Shutdown("rank 2 is gone", 0.0))]
+    assert world.coordinator.stalled(100.0, 0.0) == []
 
 
 @pytest.mark.parametrize("turns", [0, 3])
@@ -340,16 +361,17 @@ def test_stalled_operations_name_ranks(turns: int) -> None:
     world = World(3)
     for _ in range(turns):
         world.all_submit(request("a"))
-    assert world.coordinator.stalled(9.5) == []
+    assert world.coordinator.stalled(9.5, 0.0) == []
     world.submit(2, request("a"), now=10.0)
-    world.coordinator.stalled(10.0)
+    world.coordinator.stalled(10.0, 0.0)
     world.submit(0, request("a"), now=15.0)
-    assert world.coordinator.stalled(16.0) == [Stalled("a", 6.0, [0, 2], [1])]
+    assert world.coordinator.stalled(16.0, 6.0) == [Stalled("a", 6.0, [0, 2], [1])]
+    assert world.coordinator.stalled(16.0, 6.1) == []
     world.submit(1, request("a"), now=17.0)
     world.submit(1, request("a"), now=17.0)
     world.deliver()
     world.submit(2, request("a"), now=17.5)
-    assert all(entry.seconds <= 1.0 for entry in world.coordinator.stalled(18.0))  # it is another one
+    assert all(entry.seconds <= 1.0 for entry in world.coordinator.stalled(18.0, 0.0))  # it is another one
 
 
 def test_many_ranks_are_listed_shortly() -> None:
@@ -405,7 +427,7 @@ def test_all_ranks_execute_the_same_in_the_same_order(seed: int, size: int, oper
                 done.append(what[0])
         assert sorted([*done, *failed], key=str) == sorted(names, key=str)
         assert failed == ({wrong} if wrong is not None and size > 1 else set())
-    assert world.coordinator.stalled(1e9) == []
+    assert world.coordinator.stalled(1e9, 0.0) == []
 
 
 @settings(deadline=None, max_examples=200)

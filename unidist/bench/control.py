@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from unidist.bench.measure import OURS, Case
-from unidist.hvd.connection import Connection, accept, connect, frame, new_key
+from unidist.hvd.connection import Connection, accept, frame, introduce, new_key, welcomed
 from unidist.hvd.control import ControlOptions, Process, StallTimeouts, _CoordinatorThread
 from unidist.hvd.messages import (
     AnnounceRounds,
@@ -160,7 +160,8 @@ class _Ranks:
     """All ranks but 0. They receive and submit the same, so one cache serves them."""
 
     def __init__(self, size: int, port: int, key: bytes) -> None:
-        self.connections = [connect(_LOOPBACK, port, key, rank, 60.0, _NO_DEADLINE) for rank in range(1, size)]
+        links = [introduce(_LOOPBACK, port, key, rank, 60.0) for rank in range(1, size)]
+        self.connections = [welcomed(link, rank, _NO_DEADLINE) for rank, link in enumerate(links, 1)]
         self.cache = ResponseCache()
         self.selector = selectors.DefaultSelector()
         for connection in self.connections:

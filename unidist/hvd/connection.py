@@ -25,8 +25,11 @@ _WELCOME = b"\x01"
 _CHUNK = 2**18
 #: Bytes that may wait to be sent to a process that reads nothing.
 _MAX_UNSENT = 2**28
-#: How long a stranger may take for a hello, and how many may wait at once.
+#: How long a stranger may take for a hello, and how many may wait beside the ranks.
 _HELLO_S = 10.0
+_MAX_STRANGERS = 256
+#: The kernel's options take no more than 9 hours.
+_LONGEST_KEEPALIVE_S = 3600.0
 
 _open_connections: weakref.WeakSet[Connection]
 
@@ -48,7 +51,7 @@ class Connection:
         link.setblocking(False)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages must not wait for more
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        seconds = max(1, int(dead_after))
+        seconds = int(min(max(dead_after, 1), _LONGEST_KEEPALIVE_S))
         for option, value in (
             ("TCP_KEEPIDLE", max(1, seconds // 3)),
             ("TCP_KEEPINTVL", max(1, seconds // 6)),
@@ -65,6 +68,11 @@ class Connection:
     def fileno(self) -> int:
         """For ``select``; -1: closed."""
         return self._link.fileno()
+
+    def welcome(self) -> None:
+        """Accept a rank; the first thing that is sent."""
+        with suppress(OSError):  # the coordinator will notice
+            self._link.send(_WELCOME)
 
     def send(self, framed: bytes) -> None:
         """Send a message of ``frame``, or keep it until ``flush``.
@@ -153,15 +161,28 @@ def new_key() -> bytes:
     return os.urandom(_KEY_BYTES)
 
 
-def connect(address: str, port: int, key: bytes, rank: int, timeout: float, dead_after: float) -> Connection:
-    """Open a rank's connection to rank 0.
+def introduce(address: str, port: int, key: bytes, rank: int, timeout: float) -> socket.socket:
+    """Say to rank 0 who this is; ``welcomed`` waits for its answer.
 
     Raises:
-        OSError: rank 0 cannot be reached, or refuses this rank.
+        OSError: rank 0 cannot be reached.
     """
     link = socket.create_connection((address, port), timeout)
     try:
         link.sendall(key + _RANK.pack(rank))
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def welcomed(link: socket.socket, rank: int, dead_after: float) -> Connection:
+    """A rank's connection to rank 0, once all ranks have introduced themselves.
+
+    Raises:
+        OSError: rank 0 refuses this rank, or does not answer in time.
+    """
+    try:
         if link.recv(1) != _WELCOME:
             raise ConnectionRefusedError(f"rank 0 has refused rank {rank}")
     except BaseException:
@@ -208,6 +229,8 @@ def accept(server: socket.socket, key: bytes, size: int, timeout: float, dead_af
                                 raise
                             continue  # it has gone already
                         link.setblocking(False)
+                        if len(hellos) > size + _MAX_STRANGERS:
+                            refuse(next(iter(hellos)), "too many have sent no key")
                         hellos[link] = (bytearray(), now + _HELLO_S, str(peer[0]))
                         selector.register(link, selectors.EVENT_READ)
                         continue
@@ -222,17 +245,17 @@ def accept(server: socket.socket, key: bytes, size: int, timeout: float, dead_af
                     hello += data
                     if not data:
                         refuse(link, "it has sent no key")
-                    elif not hmac.compare_digest(hello[:_KEY_BYTES], key[: len(hello)]):
+                    elif len(hello) < _HELLO_BYTES:
+                        continue  # its answer must not depend on a part of the key
+                    elif not hmac.compare_digest(hello[:_KEY_BYTES], key):
                         refuse(link, "its key is not that of this job")
-                    elif len(hello) == _HELLO_BYTES:
+                    else:
                         (rank,) = _RANK.unpack_from(hello, _KEY_BYTES)
                         if rank in found or not 0 < rank < size:
                             refuse(link, f"it says that it is rank {rank}")
                             continue
                         selector.unregister(link)
                         del hellos[link]
-                        with suppress(OSError):  # the coordinator will notice
-                            link.send(_WELCOME)
                         found[rank] = Connection(link, dead_after)
         except BaseException:
             for connection in found.values():
@@ -241,4 +264,6 @@ def accept(server: socket.socket, key: bytes, size: int, timeout: float, dead_af
         finally:
             for link in hellos:
                 link.close()
+    for connection in found.values():  # heartbeats are expected from now on
+        connection.welcome()
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import selectors
 import socket
@@ -24,8 +25,8 @@ from unidist import collectives, open_files
 from unidist.backends import addresses
 from unidist.backends.base import Backend
 from unidist.errors import BackendError
-from unidist.hvd.connection import Connection, accept, connect, frame, new_key
-from unidist.hvd.messages import Heartbeat, Join, Leave, Rounds, Shutdown, Submit, decode, encode
+from unidist.hvd.connection import Connection, accept, frame, introduce, new_key, welcomed
+from unidist.hvd.messages import Failure, Heartbeat, Join, Leave, Rounds, Shutdown, Submit, decode, encode
 from unidist.hvd.negotiation import Coordinator, format_ranks
 from unidist.topology import Topology
 
@@ -34,6 +35,8 @@ _log = logging.getLogger("unidist")
 _DRAIN_S = 1.0
 #: Longest interval of heartbeats, and of the checks for ranks that are silent and for stalled operations.
 _TICK_S = 1.0
+#: How long collective calls may end by themselves after a rank has ended.
+_GRACE_S = 3.0
 #: Submissions are gathered for so many cycles at most, while more of them come.
 _MAX_CYCLES = 5
 
@@ -88,7 +91,7 @@ class Process(NamedTuple):
         return cls(addresses.this_host(), os.getpid(), namespace)
 
     def is_running(self) -> bool | None:
-        """Whether a process is neither stopped nor ended (one in a debugger is not); None: it cannot be seen from here."""
+        """Whether a process is neither stopped nor ended (one in a debugger is not); None: it cannot be seen."""
         here = Process.current()
         if not self.pid_namespace or (self.host.id, self.pid_namespace) != (here.host.id, here.pid_namespace):
             return None
@@ -137,7 +140,8 @@ def open_control(
             connections = accept(server, key, topology.world_size, timeout, options.deadline)
         return _CoordinatorThread(endpoint, options, connections, processes, coordinator)
     with _explained_errors(topology, f"{address}:{port}"):
-        connection = connect(address, port, key, topology.rank, timeout, options.deadline)
+        link = introduce(address, port, key, topology.rank, timeout)
+        connection = welcomed(link, topology.rank, options.deadline)
     return _RankThread(endpoint, options, connection, processes[0])
 
 
@@ -336,18 +340,19 @@ class _RankThread(ControlThread):
             if self._rank_0.is_running():
                 self._heard = now
             else:
-                self._lose(f"has given no sign of life for {self._options.deadline:.0f} s", abort=True)
+                self._lose(f"has given no sign of life for {self._options.deadline:.0f} s", 0.0)
 
     def _after_events(self) -> None:
         pass
 
-    def _lose(self, why: str, abort: bool = False) -> None:
+    def _lose(self, why: str, abort_after: float = _GRACE_S) -> None:
         self._disconnect()
-        self._endpoint.process(Shutdown(f"rank 0 (host {self._rank_0.host.name}) {why}", abort))
+        self._endpoint.process(Shutdown(f"rank 0 (host {self._rank_0.host.name}) {why}", abort_after))
 
     def _fail(self, reason: str) -> None:
+        self._send(Failure(reason))
         self._disconnect()
-        self._endpoint.process(Shutdown(reason, abort=True))
+        self._endpoint.process(Shutdown(reason, 0.0))
 
     def _leave(self) -> None:
         self._send(Leave())
@@ -409,7 +414,7 @@ class _CoordinatorThread(ControlThread):
             try:
                 self._process(rank, decode(data))
             except ValueError as error:
-                self._lose(rank, f"has sent a message that cannot be read: {error}", abort=True)
+                self._lose(rank, f"has sent a message that cannot be read: {error}", 0.0)
                 return
 
     def _process(self, rank: int, message: Any) -> None:
@@ -422,7 +427,9 @@ class _CoordinatorThread(ControlThread):
         elif isinstance(message, Join):
             self._coordinator.join(rank, time.monotonic())
         elif isinstance(message, Leave):
-            self._lose(rank, "has shut down")
+            self._lose(rank, "has shut down", math.inf)
+        elif isinstance(message, Failure):
+            self._coordinator.shutdown(f"rank {rank}: {message.reason}", abort_after=0.0)
         else:
             raise ValueError(f"a {type(message).__name__} is none for the coordinator")
 
@@ -457,14 +464,14 @@ class _CoordinatorThread(ControlThread):
             if self._processes[rank].is_running():
                 self._heard[rank] = now
             else:
-                self._lose(rank, f"has given no sign of life for {self._options.deadline:.0f} s", abort=True)
+                self._lose(rank, f"has given no sign of life for {self._options.deadline:.0f} s", 0.0)
         if now - self._stalls_checked >= _TICK_S:
             self._stalls_checked = now
             self._check_stalls(now)
 
     def _check_stalls(self, now: float) -> None:
         warn, fail = self._options.stall
-        stalled = self._coordinator.stalled(now)
+        stalled = self._coordinator.stalled(now, min(seconds for seconds in (warn or math.inf, fail or math.inf)))
         late = [entry for entry in stalled if warn and entry.seconds >= warn]
         for entry in late:
             if entry.name not in self._warned:
@@ -486,10 +493,10 @@ class _CoordinatorThread(ControlThread):
             if fail and entry.seconds >= fail:
                 missing = format_ranks(entry.missing)
                 self._coordinator.shutdown(
-                    f"ranks {missing} did not submit {entry.name} within {entry.seconds:.0f} s", abort=True
+                    f"ranks {missing} did not submit {entry.name} within {entry.seconds:.0f} s", abort_after=0.0
                 )
 
-    def _lose(self, rank: int, why: str, abort: bool = False) -> None:
+    def _lose(self, rank: int, why: str, abort_after: float = _GRACE_S) -> None:
         connection = self._connections.pop(rank, None)
         if connection is not None:
             self._selector.unregister(connection)
@@ -497,10 +504,10 @@ class _CoordinatorThread(ControlThread):
         host, activity = self._processes[rank].host.name, self._activity.get(rank, "")
         seen = f"; last seen {activity}" if activity and why != "has shut down" else ""
         where = "" if why == "has shut down" else f" (host {host})"
-        self._coordinator.shutdown(f"rank {rank}{where} {why}{seen}", abort=abort)
+        self._coordinator.shutdown(f"rank {rank}{where} {why}{seen}", abort_after=abort_after)
 
     def _fail(self, reason: str) -> None:
-        message = Shutdown(f"rank 0: {reason}", abort=True)
+        message = Shutdown(f"rank 0: {reason}", 0.0)
         for connection in self._connections.values():
             with suppress(OSError):
                 connection.send(frame(encode(message)))
@@ -519,30 +526,38 @@ def _watch(selector: selectors.BaseSelector, connection: Connection, data: Any =
     selector.modify(connection, events, data)
 
 
-def _why_lost(error: OSError) -> tuple[str, bool]:
-    """What to say of a connection that has failed, and whether the other process may run still."""
+def _why_lost(error: OSError) -> tuple[str, float]:
+    """What to say of a connection that has failed, and after how many seconds calls that wait are aborted."""
     if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN):
-        return f"cannot be reached any more: {error}", True
-    return f"is gone: {error}", False
+        return f"cannot be reached any more: {error}", 0.0
+    return f"is gone: {error}", _GRACE_S
 
 
 def _drain(selector: selectors.BaseSelector, connections: dict[int, Connection]) -> None:
     """Close connections after what was sent has arrived: one that has unread input would drop its output."""
     end = time.monotonic() + _DRAIN_S
-    waiting = dict(connections)
-    for connection in waiting.values():
-        with suppress(OSError):
-            connection.flush()
-        connection.end_of_messages()
+    waiting = dict.fromkeys(connections.values(), False)  # whether its end has been sent
+    for key in [key for key in selector.get_map().values() if key.fileobj not in waiting]:
+        selector.unregister(key.fileobj)  # what wakes the thread up
     while waiting and (left := end - time.monotonic()) > 0:
-        for key, _ in selector.select(left):
-            for rank, connection in list(waiting.items()):
-                if key.fileobj is connection:
-                    try:
-                        connection.receive()
-                    except (EOFError, OSError):
-                        selector.unregister(connection)
-                        del waiting[rank]
+        for connection, ended in list(waiting.items()):
+            try:
+                connection.flush()
+                if not connection.has_unsent and not ended:
+                    connection.end_of_messages()
+                    waiting[connection] = True
+                selector.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE * connection.has_unsent)
+            except OSError:
+                selector.unregister(connection)
+                del waiting[connection]
+        for key, events in selector.select(left) if waiting else ():
+            if events & selectors.EVENT_READ:
+                connection = next(each for each in waiting if each is key.fileobj)
+                try:
+                    connection.receive()
+                except (EOFError, OSError):
+                    selector.unregister(connection)
+                    del waiting[connection]
     for connection in connections.values():
         connection.close()
     connections.clear()

@@ -7,6 +7,7 @@ which are rare, are pickled. Tensors are never sent here, but for a few numbers 
 
 from __future__ import annotations
 
+import math
 import pickle
 import struct
 from array import array
@@ -85,6 +86,12 @@ class Rounds(NamedTuple):
     reducers: tuple[int, ...]
 
 
+class Failure(NamedTuple):
+    """This rank cannot go on: it has made fewer collective calls than the others will."""
+
+    reason: str
+
+
 class Heartbeat(NamedTuple):
     """This process runs; also from the coordinator."""
 
@@ -151,15 +158,17 @@ class Shutdown(NamedTuple):
     """No operation can execute any more."""
 
     reason: str
-    #: Whether a rank is lost that others may wait for in a collective call for ever.
-    abort: bool = False
+    #: Seconds after which collective calls that wait for a rank are aborted.
+    abort_after: float = math.inf
 
 
 _PICKLED, _SUBMIT, _EXECUTE, _COMPLETE, _HEARTBEAT = range(5)
 _CLASSES = (
-    Request, Definition, Signature, Submit, Join, Leave, Rounds, Heartbeat, Execute, Complete, Failed, ProcessSetAdded,
-    ProcessSetRemoved, AnnounceRounds, AllJoined, Shutdown,
+    Request, Definition, Signature, Submit, Join, Leave, Failure, Rounds, Heartbeat, Execute, Complete, Failed,
+    ProcessSetAdded, ProcessSetRemoved, AnnounceRounds, AllJoined, Shutdown,
 )  # fmt: skip
+#: Characters of ``Heartbeat.activity`` that are sent.
+_MAX_ACTIVITY = 200
 _SUBMIT_HEAD = struct.Struct("<II")
 _NUMBERED = struct.Struct("<IQH")
 _EXECUTE_HEAD = struct.Struct("<II?")
@@ -177,7 +186,7 @@ def encode(message: Any) -> bytes:
             bytes((_COMPLETE,)) + _COMPLETE_HEAD.pack(message.set_id, message.operation[0], message.operation[1])
         ) + message.value
     if isinstance(message, Heartbeat):
-        return bytes((_HEARTBEAT,)) + message.activity.encode()
+        return bytes((_HEARTBEAT,)) + message.activity[:_MAX_ACTIVITY].encode(errors="replace")
     return bytes((_PICKLED,)) + pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 

@@ -532,6 +532,7 @@ def _allreduce_signature(
     session: Session, op: str, prescale: float, postscale: float, tensors: Sequence[Tensor]
 ) -> Signature:
     """The signature of an allreduce; the same object for equal ones."""
+    prescale, postscale = float(prescale), float(postscale)
     key = (op, prescale, postscale, *[(tensor.dtype, tensor.shape, tensor.device.type) for tensor in tensors])
     signature = session.signatures.get(key)
     if signature is None:
@@ -543,8 +544,8 @@ def _allreduce_signature(
             tuple(tuple(tensor.shape) for tensor in tensors),
             op,
             -1,
-            float(prescale),
-            float(postscale),
+            prescale,
+            postscale,
             tensors[0].device.type,
         )
     return signature

@@ -125,8 +125,9 @@ class Coordinator:
         #: Executed since the last ``stalled``, and when that first saw those that wait.
         self._executed = 0
         self._since: dict[int, float] = {}
-        #: Of process sets that have been removed.
+        #: Of process sets that have been removed, whose ranks are kept.
         self._removed = 0
+        self._removed_sets: dict[int, tuple[int, ...]] = {}
         # Operations that are matched by name, and all that are ready, in order.
         self._pending: dict[tuple[int, Name], _Pending] = {}
         self._ready: list[_Pending | tuple[int, int]] = []
@@ -137,6 +138,7 @@ class Coordinator:
         self._rounds: dict[int, deque[tuple[int, int]]] = {}
         #: Why no operation can execute any more.
         self.shutdown_reason = ""
+        self._abort_after = math.inf
 
     # -------------------------------------------------------------------------------- from the ranks
     def submit(self, rank: int, message: Submit, now: float) -> None:
@@ -153,7 +155,7 @@ class Coordinator:
 
     def join(self, rank: int, now: float) -> None:
         """A rank has no more data: it takes part in allreduces with zeros until all have joined."""
-        if self.shutdown_reason:
+        if self.shutdown_reason or rank in self.joined:
             return
         everybody = self._sets[0].ranks
         if not self.joined:
@@ -189,14 +191,21 @@ class Coordinator:
             ranks = [rank for rank in self.joined if rank in process_set.ranks]
             self._outgoing.append((ranks, Rounds(message.set_id, new[0][0], tuple(reducer for _, reducer in new))))
 
-    def shutdown(self, reason: str, *, abort: bool = False) -> None:
-        """All operations, pending and later, fail on all ranks."""
-        if not self.shutdown_reason:
-            self.shutdown_reason = reason
-            self._pending.clear()
-            self._ready.clear()
-            self._bits = [0] * len(self._bits)
-            self._outgoing.append((self._sets[0].ranks, Shutdown(reason, abort)))
+    def shutdown(self, reason: str, *, abort_after: float = math.inf) -> None:
+        """All operations, pending and later, fail on all ranks.
+
+        Args:
+            reason: for their messages; the first one stays.
+            abort_after: seconds after which collective calls that wait for a rank are aborted.
+        """
+        if self.shutdown_reason and abort_after >= self._abort_after:
+            return
+        self.shutdown_reason = self.shutdown_reason or reason
+        self._abort_after = abort_after
+        self._pending.clear()
+        self._ready.clear()
+        self._bits = [0] * len(self._bits)
+        self._outgoing.append((self._sets[0].ranks, Shutdown(self.shutdown_reason, abort_after)))
 
     # -------------------------------------------------------------------------------- to the ranks
     def outgoing(self) -> Outgoing:
@@ -213,27 +222,30 @@ class Coordinator:
                 process_set.activate(process_set.ranks)
         return outgoing
 
-    def stalled(self, now: float) -> list[Stalled]:
-        """The operations that wait for ranks; call it about once a second."""
+    def stalled(self, now: float, seconds: float) -> list[Stalled]:
+        """The operations that have waited so long for ranks; call it about once a second."""
         found = []
         for entry in self._pending.values():
-            ranks = self._sets[entry.set_id].ranks
-            submitted = [rank for rank in ranks if entry.ranks >> rank & 1]
-            found.append(self._stalled(entry.set_id, entry.name, entry.signature, now - entry.since, submitted))
+            if now - entry.since >= seconds:
+                name = display_name(entry.signature, entry.name)
+                found.append(self._stalled(entry.set_id, name, now - entry.since, entry.ranks))
         waiting = 0
         for bits in self._bits:
             waiting |= bits
         kept, self._executed = waiting & ~self._executed, 0
         self._since = {id_: self._since.get(id_, now) if kept >> id_ & 1 else now for id_ in _ids(waiting)}
         for id_, since in self._since.items():
-            _, set_id, name, signature = self._definitions[id_]
-            submitted = [rank for rank in self._sets[set_id].ranks if self._bits[rank] >> id_ & 1]
-            found.append(self._stalled(set_id, name or "", signature, now - since, submitted))
+            if now - since >= seconds:
+                set_id, signature = self._definitions[id_].set_id, self._definitions[id_].signature
+                name = display_name(signature, self._definitions[id_].name or "")
+                ranks = sum(1 << rank for rank in self._sets[set_id].ranks if self._bits[rank] >> id_ & 1)
+                found.append(self._stalled(set_id, name, now - since, ranks))
         return found
 
-    def _stalled(self, set_id: int, name: Name, signature: Signature, seconds: float, submitted: list[int]) -> Stalled:
-        missing = [rank for rank in self._sets[set_id].active if rank not in submitted]
-        return Stalled(display_name(signature, name), seconds, submitted, missing)
+    def _stalled(self, set_id: int, name: str, seconds: float, ranks: int) -> Stalled:
+        process_set = self._sets[set_id]
+        submitted = [rank for rank in process_set.ranks if ranks >> rank & 1]
+        return Stalled(name, seconds, submitted, [rank for rank in process_set.active if not ranks >> rank & 1])
 
     # -------------------------------------------------------------------------------- matching
     def _submit_cached(self, rank: int, bits: int, now: float) -> None:
@@ -366,6 +378,9 @@ class Coordinator:
             if set_id != last:
                 send()
                 last = set_id
+            if set_id not in self._sets:  # removed by an operation before this one
+                self._fail_removed(item)
+                continue
             if not isinstance(item, _Pending):
                 together += self._cached(item[1])
             elif item.signature.kind in ("add_process_set", "remove_process_set"):
@@ -376,6 +391,18 @@ class Coordinator:
             else:
                 together.append(item)
         send()
+
+    def _fail_removed(self, item: _Pending | tuple[int, int]) -> None:
+        set_id = item.set_id if isinstance(item, _Pending) else item[0]
+        operations: list[tuple[Name, Signature]] = []
+        if isinstance(item, _Pending):
+            operations.append((item.name, item.signature))
+        else:
+            definitions = [self._definitions[id_] for id_ in _ids(item[1])]
+            operations += [(definition.name or "", definition.signature) for definition in definitions]
+        for name, signature in operations:
+            why = f"process set {set_id} has been removed"
+            self._fail(self._removed_sets[set_id], set_id, name, signature, why)
 
     def _fusible(self, entry: _Pending, new: list[Definition]) -> _Fusible:
         return _Fusible(self._operation(entry, new), _fusion_key(entry.signature), tensor_bytes(entry.signature))
@@ -457,6 +484,7 @@ class Coordinator:
                     self._fail((rank,), number, definition.name or "", definition.signature, why)
                 self._bits[rank] &= ~removed.ids
             self._removed |= removed.ids
+            self._removed_sets[number] = removed.ranks
             del self._sets[number]
             self._rounds.pop(number, None)
         self._outgoing.append((everybody, ProcessSetRemoved(entry.name, number)))

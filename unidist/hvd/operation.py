@@ -80,8 +80,13 @@ class Operation:
     def wait(self) -> Any:
         """Wait for the result."""
         if not self.done:
-            with self._done_lock:
-                pass
-        if self.error is not None:
-            raise self.error
+            self._done_lock.acquire()
+            with suppress(RuntimeError):  # for others that wait
+                self._done_lock.release()
+        error = self.error
+        if error is not None:
+            try:
+                raise error
+            finally:  # else the traceback would keep the tensors
+                del self, error
         return self.result if self.to_result is None else self.to_result(self.result)

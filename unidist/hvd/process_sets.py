@@ -97,10 +97,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     set_id = process_set.process_set_id
     if set_id is None or set_id == GLOBAL_SET:
         return False
-    process_set.process_set_id = None
     session = current_session()
     signature = Signature("remove_process_set", root=set_id)
     session.run(Operation(session.next_name(GLOBAL_SET), signature))
+    process_set.process_set_id = None
     return True
 
 

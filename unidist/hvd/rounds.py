@@ -106,7 +106,11 @@ class GradientRounds:
         self._inbox.put(error)
 
     def wait_for_join(self) -> int:
-        """Take part in the others' rounds until all have joined; the last rank to join."""
+        """Take part in the others' rounds until all have joined; the last rank to join.
+
+        Raises:
+            LookupError: in a round of an optimizer that is not there any more.
+        """
         while True:
             item = self._inbox.get()
             if isinstance(item, int):
@@ -118,6 +122,9 @@ class GradientRounds:
                 if begun is not None and position > begun.count:
                     key = ReducerId(item.set_id, number)
                     reducer = self._reducers[key]() if key in self._reducers else None
-                    if reducer is not None:
-                        reducer.reduce_zeros()
-                    begun.count = position  # also of a reducer that this rank has dropped
+                    if reducer is None:
+                        raise LookupError(
+                            "the other ranks reduce the gradients of an optimizer that this rank has dropped: keep it "
+                            "until join() returns."
+                        )
+                    reducer.reduce_zeros()

@@ -6,6 +6,7 @@ which makes the collective calls.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -30,6 +31,7 @@ from unidist.hvd.messages import (
     Complete,
     Execute,
     Failed,
+    Failure,
     Join,
     Name,
     ProcessSetAdded,
@@ -110,6 +112,9 @@ class Session:
         self._closed = ""
         #: Whether a rank is lost that a collective call may wait for.
         self._lost = False
+        self._timers: list[threading.Timer] = []
+        #: Whether this rank has joined, and has not got the answer.
+        self._joining = False
         #: Signature and name of the last operation that was executed.
         self._last: tuple[Signature, Name] | None = None
         self._tasks: queue.SimpleQueue[_Task | ProcessSetAdded | ProcessSetRemoved | None] = queue.SimpleQueue()
@@ -140,6 +145,8 @@ class Session:
         """
         if self._closed:
             raise self._closed_error(operation)
+        if os.getpid() != self.pid:
+            raise HorovodInternalError(f"{_row(operation)}: a process that was forked from a rank is no rank.")
         handle = next(self._next_handle)
         self._handles[handle] = operation
         if self.timeline.on:
@@ -188,13 +195,28 @@ class Session:
         """Take part in the others' allreduces with zeros until all have joined; the last rank to join."""
         if self._closed:
             raise HorovodInternalError(f"join: {self._closed}")
-        self._control.post(Join())
-        return self.rounds.wait_for_join()
+        if not self._joining:  # else the wait was interrupted
+            self._joining = True
+            self._control.post(Join())
+        try:
+            last = self.rounds.wait_for_join()
+        except LookupError as error:  # the others will wait for this rank
+            self.fail(f"join: {error}")
+            raise HorovodInternalError(f"join: {error}") from None
+        self._joining = False
+        return last
+
+    def fail(self, reason: str) -> None:
+        """This rank cannot make the collective calls that the others make: end all operations, on all ranks."""
+        if self.topology.world_size > 1 and not self._closed:
+            self._control.post(Failure(reason))
 
     def close(self) -> None:
         """Shut down. Pending operations fail, here and on the other ranks."""
         self._control.close()
         self._close("Horovod has been shut down")
+        for timer in self._timers:
+            timer.cancel()
         # The backend must not end during an operation.
         self._executor.join(_CLOSE_TIMEOUT_S)
         self.timeline.close()
@@ -248,13 +270,11 @@ class Session:
             self.rounds.receive(message)
         elif isinstance(message, AllJoined):
             self._joins += 1
-            self._unnamed.pop(GLOBAL_SET, None)
+            self._unnamed.clear()
             self.rounds.all_joined(message.last)
         elif isinstance(message, Shutdown):
-            self._lost |= message.abort
             self._close(message.reason)
-            if message.abort:
-                self.backend.abort()
+            self._abort_after(message.abort_after)
 
     def activity(self) -> str:
         """What this rank is doing, for the others' messages."""
@@ -279,6 +299,18 @@ class Session:
         self._fail_pending()
         self.rounds.fail(HorovodInternalError(f"join: {self._closed}"))
         self._tasks.put(None)
+
+    def _abort_after(self, seconds: float) -> None:
+        """Abort the collective calls that wait for a rank which is lost, unless they end by themselves."""
+        if seconds == 0.0:
+            self._lost = True
+            self._fail_pending()
+            self.backend.abort()
+        elif seconds < math.inf:
+            timer = threading.Timer(seconds, self._abort_after, [0.0])
+            timer.daemon = True
+            timer.start()
+            self._timers.append(timer)
 
     def _fail_pending(self) -> None:
         for operations in (self._submitted, self._pending):
@@ -321,6 +353,8 @@ class Session:
             for operation in operations:
                 if operation is not None:
                     operation.finish(error=HorovodInternalError(reason))
+            # The others may have made calls that this rank has not: later ones would be mistaken for them.
+            self.fail(reason)
             return
         finally:
             self._executing = ()

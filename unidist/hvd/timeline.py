@@ -80,6 +80,8 @@ class Timeline:
         with self._lock:
             if self.on and self._depths.get(name, 0):
                 self._depths[name] -= 1
+                if not self._depths[name]:
+                    del self._depths[name]
                 self._events.append((name, "E", "", time.perf_counter()))
 
     def cycle(self) -> None:
