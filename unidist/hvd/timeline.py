@@ -31,7 +31,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.on = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may make a call in the middle of another
         #: Row, phase, activity, time: to be written.
         self._events: deque[tuple[str, str, str, float]] = deque()
         #: Activities that a row is in.
