@@ -81,7 +81,7 @@ class ProcessGroups:
         device: torch.device | None = None,
     ) -> None:
         self._library = library
-        self._meeting = world
+        self._world = world
         self._rank = world.topology.rank
         self._timeout = timeout
         self._device = device
@@ -134,7 +134,7 @@ class ProcessGroups:
         library = self._library
         if library == "mpi":  # it needs no store
             return dist.distributed_c10d.ProcessGroupMPI.create(list(ranks))
-        store = dist.PrefixStore(name, self._meeting.store)
+        store = dist.PrefixStore(name, self._world.store)
         self._wait_for_members(store, ranks)
         rank = ranks.index(self._rank)
         if library not in ("gloo", "nccl"):
@@ -179,7 +179,7 @@ class ProcessGroups:
         options = kind._Options()
         with self.sockets.opened_inside():
             # A device of its own for each group: lazy connections of two groups on one device are mixed up.
-            options._devices = [_gloo_device(self._meeting.address)]
+            options._devices = [_gloo_device(self._world.address)]
         if self._timeout is not None:
             options._timeout = self._timeout
         options.group_name = name

@@ -31,7 +31,7 @@ _MAX_STRANGERS = 256
 #: The kernel's options take no more than 9 hours.
 _LONGEST_KEEPALIVE_S = 3600.0
 
-_open_connections: weakref.WeakSet[Connection]
+_open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def frame(data: bytes) -> bytes:
@@ -141,9 +141,6 @@ class Connection:
     def close(self) -> None:
         """Close it; what was sent arrives."""
         self._link.close()
-
-
-_open_connections = weakref.WeakSet()
 
 
 def _close_in_child() -> None:

@@ -427,7 +427,8 @@ class _CoordinatorThread(ControlThread):
         elif isinstance(message, Join):
             self._coordinator.join(rank, time.monotonic())
         elif isinstance(message, Leave):
-            self._lose(rank, "has shut down", math.inf)
+            self._disconnect(rank)
+            self._coordinator.shutdown(f"rank {rank} has shut down")
         elif isinstance(message, Failure):
             self._coordinator.shutdown(f"rank {rank}: {message.reason}", abort_after=0.0)
         else:
@@ -471,7 +472,7 @@ class _CoordinatorThread(ControlThread):
 
     def _check_stalls(self, now: float) -> None:
         warn, fail = self._options.stall
-        stalled = self._coordinator.stalled(now, min(seconds for seconds in (warn or math.inf, fail or math.inf)))
+        stalled = self._coordinator.stalled(now, min(warn or math.inf, fail or math.inf))
         late = [entry for entry in stalled if warn and entry.seconds >= warn]
         for entry in late:
             if entry.name not in self._warned:
@@ -497,14 +498,16 @@ class _CoordinatorThread(ControlThread):
                 )
 
     def _lose(self, rank: int, why: str, abort_after: float = _GRACE_S) -> None:
+        self._disconnect(rank)
+        host, activity = self._processes[rank].host.name, self._activity.get(rank, "")
+        seen = f"; last seen {activity}" if activity else ""
+        self._coordinator.shutdown(f"rank {rank} (host {host}) {why}{seen}", abort_after=abort_after)
+
+    def _disconnect(self, rank: int) -> None:
         connection = self._connections.pop(rank, None)
         if connection is not None:
             self._selector.unregister(connection)
             connection.close()
-        host, activity = self._processes[rank].host.name, self._activity.get(rank, "")
-        seen = f"; last seen {activity}" if activity and why != "has shut down" else ""
-        where = "" if why == "has shut down" else f" (host {host})"
-        self._coordinator.shutdown(f"rank {rank}{where} {why}{seen}", abort_after=abort_after)
 
     def _fail(self, reason: str) -> None:
         message = Shutdown(f"rank 0: {reason}", 0.0)

@@ -244,8 +244,7 @@ class Coordinator:
 
     def _stalled(self, set_id: int, name: str, seconds: float, ranks: int) -> Stalled:
         process_set = self._sets[set_id]
-        submitted = [rank for rank in process_set.ranks if ranks >> rank & 1]
-        return Stalled(name, seconds, submitted, [rank for rank in process_set.active if not ranks >> rank & 1])
+        return Stalled(name, seconds, _among(process_set.ranks, ranks), _among(process_set.active, ~ranks))
 
     # -------------------------------------------------------------------------------- matching
     def _submit_cached(self, rank: int, bits: int, now: float) -> None:
@@ -328,13 +327,12 @@ class Coordinator:
             return
         del self._pending[entry.set_id, entry.name]
         error = ""
+        ranks = _among(process_set.ranks, entry.ranks)
         if entry.different:
-            ranks = [rank for rank in process_set.ranks if entry.ranks >> rank & 1]
             error = _describe_mismatch({rank: entry.different.get(rank, entry.signature) for rank in ranks})
-        elif entry.ranks.bit_count() < len(process_set.ranks):
+        elif len(ranks) < len(process_set.ranks):
             error = self._joined_error(process_set, entry.signature)
         if error:
-            ranks = [rank for rank in process_set.ranks if entry.ranks >> rank & 1]
             self._fail(ranks, entry.set_id, entry.name, entry.signature, error)
         else:
             self._ready.append(entry)
@@ -476,7 +474,7 @@ class Coordinator:
             why = f"process set {number} has been removed"
             for pending in [pending for pending in self._pending.values() if pending.set_id == number]:
                 del self._pending[number, pending.name]
-                ranks = [rank for rank in removed.ranks if pending.ranks >> rank & 1]
+                ranks = _among(removed.ranks, pending.ranks)
                 self._fail(ranks, number, pending.name, pending.signature, why)
             for rank in removed.ranks:
                 for id_ in _ids(self._bits[rank] & removed.ids):
@@ -488,6 +486,11 @@ class Coordinator:
             del self._sets[number]
             self._rounds.pop(number, None)
         self._outgoing.append((everybody, ProcessSetRemoved(entry.name, number)))
+
+
+def _among(ranks: Sequence[int], bits: int) -> list[int]:
+    """Those whose bit is set."""
+    return [rank for rank in ranks if bits >> rank & 1]
 
 
 def _ids(bits: int) -> Iterator[int]:
