@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,20 +34,43 @@ class BackwardPass(Protocol):
         """The pass failed, and another one has begun."""
 
 
+class AtEnd:
+    """A ``BackwardPass`` after which a function is called, and nothing else is done.
+
+    Args:
+        finish: called when all gradients have been accumulated.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+
+    def ready(self, param: Tensor) -> None:
+        """See ``BackwardPass``."""
+
+    def abandon(self) -> None:
+        """See ``BackwardPass``."""
+
+
 class BackwardPasses:
     """Watches the backward passes of one model, as long as this object lives.
 
     Args:
         params: the parameters whose gradients are watched.
         begin: called when a backward pass begins, with the ``sync`` of its forward pass.
+        unexpected: whether a pass also begins with a gradient that no forward pass announced by ``expect``.
     """
 
-    def __init__(self, params: Iterable[Tensor], begin: Callable[[bool], BackwardPass]) -> None:
+    def __init__(
+        self, params: Iterable[Tensor], begin: Callable[[bool], BackwardPass], *, unexpected: bool = False
+    ) -> None:
         self._begin_pass = begin
+        self._unexpected = unexpected
         #: The ``sync`` of the last forward pass, until its backward pass begins.
         self._expected: bool | None = None
         self._running: BackwardPass | None = None
         self._task = -1
+        #: What autograd calls at the end of the running pass; a pass that fails drops it.
+        self._at_end: weakref.ref[Callable[[], None]] | None = None
         self.close = watch_gradients(params, self._accumulated)
 
     def expect(self, output: Any, sync: bool) -> None:
@@ -78,10 +102,15 @@ class BackwardPasses:
             failed.abandon()
         self._expected, self._task = None, task
         self._running = self._begin_pass(sync)
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        at_end = partial(self._finish)
+        self._at_end = weakref.ref(at_end)
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     def _accumulated(self, param: Tensor) -> None:
-        if self._running is None and self._expected is not None:
+        if self._unexpected:
+            if self._running is None or self._at_end is None or self._at_end() is None:
+                self._begin(True)
+        elif self._running is None and self._expected is not None:
             self._begin(self._expected)
         if self._running is not None:  # else it is of the bare module's pass, or of another wrapper's
             self._running.ready(param)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -99,6 +99,24 @@ class WrappedModel(torch.nn.Module, Generic[M]):
         raise NotImplementedError
 
 
+class ReplicatedModel(Protocol):
+    """What a backend keeps of a model that is replicated in place; it averages as long as it lives."""
+
+    options: ModelOptions
+    #: Whether the backward passes that begin now average; off inside ``no_sync``.
+    sync: bool
+
+    @property
+    def params(self) -> Collection[torch.Tensor]:
+        """The parameters whose gradients are averaged."""
+
+    def average_by(self, average: Callable[[], None] | None) -> None:
+        """Call this at the end of each backward pass that averages, in place of the backend's reductions."""
+
+    def set_overlap(self, overlap: bool) -> None:
+        """Whether reductions start during the backward pass. The same on every rank."""
+
+
 class Backend(ABC):
     """A backend that has been started."""
 
@@ -159,8 +177,13 @@ class Backend(ABC):
     def all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> None:
         """Reduce ``tensor`` over the ranks, in place; ``mean`` for floating dtypes only. Collective."""
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> Callable[[], None]:
-        """Start ``all_reduce``, also in half precision; the result waits for it. Collective."""
+    def start_all_reduce(
+        self, tensor: torch.Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce"
+    ) -> Callable[[], None]:
+        """Start ``all_reduce``, also in half precision; the result waits for it. Collective.
+
+        ``call`` is what an error says that the user called.
+        """
         self.all_reduce(tensor, op, group)
         return lambda: None
 
@@ -188,6 +211,13 @@ class Backend(ABC):
 
         Its state_dict keys have the prefix ``module.``. All ranks start with rank 0's parameters and buffers.
         Collective.
+        """
+
+    @abstractmethod
+    def replicate(self, model: torch.nn.Module, options: ModelOptions, group: Group | None = None) -> ReplicatedModel:
+        """Watch the parameters of ``model``, so that after ``backward()`` each ``.grad`` is the mean over the ranks.
+
+        All ranks start with rank 0's parameters and buffers. Collective.
         """
 
     # ------------------------------------------------------------------ the same for every backend

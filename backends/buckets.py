@@ -62,6 +62,11 @@ class Bucket:
             for part, (_, shape, strides) in zip(parts, self._layouts)
         ]
 
+    def fits(self) -> bool:
+        """Whether the parameters still have the dtype and the device of the storage."""
+        dtype, device = self.flat.dtype, self.flat.device
+        return all(param.dtype == dtype and param.device == device for param in self.params)
+
     def is_referenced(self) -> bool:
         """Whether anything but this bucket and its parameters refers to the storage or a view."""
         # The bucket's own references: flat and its views; here the storage's name.
@@ -128,10 +133,14 @@ class BucketReductions:
         while len(self.waits) < len(self.pending) and not self.pending[len(self.waits)]:
             self._start_next(start)
 
-    def finish(self, start: Start) -> None:
-        """Start the rest, and wait for all."""
+    def start_all(self, start: Start) -> None:
+        """Start the rest."""
         while len(self.waits) < len(self.pending):
             self._start_next(start)
+
+    def finish(self, start: Start) -> None:
+        """Start the rest, and wait for all."""
+        self.start_all(start)
         for wait in self.waits:
             wait()
 

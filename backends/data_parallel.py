@@ -4,6 +4,7 @@ the backward pass.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -81,7 +82,7 @@ class BucketedDataParallel(DataParallel[M]):
     def __init__(self, module: M, options: ModelOptions, reducer: Reducer) -> None:
         super().__init__(module, options)
         self._reducer = reducer
-        gradients = _Gradients(module, options, reducer)
+        gradients = ModelGradients(module, options, reducer)
         self._passes: BackwardPasses | None = BackwardPasses(gradients.names, gradients.begin)
         gradients.start_broadcast([*module.parameters(), *module.buffers()])()
 
@@ -92,7 +93,7 @@ class BucketedDataParallel(DataParallel[M]):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         if self._passes is None:
-            gradients = _Gradients(self.module, self.options, self._reducer)
+            gradients = ModelGradients(self.module, self.options, self._reducer)
             self._passes = BackwardPasses(gradients.names, gradients.begin)
         self.check_forward()
         sync = self.require_backward_grad_sync
@@ -101,7 +102,7 @@ class BucketedDataParallel(DataParallel[M]):
         return output
 
 
-class _Gradients:
+class ModelGradients:
     """The gradients of one model: their buckets, and the collectives that average them.
 
     It refers to nothing that refers to it, so that a wrapper that is dropped takes its hooks along at once.
@@ -110,32 +111,43 @@ class _Gradients:
     _names_given = count()
 
     def __init__(self, module: nn.Module, options: ModelOptions, reducer: Reducer) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.options = options
         self.reducer = reducer
         self.names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p.requires_grad}
         sparse = _with_sparse_gradients(module)
         #: Parameters whose gradients are sparse: they are averaged one by one at the end of the backward pass.
-        self.sparse = [p for p in self.names if p in sparse]
-        dense = split_into_buckets([p for p in self.names if p not in sparse], options.bucket_cap_mb)
-        self.buckets = [Bucket(params, reducer.prescale(params[0].dtype)) for params in dense]
-        self.positions = bucket_positions(self.buckets)
+        self.sparse = {p: None for p in self.names if p in sparse}
+        self.lay_out()
+        #: Whether reductions start during the backward pass, in place of at its end.
+        self.overlap = True
         #: Operations of a backward pass that failed: their names are free for others when they are done.
         self.unfinished: list[Wait] = []
         self._name = ""
 
+    def lay_out(self) -> None:
+        """Make the buckets, also anew."""
+        dense = split_into_buckets([p for p in self.names if p not in self.sparse], self.options.bucket_cap_mb)
+        self.buckets = [Bucket(params, self.reducer.prescale(params[0].dtype)) for params in dense]
+        self.positions = bucket_positions(self.buckets)
+
     def begin(self, sync: bool) -> BackwardPass:
         """A backward pass of the model begins."""
         if not sync:
-            return _LocalPass(self)
+            return LocalPass(self)
         while self.unfinished:
             self.unfinished.pop(0)()
-        return _AveragingPass(self)
+        return AveragingPass(self)
 
     def operation(self, name: str) -> str:
         """An operation's name, the same on every rank: models are numbered at their first collective."""
-        self._name = self._name or f"model{next(_Gradients._names_given)}"
+        self._name = self._name or f"model{next(ModelGradients._names_given)}"
         return f"{self._name}.{name}"
+
+    def buffers(self) -> list[Tensor]:
+        """The model's buffers."""
+        module = self._module()
+        return [] if module is None else list(module.buffers())
 
     def start_broadcast(self, tensors: Iterable[Tensor]) -> Wait:
         """Start to overwrite tensors with the first rank's, in one broadcast of bytes per device."""
@@ -151,10 +163,10 @@ class _Gradients:
         return finish
 
 
-class _LocalPass:
+class LocalPass:
     """A backward pass inside ``no_sync``: gradients are accumulated in the buckets."""
 
-    def __init__(self, gradients: _Gradients) -> None:
+    def __init__(self, gradients: ModelGradients) -> None:
         self._gradients = gradients
 
     def ready(self, param: Tensor) -> None:
@@ -170,17 +182,17 @@ class _LocalPass:
         pass
 
 
-class _AveragingPass:
+class AveragingPass:
     """A backward pass in which gradients are averaged, while buffers follow the first rank's."""
 
-    def __init__(self, gradients: _Gradients) -> None:
+    def __init__(self, gradients: ModelGradients) -> None:
         self._gradients = gradients
         self._reductions = BucketReductions(gradients.buckets)
         self._sparse_pending = set(gradients.sparse)
         # Buffers take part in no backward pass, so their broadcast overlaps with it.
         self._buffers: Wait = _nothing
         if gradients.options.broadcast_buffers:
-            self._buffers = gradients.start_broadcast(gradients.module.buffers())
+            self._buffers = gradients.start_broadcast(gradients.buffers())
 
     def ready(self, param: Tensor) -> None:
         if param not in self._gradients.positions:
@@ -196,7 +208,7 @@ class _AveragingPass:
         if bucket.copies_each:
             bucket.copy_in([index], bucket.prescale)
         pending.discard(index)
-        if not pending:
+        if not pending and self._gradients.overlap:
             self._reductions.start_ready(self._start)
 
     def _start(self, i: int, pending: set[int]) -> Wait:

@@ -17,14 +17,16 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unidist.backends import rendezvous
 from unidist.backends.addresses import host_id, interface_of
-from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel
+from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, Start, WrappedModel
 from unidist.backends.data_parallel import BucketedDataParallel
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
+from unidist.backends.reducer import BackendReducer
+from unidist.backends.replica import Replica
 from unidist.errors import BackendError, UnidistError
 from unidist.topology import Launch, Slot, Topology, detect, locate
 
@@ -196,26 +198,20 @@ class HorovodBackend(Backend):
     def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
         return BucketedDataParallel(model, options, _HorovodReducer(self, options.compression, group))
 
+    def replicate(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> ReplicatedModel:
+        return Replica(model, options, _HorovodReducer(self, options.compression, group))
 
-class _HorovodReducer:
+
+class _HorovodReducer(BackendReducer):
     """Averages gradient buckets with Horovod's asynchronous allreduce."""
 
     #: Gradient dtypes that Horovod itself sums.
     DTYPES = (torch.float16, torch.float32, torch.float64)
-
-    def __init__(self, backend: HorovodBackend, compression: torch.dtype | None, group: Group | None) -> None:
-        self.backend = backend
-        self.compression = compression
-        self.group = group
-        self.size = len(backend.ranks(group))
+    backend: HorovodBackend
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled model uses the Horovod that runs then.
         return _reducer, (self.compression, self.group and self.group.ranks)
-
-    def prescale(self, dtype: torch.dtype) -> float:
-        # Half precision is scaled by Horovod, in float32.
-        return 1.0 if dtype in (torch.float16, torch.bfloat16, torch.complex32) else 1.0 / self.size
 
     def start_mean(self, flat: Tensor, name: str) -> Callable[[], None]:
         dtype = flat.dtype
@@ -224,8 +220,7 @@ class _HorovodReducer:
         sent = flat if self.compression is None else flat.to(self.compression)
         if sent.dtype not in self.DTYPES:
             sent = sent.float()
-        if sent.device.type not in self.backend.device_types:
-            sent = sent.cpu()
+        sent = self._on_device(sent)
         prescale = 1.0 / self.size / self.prescale(dtype)
         with self.backend.errors_of("backward"):
             handle = hvd.allreduce_async_(
@@ -233,29 +228,13 @@ class _HorovodReducer:
             )
         return self._finish("backward", handle, sent, flat)
 
-    def maximum(self, flat: Tensor) -> None:
-        self.backend.all_reduce(flat, "max", self.group)
-
     def start_broadcast(self, flat: Tensor, name: str) -> Callable[[], None]:
-        sent = flat if flat.device.type in self.backend.device_types else flat.cpu()
+        sent = self._on_device(flat)
         with self.backend.errors_of("broadcast"):
             handle = hvd.broadcast_async_(
                 sent, self.backend.ranks(self.group)[0], name=_name(name, self.group), process_set=_set(self.group)
             )
         return self._finish("broadcast", handle, sent, flat)
-
-    def sparse_mean(self, grad: Tensor) -> Tensor:
-        indices, values = self._gather(grad._indices().t()), self._gather(grad._values() / self.size)
-        # Equal indices are added up in the same order on every rank.
-        return torch.sparse_coo_tensor(indices.t(), values, grad.shape, check_invariants=False).coalesce()
-
-    def _gather(self, rows: Tensor) -> Tensor:
-        """Concatenate along dim 0, in which the ranks may differ."""
-        device = rows.device if rows.device.type in self.backend.device_types else torch.device("cpu")
-        flat = rows.to(device).contiguous().reshape(-1).view(torch.uint8)
-        sizes = self.backend.all_gather(torch.tensor([flat.numel()]), [1] * self.size, self.group).tolist()
-        whole = self.backend.all_gather(flat, sizes, self.group)
-        return whole.view(rows.dtype).view(-1, *rows.shape[1:]).to(rows.device)
 
     def _finish(self, call: str, handle: Any, sent: Tensor, flat: Tensor) -> Callable[[], None]:
         def wait() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NoReturn, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel
+from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, Start, WrappedModel
 from unidist.backends.reductions import neutral_element
 from unidist.errors import MismatchError, UnidistError
 
@@ -104,6 +104,9 @@ class Joined(Backend):
 
     def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
         return self._refuse("wrap_model")
+
+    def replicate(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> ReplicatedModel:
+        return self._refuse("replicate")
 
     def _refuse(self, call: str) -> NoReturn:
         raise UnidistError(

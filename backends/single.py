@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from unidist.backends.base import Backend, Group, M, ModelOptions, Op, Start, WrappedModel
+from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, Start, WrappedModel
 from unidist.backends.data_parallel import DataParallel
 from unidist.backends.device import default_device
+from unidist.backends.replica import Replica
 from unidist.topology import Slot, locate
 
 
@@ -61,3 +62,6 @@ class SingleBackend(Backend):
 
     def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
         return DataParallel(model, options)
+
+    def replicate(self, model: torch.nn.Module, options: ModelOptions, group: Group | None = None) -> ReplicatedModel:
+        return Replica(model, options, None)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unidist import open_files
@@ -29,13 +29,16 @@ from unidist.backends.base import (
     M,
     ModelOptions,
     Op,
+    ReplicatedModel,
     Start,
     WrappedModel,
 )
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
 from unidist.backends.process_groups import GlooSockets, LazyProcessGroup, ProcessGroups, abort
+from unidist.backends.reducer import BackendReducer
 from unidist.backends.rendezvous import World
+from unidist.backends.replica import Replica
 from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
 from unidist.errors import BackendError, CollectiveError, MismatchError, UnidistError
 from unidist.topology import Launch, Topology
@@ -169,13 +172,15 @@ class TorchBackend(Backend):
             if op == "mean":
                 tensor.div_(len(self.ranks(group)))
 
-    def start_all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> Callable[[], None]:
-        with self.errors_of("all_reduce"):
+    def start_all_reduce(
+        self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce"
+    ) -> Callable[[], None]:
+        with self.errors_of(call):
             handle = self._handle(group, tensor.device.type)
             work = dist.all_reduce(tensor, _OPS["sum" if op == "mean" else op], handle, async_op=True)
 
         def wait() -> None:
-            with self.errors_of("all_reduce"):
+            with self.errors_of(call):
                 work.wait()
             if op == "mean":
                 tensor.div_(len(self.ranks(group)))
@@ -242,6 +247,9 @@ class TorchBackend(Backend):
         if options.compression is not None:
             wrapped.register_comm_hook(handle, _compressed(options.compression, len(self.ranks(group))))
         return wrapped
+
+    def replicate(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> ReplicatedModel:
+        return Replica(model, options, BackendReducer(self, options.compression, group))
 
     def _make_group(self, ranks: tuple[int, ...]) -> LazyProcessGroup | None:
         return self.process_groups.new_group(ranks) if self.topology.rank in ranks else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unidist.backends.base import M, WrappedModel
+from unidist.backends.base import M, ModelOptions, WrappedModel
 from unidist.errors import UnidistError
 
 
@@ -24,17 +24,9 @@ class Wrapper(WrappedModel[M]):
             UnidistError: inside a ``unidist.join`` block that was not given this model, or when a parameter that was
                 frozen when the model was wrapped requires grad now.
         """
-        if self.require_backward_grad_sync and self.options.in_join():
-            raise UnidistError(
-                "a wrapped model is trained inside unidist.join, which was not given it: unidist.join(model, ...)."
-            )
-        unfrozen = [name for name, param in self.frozen if param.requires_grad]
-        if unfrozen:
-            raise UnidistError(
-                f"{len(unfrozen)} parameters, {unfrozen[0]!r} the first, were frozen when the model was wrapped and "
-                "require grad now: wrap it again, on every rank, with model = "
-                "unidist.wrap_model(unidist.unwrap(model))."
-            )
+        if self.require_backward_grad_sync:
+            refuse_join(self.options)
+        refuse_unfrozen(self.frozen, "model = unidist.wrap_model(unidist.unwrap(model))")
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -55,6 +47,24 @@ def _has_attribute(module: torch.nn.Module, name: str) -> bool:
     own = vars(module)
     tables = (own, own["_parameters"], own["_buffers"], own["_modules"])
     return hasattr(type(module), name) or any(name in table for table in tables)
+
+
+def refuse_join(options: ModelOptions) -> None:
+    """Raise inside a ``unidist.join`` block that was not given the model."""
+    if options.in_join():
+        raise UnidistError(
+            "a data-parallel model is trained inside unidist.join, which was not given it: unidist.join(model, ...)."
+        )
+
+
+def refuse_unfrozen(frozen: Sequence[tuple[str, torch.Tensor]], again: str) -> None:
+    """Raise if parameters that did not require grad at first do so now; ``again`` is what the user may do."""
+    unfrozen = [name for name, param in frozen if param.requires_grad]
+    if unfrozen:
+        raise UnidistError(
+            f"{len(unfrozen)} parameters, {unfrozen[0]!r} the first, were frozen when the model was made data-parallel "
+            f"and require grad now: do it again, on every rank, with {again}."
+        )
 
 
 def frozen_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -15,11 +15,14 @@ from click.testing import CliRunner
 
 from tests.support.worlds import LEGACY, ROOT
 from unidist.cli import main
-from unidist.migrate.module import migrate_module
+from unidist.migrate.context import Options
+from unidist.migrate.module import DEFAULT_OPTIONS, migrate_module
 
 pytestmark = pytest.mark.unit
 #: One file for each rule: the code before, after, and what the report says.
 RULES = sorted((ROOT / "tests/migrations").glob("*.txt"))
+#: What stays is shown beside what changes, but in those about files that stay as a whole.
+PARTIAL = Options(partial=True)
 #: Those that exercise the imports, which level ``hvd`` changes.
 ABOUT_NAMES = [path for path in RULES if re.match("drop_in|elastic|imports|module|names|other|package|star", path.stem)]
 
@@ -29,12 +32,13 @@ ABOUT_NAMES = [path for path in RULES if re.match("drop_in|elastic|imports|modul
 def test_rule(path: Path) -> None:
     before, rest = path.read_text().split("=== after\n")
     after, report = rest.split("=== report\n")
-    code, remarks = migrate_module(before, "native")
+    options = DEFAULT_OPTIONS if path.stem.startswith("whole_file") else PARTIAL
+    code, remarks = migrate_module(before, "native", options=options)
     assert code == after
     said = "".join(f"{each.line}: {each.what}\n    {each.why}\n    -> {each.remedy}\n" for each in remarks)
     assert said == report
     compile(code, path.name, "exec")
-    assert migrate_module(code, "native")[0] == code
+    assert migrate_module(code, "native", options=options)[0] == code
 
 
 def test_no_rule_leaves_a_name_undefined(tmp_path: Path) -> None:

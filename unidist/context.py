@@ -139,6 +139,7 @@ def _init(
                 knobs.LAUNCHER,
             )
         if started.topology.rank == 0:
+            _warn_of_horovod(started, launch)
             topology = started.topology
             _log.info(
                 "backend %s (%s): %d ranks on %d nodes, launcher %s (%s), device %s",
@@ -150,6 +151,17 @@ def _init(
                 launch.evidence,
                 started.device,
             )
+
+
+def _warn_of_horovod(backend: Backend, launch: Launch) -> None:
+    """Warn if Horovod itself is imported, too, and would start a world of its own, of one process."""
+    alone = launch.launcher.rendezvous != "horovod" and not launch.launcher.mpi
+    if alone and launch.world_size > 1 and backend.name != "horovod" and "horovod.torch.mpi_lib_v2" in sys.modules:
+        _log.warning(
+            "this process has imported Horovod itself, whose hvd.init() makes a world of one process under this "
+            "launcher: start the script with 'python -m unidist.hvd script.py', which gives such code the drop-in, or "
+            "under horovodrun."
+        )
 
 
 def shutdown() -> None:

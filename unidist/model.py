@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.base import Group, M, ModelOptions, WrappedModel
+from unidist.backends.base import Group, M, ModelOptions, ReplicatedModel, WrappedModel
 from unidist.batch_norm import convert_batch_norm
 from unidist.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
 from unidist.context import current, in_join
@@ -21,6 +24,9 @@ from unidist.tree import map_leaves, walk
 
 _COMPRESSION = {"fp16": torch.float16, "bf16": torch.bfloat16}
 T = TypeVar("T")
+N = TypeVar("N", bound=nn.Module)
+#: Models that were given to ``replicate``. Nothing is kept in the model, so that its copies are plain models.
+_replicas: weakref.WeakKeyDictionary[nn.Module, ReplicatedModel] = weakref.WeakKeyDictionary()
 
 
 def wrap_model(
@@ -63,34 +69,111 @@ def wrap_model(
             gradient and ``find_unused_parameters`` is off; names them.
         MismatchError: on every rank, when the ranks' models differ, also in memory format; names the first difference.
     """
-    if compression is not None and compression not in _COMPRESSION:
-        raise ValueError(f"compression={compression!r} is unknown: use 'fp16', 'bf16' or None.")
-    if bucket_cap_mb <= 0:
-        raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be above 0 MiB.")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("wrap_model: no parameter of this model requires grad, so there is nothing to average.")
-    if is_wrapped(model):
-        raise ValueError(f"wrap_model: this {type(model).__name__} is wrapped already: pass its .module.")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"wrap_model: {name!r} is on the meta device and has no data: move the model with "
-                "model.to_empty(device=unidist.device()), initialise it, and then wrap it."
-            )
-    _refuse_sharded(model)
+    _check_options(compression, bucket_cap_mb)
+    _check_model(model, "wrap_model")
+    if model in _replicas:
+        raise ValueError(f"wrap_model: this {type(model).__name__} is data-parallel already, by unidist.replicate.")
     _check_same(model, group, layout=True)
     if sync_bn:
         model = convert_batch_norm(model, group)  # type: ignore[assignment]  # a model that is not itself a BatchNorm keeps its class
-    options = ModelOptions(
+    options = replace(
+        _options(bucket_cap_mb, compression, group),
         find_unused_parameters=find_unused_parameters,
         broadcast_buffers=broadcast_buffers,
-        bucket_cap_mb=bucket_cap_mb,
-        compression=_COMPRESSION[compression] if compression else None,
         static_graph=static_graph,
-        ranks=current().ranks(group),
-        in_join=in_join,
     )
     return current().wrap_model(model, options, group)
+
+
+def replicate(
+    model: N,
+    *,
+    bucket_cap_mb: float = 25,
+    compression: Literal["fp16", "bf16"] | None = None,
+    group: Group | None = None,
+) -> N:
+    """Make a model data-parallel in place: after ``backward()``, each ``.grad`` is the mean over the ranks. Collective.
+
+    The model stays the object that it is: attributes, state_dict keys, references to it and to its parts, calls of its
+    parts. Only its parameters are watched, as by Horovod's ``DistributedOptimizer``; the optimizer is a plain one. A
+    copy (``copy.deepcopy``, ``torch.load``) is not data-parallel. ``wrap_model`` is a little faster with many
+    parameters, and checks more.
+
+    Every backward pass that reaches the model averages all its gradients, so every rank must make equally many, except
+    inside ``no_sync`` and ``join``. A parameter that is unused on a rank counts as zero, and if it is unused on all
+    ranks its ``.grad`` is zeros. Buffers are broadcast once, now, and stay each rank's own.
+
+    Args:
+        model: has at least one parameter that requires grad; the same architecture on every rank, on
+            ``unidist.device()``. Parameters and buffers are overwritten with those of the group's first rank.
+        bucket_cap_mb: bucket size in MiB.
+        compression: send gradients in half precision, see ``wrap_model``.
+        group: the ranks that train the model together.
+
+    Returns:
+        The model itself. Another call replaces the options of the first.
+
+    Raises:
+        ValueError: no parameter requires grad, one is on the meta device or a DTensor, the model is wrapped already, or
+            another replicated model has one of its parameters; also a bad option.
+        UnidistError: from ``backward()``, when a parameter requires grad that did not when ``replicate`` was called.
+        MismatchError: on every rank, when the ranks' models differ, also in memory format; names the first difference.
+    """
+    _check_options(compression, bucket_cap_mb)
+    _check_model(model, "replicate")
+    own = set(model.parameters())
+    others = {other: replica for other, replica in _replicas.items() if other is not model}
+    for other, replica in others.items():
+        if not own.isdisjoint(replica.params):
+            raise ValueError(
+                f"replicate: this {type(model).__name__} shares parameters with a {type(other).__name__} that is "
+                "replicated already: replicate the one that contains the other."
+            )
+    _replicas.pop(model, None)
+    _check_same(model, group, layout=True)
+    replica = _replicas[model] = current().replicate(model, _options(bucket_cap_mb, compression, group), group)
+    # A backward pass may reach several models in another order on another rank; whether there are several, too, may
+    # depend on when a rank frees one.
+    together = [replica, *(other for other in others.values() if other.options.ranks == replica.options.ranks)]
+    overlap = all_reduce(torch.tensor(len(together)), "max", group).item() == 1
+    for each in together:
+        each.set_overlap(overlap)
+    return model
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """A block in which gradients are accumulated on this rank alone: its backward passes average nothing.
+
+    The first backward pass after it averages the sum. For gradient accumulation: all micro-batches but the last are
+    inside. Not collective.
+
+    Args:
+        model: the result of ``wrap_model``, of which forward passes must be inside, too, or a model that was given to
+            ``replicate``.
+
+    Raises:
+        ValueError: the model is neither.
+    """
+    if is_wrapped(model):
+        with model.no_sync():  # type: ignore[operator]
+            yield
+        return
+    replica = _replicas.get(model)
+    if replica is None:
+        raise ValueError(
+            f"no_sync({type(model).__name__}): pass what wrap_model returned, or the model that was given to replicate."
+        )
+    before, replica.sync = replica.sync, False
+    try:
+        yield
+    finally:
+        replica.sync = before
+
+
+def replica_of(model: object) -> ReplicatedModel | None:
+    """What the backend keeps of a model that was given to ``replicate``; None for another."""
+    return _replicas.get(model) if isinstance(model, nn.Module) else None
 
 
 @overload
@@ -244,13 +327,44 @@ def _describe(leaf: Any) -> Any:
     return _Described(leaf) if isinstance(leaf, Tensor) else leaf
 
 
+def _check_options(compression: str | None, bucket_cap_mb: float) -> None:
+    if compression is not None and compression not in _COMPRESSION:
+        raise ValueError(f"compression={compression!r} is unknown: use 'fp16', 'bf16' or None.")
+    if bucket_cap_mb <= 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be above 0 MiB.")
+
+
+def _check_model(model: nn.Module, call: str) -> None:
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"{call}: no parameter of this model requires grad, so there is nothing to average.")
+    if is_wrapped(model):
+        raise ValueError(f"{call}: this {type(model).__name__} is wrapped already: pass its .module.")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{call}: {name!r} is on the meta device and has no data: move the model with "
+                f"model.to_empty(device=unidist.device()), initialise it, and then call {call}."
+            )
+    _refuse_sharded(model)
+
+
+def _options(bucket_cap_mb: float, compression: str | None, group: Group | None) -> ModelOptions:
+    return ModelOptions(
+        broadcast_buffers=False,
+        bucket_cap_mb=bucket_cap_mb,
+        compression=_COMPRESSION[compression] if compression else None,
+        ranks=current().ranks(group),
+        in_join=in_join,
+    )
+
+
 def _refuse_sharded(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if hasattr(param, "device_mesh") and hasattr(param, "placements"):
             raise ValueError(
-                f"parameter {name!r} is a DTensor, of which each rank has a shard: wrap_model, assert_in_sync and "
-                "save_checkpoint take full tensors. FSDP2 and tensor parallelism reduce gradients themselves: train "
-                "without wrap_model, and save with torch.distributed.checkpoint."
+                f"parameter {name!r} is a DTensor, of which each rank has a shard: wrap_model, replicate, "
+                "assert_in_sync and save_checkpoint take full tensors. FSDP2 and tensor parallelism reduce gradients "
+                "themselves: train without wrap_model, and save with torch.distributed.checkpoint."
             )
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.backward_pass import BackwardPasses
+from unidist.backends.backward_pass import AtEnd, BackwardPasses
 from unidist.backends.base import Group, ModelOptions, WrappedModel
 from unidist.backends.buckets import by_device, flatten_bytes, split_into_buckets, unflatten_bytes
 from unidist.backends.joined import Joined
 from unidist.backends.wrapper import unused_parameters
 from unidist.collectives import all_reduce, broadcast, broadcast_object
 from unidist.context import current, replaced
-from unidist.model import broadcast_optimizer_state, is_wrapped
+from unidist.model import broadcast_optimizer_state, is_wrapped, replica_of
 
 
 @contextmanager
@@ -43,8 +43,8 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
     leave the loop: gradients of an unfinished one are lost.
 
     Args:
-        objects: the wrapped models that train inside, and others that must be equal on every rank afterwards:
-            optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``.
+        objects: the wrapped or replicated models that train inside, and others that must be equal on every rank
+            afterwards: optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``.
         group: the ranks that train together.
 
     Raises:
@@ -58,10 +58,11 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
             raise TypeError("unidist.join does not take a compiled wrapper: use wrap_model(torch.compile(model)).")
         if is_wrapped(thing) and not isinstance(getattr(thing, "options", None), ModelOptions):
             raise TypeError("unidist.join takes what unidist.wrap_model returned, not another DistributedDataParallel.")
-        if isinstance(thing, nn.Module) and not is_wrapped(thing) and any(p.requires_grad for p in thing.parameters()):
+        trained = isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters())
+        if trained and not is_wrapped(thing) and replica_of(thing) is None:
             raise TypeError(
-                f"unidist.join({type(thing).__name__}): pass what unidist.wrap_model returned; a copy that is not "
-                "trained needs requires_grad_(False)."
+                f"unidist.join({type(thing).__name__}): pass what unidist.wrap_model returned, or a model that was "
+                "given to unidist.replicate; a copy that is not trained needs requires_grad_(False)."
             )
         if not hasattr(thing, "load_state_dict"):
             raise TypeError(
@@ -70,11 +71,13 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
     backend = current()
     everyone = backend.ranks(group)
     for thing in objects:
-        if is_wrapped(thing) and thing.options.static_graph:
+        replica = replica_of(thing)
+        options = thing.options if is_wrapped(thing) else replica and replica.options
+        if options and options.static_graph:
             raise ValueError("unidist.join: a model wrapped with static_graph=True is not supported.")
-        if is_wrapped(thing) and thing.options.ranks != everyone:
+        if options and options.ranks != everyone:
             raise ValueError(
-                f"unidist.join over the ranks {list(everyone)}: the model was wrapped for {list(thing.options.ranks)}; "
+                f"unidist.join over the ranks {list(everyone)}: the model is data-parallel over {list(options.ranks)}; "
                 "pass its group."
             )
     joined = Joined(backend, group)
@@ -83,6 +86,9 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
         for thing in objects:
             if is_wrapped(thing):
                 stack.enter_context(_averaged_after_backward(thing, joined, group))
+            elif (replica := replica_of(thing)) is not None:
+                replica.average_by(_Averaging(thing, replica.options, joined, group, unused="zeros").average)
+                stack.callback(replica.average_by, None)
         yield
         joined.run_out()
     if joined.active != everyone:
@@ -94,9 +100,10 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
 def _averaged_after_backward(wrapper: WrappedModel[Any], joined: Joined, group: Group | None) -> Iterator[None]:
     """Average a wrapped model's gradients by collective calls at the end of its backward pass, instead of during it."""
     wrapper.rebuild_buckets()
-    averaging = _Averaging(wrapper, joined, group)
+    unused: Unused = "keep" if wrapper.options.find_unused_parameters else "error"
+    averaging = _Averaging(wrapper.module, wrapper.options, joined, group, unused)
     trained = [param for param in wrapper.module.parameters() if param.requires_grad]
-    passes = BackwardPasses(trained, lambda sync: _AveragedPass(averaging))
+    passes = BackwardPasses(trained, lambda sync: AtEnd(averaging.average))
     sync = [True]
 
     def before_forward(*_: Any) -> None:
@@ -122,29 +129,36 @@ def _averaged_after_backward(wrapper: WrappedModel[Any], joined: Joined, group: 
             hook.remove()
 
 
+#: What a parameter without a gradient on any rank gets: an error, nothing, or zeros.
+Unused = Literal["error", "keep", "zeros"]
+
+
 class _Averaging:
-    def __init__(self, wrapper: WrappedModel[Any], joined: Joined, group: Group | None) -> None:
-        self.wrapper = wrapper
+    def __init__(
+        self, module: nn.Module, options: ModelOptions, joined: Joined, group: Group | None, unused: Unused
+    ) -> None:
+        self.module = module
+        self.options = options
         self.joined = joined
         self.group = group
+        self.unused = unused
 
     @torch.no_grad()
     def average(self) -> None:
         """Average gradients, and give buffers the values of the first rank that has data. Collective."""
-        options = self.wrapper.options
-        trained = [(name, p) for name, p in self.wrapper.module.named_parameters() if p.requires_grad]
+        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         unused = [name for name, p in trained if p.grad is None]
         used = [True] * len(trained)
-        if options.find_unused_parameters:
+        if self.unused == "keep":
             here = torch.tensor([p.grad is not None for _, p in trained])
             used = all_reduce(here, "or", self.group).tolist()
-        elif unused:
+        elif self.unused == "error" and unused:
             raise unused_parameters(unused)
         params = [p for (_, p), used_by_any in zip(trained, used) if used_by_any]
-        for bucket in split_into_buckets(params, options.bucket_cap_mb):
+        for bucket in split_into_buckets(params, self.options.bucket_cap_mb):
             self._average(bucket)
-        if options.broadcast_buffers:
-            for same in by_device(self.wrapper.module.buffers()):
+        if self.options.broadcast_buffers:
+            for same in by_device(self.module.buffers()):
                 unflatten_bytes(broadcast(flatten_bytes(same), self.joined.active[0], self.group), same)
 
     def _average(self, params: list[Tensor]) -> None:
@@ -160,22 +174,6 @@ class _Averaging:
                 p.grad = part.clone()
             else:
                 p.grad.copy_(part)
-
-
-class _AveragedPass:
-    """A backward pass after which gradients are averaged."""
-
-    def __init__(self, averaging: _Averaging) -> None:
-        self._averaging = averaging
-
-    def ready(self, param: Tensor) -> None:
-        pass
-
-    def finish(self) -> None:
-        self._averaging.average()
-
-    def abandon(self) -> None:
-        pass
 
 
 def _broadcast_state(thing: Any, src: int, group: Group | None) -> None:

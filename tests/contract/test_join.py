@@ -210,7 +210,7 @@ def test_a_group_of_its_own() -> None:
     group = [unidist.new_group(range(half, size, 2)) for half in range(min(2, size))][rank % 2]
     model = unidist.wrap_model(nn.Linear(1, 1, bias=False), group=group)
     if size > 1:
-        with pytest.raises(ValueError, match=r"was wrapped for \[.*\]; pass its group"), unidist.join(model):
+        with pytest.raises(ValueError, match=r"is data-parallel over \[.*\]; pass its group"), unidist.join(model):
             pass
     with unidist.join(model, group=group):
         for step in range(1 + rank):

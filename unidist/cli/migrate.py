@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 import unidist
-from unidist.migrate.file_report import FileReport, Remark, summary
+from unidist.migrate.file_report import FileReport, Remark, as_markdown, headline, reasons, summary
 
 
 @click.command()
@@ -30,19 +30,42 @@ from unidist.migrate.file_report import FileReport, Remark, summary
 @click.option("--write", is_flag=True, help="Change the files.")
 @click.option("--force", is_flag=True, help="With --write: also if git has uncommitted changes.")
 @click.option("--check", is_flag=True, help="Exit with 1 if a file would change, cannot be read, or imports Horovod.")
+@click.option(
+    "--partial", is_flag=True, help="Use unidist's own calls also in files in which something stays on the drop-in."
+)
+@click.option(
+    "--assume-average",
+    is_flag=True,
+    help="Take tensors that are averaged for floating-point where the code does not show it.",
+)
+@click.option("--summary", "brief", is_flag=True, help="Print the counts and the reasons, and neither diff nor lines.")
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write the report, as Markdown.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object, and no diff.")
-def command(paths: tuple[Path, ...], level: str, write: bool, force: bool, check: bool, as_json: bool) -> None:
+def command(
+    paths: tuple[Path, ...],
+    level: str,
+    write: bool,
+    force: bool,
+    check: bool,
+    partial: bool,
+    assume_average: bool,
+    brief: bool,
+    report: Path | None,
+    as_json: bool,
+) -> None:
     """Migrate code that uses horovod.torch.
 
-    PATH: Python files, notebooks, shell scripts, or directories of them. Prints a diff and a report of what to review;
-    files change only with --write. What cannot be migrated safely uses the drop-in, unidist.hvd. Shell scripts do not
-    change: the report shows the torchrun line that can replace each launch line.
+    PATH: Python files, notebooks, shell scripts, or directories of them. Prints the counts, and for each file its diff
+    and what to review; files change only with --write. A file in which something cannot be migrated safely uses the
+    drop-in, unidist.hvd. Shell scripts do not change: the report shows the torchrun line that can replace each launch
+    line.
 
     The exit status is 1 if a file could not be read or written, and with --check if there is something to migrate.
     """
     if missing := [name for name in ("libcst", "tree_sitter", "tree_sitter_bash") if not find_spec(name)]:
         raise click.ClickException(f"unidist migrate needs {', '.join(missing)}: pip install 'unidist-torch[cli]'")
     from unidist.migrate import files
+    from unidist.migrate.context import Options
     from unidist.migrate.project import find_exports, migrate_files
 
     if write and check:
@@ -53,24 +76,48 @@ def command(paths: tuple[Path, ...], level: str, write: bool, force: bool, check
         found, "reading", console=console, transient=True, disable=not console.is_terminal or len(found) < 20
     )
     exports = find_exports(files.possible_importers(paths))
-    reports = list(migrate_files(watched, level, exports))  # type: ignore[arg-type]
-    changed = [report for report in reports if report.status == "changed"]
+    options = Options(partial=partial, assume_average=assume_average)
+    reports = list(migrate_files(watched, level, exports, options))  # type: ignore[arg-type]
+    changed = [each for each in reports if each.status == "changed"]
     if write:
-        if not force and (dirty := _uncommitted([report.path for report in changed])):
+        if not force and (dirty := _uncommitted([each.path for each in changed])):
             raise click.ClickException(
                 f"git has uncommitted changes ({dirty}): commit or stash them first, so that the migration can be "
                 "reviewed and undone by itself, or pass --force"
             )
-        for report in changed:
-            _write(report)
+        for each in changed:
+            _write(each)
+    if report is not None:
+        report.write_text(as_markdown(reports, written=write))
     if as_json:
         written = {"unidist": unidist.__version__, "to": level, "written": write, "summary": summary(reports)}
-        click.echo(json.dumps({**written, "files": [report.as_json() for report in reports]}, indent=1))
+        click.echo(json.dumps({**written, "files": [each.as_json() for each in reports]}, indent=1))
     else:
-        _show(reports, write)
-    failed = any(report.status == "failed" for report in reports)
-    if failed or (check and (changed or any(report.needs_horovod for report in reports))):
+        _show_counts(reports, write)
+        if check:
+            _show_names(reports)
+        elif not brief:
+            _show(reports, write)
+    failed = any(each.status == "failed" for each in reports)
+    if failed or (check and (changed or any(each.needs_horovod for each in reports))):
         raise SystemExit(1)
+
+
+def _show_counts(reports: Sequence[FileReport], written: bool) -> None:
+    for line in headline(summary(reports), written=written):
+        click.echo(line)
+    if found := reasons(reports):
+        click.echo("\nwhat stays, and how many lines")
+        for why, count in found:
+            click.echo(f"  {count:>4}  {why}")
+    click.echo()
+
+
+def _show_names(reports: Sequence[FileReport]) -> None:
+    for report in reports:
+        uses = "imports Horovod" if report.needs_horovod else "uses the drop-in" if report.uses_drop_in else ""
+        status = "would change" if report.status == "changed" else report.status
+        click.echo(f"{report.path}: {', '.join(filter(None, (status, uses)))}; {len(report.remarks)} lines to review")
 
 
 def _show(reports: Sequence[FileReport], written: bool) -> None:
@@ -81,19 +128,12 @@ def _show(reports: Sequence[FileReport], written: bool) -> None:
                 click.secho(line, fg=colours.get(line[:1]))
         elif report.status == "changed":
             click.echo(f"changed {report.path}")
-    for report in reports:
         if report.remarks:
             click.secho(f"\n{report.path}", bold=True)
         for remark in report.remarks:
-            click.echo(f"  {remark.location:>4}  {remark.what}\n        {remark.why}")
+            click.echo(f"  {report.location(remark, written=written):>4}  {remark.what}\n        {remark.why}")
             click.secho(f"        -> {remark.remedy}", fg="cyan")
-    counts = summary(list(reports))
-    verb, failed = ("changed", "read or written") if written else ("would change", "read")
-    click.echo(
-        f"\n{counts['files']} files with Horovod: {counts['changed']} {verb}, {counts['unchanged']} unchanged, "
-        f"{counts['failed']} could not be {failed}; {counts['use_drop_in']} use the drop-in, "
-        f"{counts['need_horovod']} import Horovod; {counts['findings']} lines to review"
-    )
+        click.echo()
 
 
 def _uncommitted(paths: Sequence[Path]) -> str | None:

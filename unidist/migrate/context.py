@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import libcst as cst
 
@@ -19,6 +19,24 @@ from unidist.migrate.syntax import Statement, SyntaxTree, dotted
 Arguments = dict[str, cst.BaseExpression]
 
 
+class Elsewhere(NamedTuple):
+    """What other files of the project do; each the name of a file, empty if there is none."""
+
+    #: It calls a method that only Horovod's optimizers have.
+    optimizer_method: str = ""
+    #: It is imported, and assigns gradients by hand.
+    gradient: str = ""
+
+
+class Options(NamedTuple):
+    """What the user has said."""
+
+    #: A file in which something stays on the drop-in has unidist's own calls, too. Else it stays there as a whole.
+    partial: bool = False
+    #: Tensors that are averaged are floating-point, where the file does not show it.
+    assume_average: bool = False
+
+
 class Context:
     """What all rules share: the module, Horovod's names in it, and the edits so far.
 
@@ -29,6 +47,8 @@ class Context:
         native: whether calls become unidist's own; else the imports alone change, to the drop-in.
         aliases_are_native: whether variables that hold the module (``self.hvd``) will hold unidist. Else they hold the
             drop-in, and migrated calls through them name unidist itself.
+        elsewhere: what other files do.
+        options: what the user has said.
     """
 
     def __init__(
@@ -38,12 +58,16 @@ class Context:
         exported: Collection[str] = (),
         native: bool = False,
         aliases_are_native: bool = False,
+        elsewhere: Elsewhere = Elsewhere(),  # noqa: B008  (immutable)
+        options: Options = Options(),  # noqa: B008
     ) -> None:
         self.tree = tree
         self.names = names
         self.exported = exported
         self.native = native
         self.aliases_are_native = aliases_are_native
+        self.elsewhere = elsewhere
+        self.options = options
         self.edits = Edits(tree)
         self._handled: set[cst.CSTNode] = set()
         self._use_indices = sorted(tree.span(use)[0] for use in names.symbols)
@@ -51,8 +75,6 @@ class Context:
         self.kept: dict[cst.BaseExpression, tuple[str, str]] = {}
         #: Uses that the remark on another use covers.
         self.covered: set[cst.BaseExpression] = set()
-        #: Why the optimizers of the module stay Horovod's, and what to do.
-        self.refusal: tuple[str, str] | None = None
         #: Nodes whose new code names unidist and which Horovod's import did not serve before.
         self.needs_unidist: list[cst.CSTNode] = []
         self.needs_contextlib = False
@@ -224,11 +246,14 @@ class Context:
         """A node's code."""
         return self.tree.text(node)
 
+    def first_line(self, node: cst.CSTNode) -> str:
+        """The first line of a node's statement."""
+        return self.text(self.tree.statement(node) or node).splitlines()[0]
+
     def remark(self, node: cst.CSTNode, why: str, remedy: str, what: str | None = None) -> None:
         """Add a remark on a node; it shows the first line of the node's statement, or ``what``."""
         if what is None:
-            node = self.tree.statement(node) or node
-            what = self.text(node).splitlines()[0]
+            node, what = self.tree.statement(node) or node, self.first_line(node)
         self.edits.remark(node, what, why, remedy)
 
     def keep_comments(self, call: cst.Call, *but: cst.CSTNode) -> None:

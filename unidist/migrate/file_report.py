@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from difflib import unified_diff
+from difflib import SequenceMatcher, unified_diff
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +27,6 @@ class Remark:
     #: The notebook's cell, from 1.
     cell: int | None = None
 
-    @property
-    def location(self) -> str:
-        """The line, and the cell of a notebook."""
-        return f"{self.line}" if self.cell is None else f"cell {self.cell}, {self.line}"
-
 
 @dataclass
 class FileReport:
@@ -41,9 +39,43 @@ class FileReport:
     needs_horovod: bool = False
     #: Whether the migrated file uses the drop-in.
     uses_drop_in: bool = False
+    #: Whether it is Python, and not a script that starts some.
+    is_code: bool = True
+    #: Calls of ``DistributedOptimizer`` before, and those of them that stay.
+    optimizers: int = 0
+    optimizers_left: int = 0
+    #: Calls of unidist's own that are new.
+    loaders: int = 0
+    metrics: int = 0
     encoding: str = "utf-8"
     before: str = ""
     after: str = ""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing of Horovod's is left, not even the drop-in."""
+        return self.is_code and self.status != "failed" and not self.needs_horovod and not self.uses_drop_in
+
+    def count(self, before: str, after: str) -> None:
+        """Count calls in the code before and after."""
+        old, new = _calls(before), _calls(after)
+        self.optimizers, self.optimizers_left = old["DistributedOptimizer"], new["DistributedOptimizer"]
+        self.loaders = new["shard_loader"] - old["shard_loader"]
+        self.metrics = new["allreduce_metric"] - old["allreduce_metric"]
+
+    def location(self, remark: Remark, *, written: bool) -> str:
+        """The line of a remark, in the new text if that is written, and the cell of a notebook."""
+        if remark.cell is not None:
+            return f"cell {remark.cell}, {remark.line}"
+        return str(self.new_line(remark.line) if written and self.status == "changed" else remark.line)
+
+    def new_line(self, line: int) -> int:
+        """The line of the new text at which a line of the old one is, or would be."""
+        matcher = SequenceMatcher(None, self.before.splitlines(), (self.after or self.before).splitlines(), False)
+        for _, start, end, new_start, new_end in matcher.get_opcodes():
+            if start <= line - 1 < end:
+                return min(new_start + line - 1 - start, max(new_end - 1, new_start)) + 1
+        return line
 
     def diff(self) -> str:
         """The change in unified form, for ``git apply`` and ``patch -p1``."""
@@ -68,12 +100,83 @@ def _lines(text: str) -> list[str]:
     )
 
 
-def summary(reports: list[FileReport]) -> dict[str, int]:
+def _calls(code: str) -> Counter[str]:
+    """How often functions of each name are called; nothing if the code does not parse."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError):
+        return Counter()
+    functions = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return Counter(
+        each.attr if isinstance(each, ast.Attribute) else each.id
+        for each in functions
+        if isinstance(each, (ast.Attribute, ast.Name))
+    )
+
+
+def summary(reports: Sequence[FileReport]) -> dict[str, int]:
     """The counts in the last line of the report."""
     return {
         "files": len(reports),
         **{status: sum(report.status == status for report in reports) for status in ("changed", "unchanged", "failed")},
         "use_drop_in": sum(report.uses_drop_in for report in reports),
         "need_horovod": sum(report.needs_horovod for report in reports),
+        "code": sum(report.is_code for report in reports),
+        "free": sum(report.is_free for report in reports),
+        "optimizers_native": sum(report.optimizers - report.optimizers_left for report in reports),
+        "optimizers_drop_in": sum(report.optimizers_left for report in reports if not report.needs_horovod),
+        "optimizers_horovod": sum(report.optimizers_left for report in reports if report.needs_horovod),
+        "loaders": sum(report.loaders for report in reports),
+        "metrics": sum(report.metrics for report in reports),
         "findings": sum(len(report.remarks) for report in reports),
     }
+
+
+def reasons(reports: Sequence[FileReport]) -> list[tuple[str, int]]:
+    """Why files are not free of Horovod, and how many findings say so, the most frequent first."""
+    found = Counter(
+        remark.why.split(" (line ")[0]
+        for report in reports
+        if report.is_code and not report.is_free
+        for remark in report.remarks
+    )
+    return found.most_common()
+
+
+def headline(counts: dict[str, int], *, written: bool) -> list[str]:
+    """The summary in words, a line each."""
+    verb, failed = ("changed", "read or written") if written else ("would change", "read")
+    lines = [
+        f"{counts['files']} files with Horovod: {counts['changed']} {verb}, {counts['unchanged']} unchanged, "
+        f"{counts['failed']} could not be {failed}",
+        f"optimizers: {counts['optimizers_native']} to plain ones with a data-parallel model, "
+        f"{counts['optimizers_drop_in']} on the drop-in, {counts['optimizers_horovod']} in files that import Horovod",
+        f"loaders: {counts['loaders']} sharded; metrics: {counts['metrics']} averaged",
+        f"{counts['free']} of {counts['code']} Python files free of Horovod; {counts['use_drop_in']} use the drop-in, "
+        f"{counts['need_horovod']} import Horovod; {counts['findings']} lines to review",
+    ]
+    if counts["need_horovod"] and counts["changed"]:
+        lines.append(
+            "Some files still import Horovod: a program with both kinds of files would be in two worlds. Start it with "
+            "`python -m unidist.hvd`, which gives these files the drop-in"
+        )
+    return lines
+
+
+def as_markdown(reports: Sequence[FileReport], *, written: bool) -> str:
+    """The report for a pull request."""
+    lines = ["## From Horovod to unidist", "", *(f"- {line}" for line in headline(summary(reports), written=written))]
+    if found := reasons(reports):
+        lines += ["", "| lines | why they stay |", "|---:|---|", *(f"| {n} | {_cell(why)} |" for why, n in found)]
+    for report in reports:
+        if report.remarks:
+            lines += ["", f"### `{report.path}`", "", "| line | code | why | what to do |", "|---:|---|---|---|"]
+            for remark in report.remarks:
+                line = report.location(remark, written=written)
+                code = remark.what.strip().replace("`", "'")
+                lines.append(f"| {line} | `{_cell(code)}` | {_cell(remark.why)} | {_cell(remark.remedy)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -15,10 +15,10 @@ from unidist.migrate.context import is_constant
 from unidist.migrate.flow import assignments, callees, is_parameter, is_target, parameter_of, references
 from unidist.migrate.syntax import Problem, Statement, SyntaxTree, argument, full_name
 
-_ASSIGNED = "a gradient is assigned by hand, and wrap_model does not average it"
+_ASSIGNED = "a gradient is assigned by hand, and unidist does not average it"
 _COMPUTED = "gradients are computed without backward(), and wrap_model does not average them"
 _NOT_OUTPUT = "whether this backward pass starts from the model's output, as wrap_model requires, cannot be determined"
-_SECOND = "backward(create_graph=True) fails in DistributedDataParallel"
+_SECOND = "backward(create_graph=True) keeps a graph of gradients, which averaging in place would break"
 _INPUTS = "backward(inputs=...) skips gradients for which DistributedDataParallel waits"
 _LBFGS = "LBFGS calls the closure as often as each rank's own loss requires, so ranks would wait for each other"
 _FUNCTIONAL = (
@@ -65,6 +65,7 @@ def gradient_problems(
     """Gradients of wrapped models that their backward passes would not average.
 
     Args:
+        tree: the module.
         called: the forward passes of the models.
         passed: uses of the models as arguments of calls.
         wraps: the statements that wrap them; a backward pass before all of these involves no wrapped model.
@@ -72,6 +73,7 @@ def gradient_problems(
     wraps = list(wraps)
     yield from _assigned_by_hand(tree)
     yield from _computed_otherwise(tree)
+    yield from _of_lbfgs(tree)
     origin = _Origins(tree, set(called), set(passed))
     for call in tree.method_calls("backward"):
         if all(
@@ -84,6 +86,15 @@ def gradient_problems(
             yield call, _INPUTS
         if not origin.is_output(call):
             yield call, _NOT_OUTPUT
+
+
+def gradient_problems_in_place(tree: SyntaxTree) -> Iterator[Problem]:
+    """Gradients that ``replicate`` would not average as Horovod does: both watch what ``backward()`` accumulates."""
+    yield from _assigned_by_hand(tree)
+    yield from _of_lbfgs(tree)
+    for call in tree.method_calls("backward"):
+        if _is_given(call, "create_graph", 2 if _is_of_tensor(tree, call) else 3):
+            yield call, _SECOND
 
 
 # ------------------------------------------------------------------------------------ gradients that are assigned
@@ -221,8 +232,15 @@ def _computed_otherwise(tree: SyntaxTree) -> Iterator[Problem]:
             inputs = _argument(above, "inputs", 1) if isinstance(above, cst.Call) and above.func is node else None
             if inputs is None or not _is_data(tree, inputs):
                 yield node, _COMPUTED
-        if names & {"torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS"}:
-            yield node, _LBFGS
+
+
+def _of_lbfgs(tree: SyntaxTree) -> Iterator[Problem]:
+    for node in tree.nodes:
+        if isinstance(node, (cst.Name, cst.Attribute)) and not isinstance(tree.parent(node), cst.Attribute):
+            above = tree.parent(node)
+            imported = not isinstance(above, (cst.ImportAlias, cst.ImportFrom, cst.AsName))
+            if imported and tree.imported(node) & {"torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS"}:
+                yield node, _LBFGS
 
 
 def _argument(call: cst.Call, name: str, index: int) -> cst.BaseExpression | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Literal
 
 import libcst as cst
 
-from unidist.migrate.context import Context
+from unidist.migrate.context import Context, Elsewhere, Options
 from unidist.migrate.file_report import Remark
-from unidist.migrate.names import find_names, is_horovod
+from unidist.migrate.names import Names, find_names, is_horovod
 from unidist.migrate.reasons import remark_on
 from unidist.migrate.rules import NATIVE_RULES, RULES_OF_ALL_LEVELS
 from unidist.migrate.syntax import SyntaxTree
@@ -19,13 +20,27 @@ _USED_ELSEWHERE = "other files call Horovod through this variable, so it holds t
 _ESCAPES = "the module is passed on and cannot be followed, so all variables that hold it hold the drop-in"
 
 
-def migrate_module(text: str, level: Level, exported: Collection[str] = ()) -> tuple[str, list[Remark]]:
+#: Of a migration of which the user has said nothing.
+DEFAULT_OPTIONS = Options()
+
+
+def migrate_module(
+    text: str,
+    level: Level,
+    exported: Collection[str] = (),
+    elsewhere: Elsewhere = Elsewhere(),  # noqa: B008  (immutable)
+    options: Options = DEFAULT_OPTIONS,
+) -> tuple[str, list[Remark]]:
     """The module's new text, and what a person must look at.
+
+    If something stays on the drop-in, all of the module does, and the remarks say why, unless ``options.partial``.
 
     Args:
         text: the module.
         level: ``native`` for unidist's own calls, ``hvd`` for the drop-in's imports alone.
         exported: names that other files import from this one; they stay.
+        elsewhere: what other files do with this one's optimizers and gradients.
+        options: what the user has said.
 
     Raises:
         libcst.ParserSyntaxError: the text does not parse.
@@ -36,31 +51,47 @@ def migrate_module(text: str, level: Level, exported: Collection[str] = ()) -> t
     if elastic:
         unchanged = Context(tree, names)
         return text, [remark_on(unchanged, use) for use in elastic]
+    migrate = partial(_migrate, tree, names, exported, elsewhere, options)
+    after, remarks, reasons = migrate(level)
+    if reasons and not options.partial:
+        after, remarks, _ = migrate("hvd")
+    return after, sorted([*remarks, *reasons], key=lambda remark: remark.line)
+
+
+def _migrate(
+    tree: SyntaxTree,
+    names: Names,
+    exported: Collection[str],
+    elsewhere: Elsewhere,
+    options: Options,
+    level: Level,
+) -> tuple[str, list[Remark], list[Remark]]:
+    """The module's new text, remarks on what has changed, and why something stays on the drop-in."""
     used_elsewhere = names.aliases & {*exported, *(f".{name}" for name in exported)}
     native_aliases = level == "native" and not names.escapes and not used_elsewhere
-    context = Context(tree, names, exported, level == "native", native_aliases)
+    context = Context(tree, names, exported, level == "native", native_aliases, elsewhere, options)
+    reasons: list[Remark] = []
     if level == "native" and not _has_star_import(context):
         for rule in NATIVE_RULES:
             rule(context)
         if native_aliases and any(map(context.is_through_alias, context.remaining_uses())):
             # An alias holds one module: unidist if all calls through it migrate, else the drop-in.
-            context = Context(tree, names, exported, native=True)
+            context = Context(tree, names, exported, native=True, elsewhere=elsewhere, options=options)
             for rule in NATIVE_RULES:
                 rule(context)
-        for node in names.modules[:1] if used_elsewhere else ():
-            context.remark(node, _USED_ELSEWHERE, "import unidist where it is used", tree.text(node))
-        for node in names.escapes:
-            context.remark(node, _ESCAPES, "import unidist where it is used", tree.text(node))
-        _remark_on_remaining(context)
+        held = [*((node, _USED_ELSEWHERE) for node in names.modules[:1] if used_elsewhere)]
+        held += [(node, _ESCAPES) for node in names.escapes]
+        for node, why in held:
+            reasons.append(Remark(tree.line(node), tree.text(node), why, "import unidist where it is used"))
+        reasons += _reasons_of_remaining(context)
     for rule in RULES_OF_ALL_LEVELS:
         rule(context)
-    return context.edits.apply(), sorted(context.edits.remarks, key=lambda remark: remark.line)
+    return context.edits.apply(), context.edits.remarks, reasons
 
 
-def _remark_on_remaining(context: Context) -> None:
-    """One remark for each line with a use that no rule has handled and that has none yet."""
-    tree = context.tree
-    lines = {remark.line for remark in context.edits.remarks}
+def _reasons_of_remaining(context: Context) -> Iterator[Remark]:
+    """One for each line with a use that no rule has handled."""
+    tree, lines = context.tree, set[int]()
     for use in context.remaining_uses():
         calls = [node for node in tree.parents(use) if isinstance(node, cst.Call) and node is not tree.parent(use)]
         remark = remark_on(context, use)
@@ -68,7 +99,7 @@ def _remark_on_remaining(context: Context) -> None:
         if use in context.covered or any(call.func in context.names.symbols for call in calls):
             continue
         if remark.line not in lines:
-            context.edits.remarks.append(remark)
+            yield remark
             lines.add(remark.line)
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import libcst as cst
 
 from unidist.migrate import files
+from unidist.migrate.context import Elsewhere, Options
 from unidist.migrate.file_report import FileReport, Remark
 from unidist.migrate.files import FileKind
 from unidist.migrate.jobs import find_launches
-from unidist.migrate.module import Level, migrate_module
+from unidist.migrate.module import DEFAULT_OPTIONS, Level, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
 
 _HOROVOD = re.compile(
@@ -26,6 +27,14 @@ _HOROVOD = re.compile(
 )
 _NAMES_LAUNCHER = re.compile(rb"horovodrun|mpirun|mpiexec")
 _FROM = re.compile(r"^[ \t]*from\s+(?!horovod\b)([.\w]+)\s+import\s+(?:\(([^)]*)\)|([^\n#]+))", re.MULTILINE)
+_IMPORT = re.compile(r"^[ \t]*import\s+([.\w]+)", re.MULTILINE)
+#: Methods of Horovod's optimizers; ``hvd.synchronize`` takes a handle, ``torch.cuda.synchronize`` is torch's.
+_OF_OPTIMIZER = re.compile(
+    r"(?<!cuda)(?<!xpu)(?<!mps)\.(?:synchronize\(\)|skip_synchronize\(|set_backward_passes_per_step\()"
+)
+_GRADIENT = re.compile(
+    r"\.grad(?:\.data)?(?:\[[^\]\n]*\])?\s*(?:[+-]?=(?!=)(?!\s*None\b)|\.(?:add|sub|copy|set|normal|addcmul|addcdiv|lerp)_\()"
+)
 _OF_MODULE = re.compile(r"\b(\w+)\.hvd\b")
 #: Calls through an attribute, by names that Horovod has and unidist does not.
 _OF_ATTRIBUTE = re.compile(
@@ -49,16 +58,34 @@ class Exports:
     names: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     #: Attributes through which Horovod's calls are made, and the files that do so.
     attributes: dict[str, set[Path]] = field(default_factory=lambda: defaultdict(set))
+    #: Files that call methods that only Horovod's optimizers have.
+    optimizer_methods: set[Path] = field(default_factory=set)
+    #: Files that assign gradients by hand.
+    gradients: set[Path] = field(default_factory=set)
+    #: The names of the modules that each file imports from.
+    imports: dict[Path, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def of(self, path: Path) -> set[str]:
         """The names of a file, and ``.attr`` for the attributes, that other files use."""
-        stem = path.parent.name if path.stem == "__init__" else path.stem
-        return self.names.get(stem, set()) | {
+        return self.names.get(_module_name(path), set()) | {
             f".{name}" for name, paths in self.attributes.items() if paths - {path.resolve()}
         }
 
+    def elsewhere(self, path: Path) -> Elsewhere:
+        """What other files do with a file's optimizers and gradients."""
+        own = path.resolve()
+        methods = sorted(self.optimizer_methods - {own})
+        gradients = sorted(each for each in self.gradients - {own} if _module_name(each) in self.imports[own])
+        return Elsewhere(methods[0].name if methods else "", gradients[0].name if gradients else "")
 
-def migrate_files(paths: Iterable[Path], level: Level, exports: Exports) -> Iterator[FileReport]:
+
+def _module_name(path: Path) -> str:
+    return path.parent.name if path.stem == "__init__" else path.stem
+
+
+def migrate_files(
+    paths: Iterable[Path], level: Level, exports: Exports, options: Options = DEFAULT_OPTIONS
+) -> Iterator[FileReport]:
     """A report of each file that names Horovod or starts it; nothing is written."""
     vendored: set[Path] = set()
     for path in paths:
@@ -68,7 +95,7 @@ def migrate_files(paths: Iterable[Path], level: Level, exports: Exports) -> Iter
                 yield FileReport(package, "unchanged", [Remark(1, f"{package.name}/", *_VENDORED)])
             vendored.add(package)
             continue
-        report = migrate_file(path, level, exports)
+        report = migrate_file(path, level, exports, options)
         if report is not None:
             yield report
 
@@ -83,7 +110,15 @@ def find_exports(paths: Iterable[Path]) -> Exports:
             text = path.read_bytes().decode("latin-1")
             for match in _FROM.finditer(text):
                 names = (match[2] or match[3]).split(",")
-                found.names[match[1].split(".")[-1]].update(name.split(" as ")[0].strip() for name in names)
+                module = match[1].split(".")[-1]
+                names = [name.split(" as ")[0].strip() for name in names]
+                found.names[module].update(names)
+                found.imports[path.resolve()].update({module, *names})
+            found.imports[path.resolve()].update(match[1].split(".")[-1] for match in _IMPORT.finditer(text))
+            if _OF_OPTIMIZER.search(text):
+                found.optimizer_methods.add(path.resolve())
+            if _GRADIENT.search(text):
+                found.gradients.add(path.resolve())
             for match in _OF_MODULE.finditer(text):
                 found.names[match[1]].add("hvd")
             for match in _OF_ATTRIBUTE.finditer(text):
@@ -91,7 +126,7 @@ def find_exports(paths: Iterable[Path]) -> Exports:
     return found
 
 
-def migrate_file(path: Path, level: Level, exports: Exports) -> FileReport | None:
+def migrate_file(path: Path, level: Level, exports: Exports, options: Options = DEFAULT_OPTIONS) -> FileReport | None:
     """One file's report; None if it does not name Horovod."""
     what = files.kind(path) or "python"
     try:
@@ -108,7 +143,10 @@ def migrate_file(path: Path, level: Level, exports: Exports) -> FileReport | Non
         report = _failed(path, 1, f"it cannot be decoded: {error}", "declare its encoding (PEP 263)")
         report.needs_horovod = bool(_IMPORTS.search(data.decode("latin-1")))
         return report
-    report = _migrate_text(path, text, what, partial(migrate_module, level=level, exported=exports.of(path)))
+    rules = partial(
+        migrate_module, level=level, exported=exports.of(path), elsewhere=exports.elsewhere(path), options=options
+    )
+    report = _migrate_text(path, text, what, rules)
     report.encoding = encoding
     return report
 
@@ -125,6 +163,7 @@ def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate) -> File
     else:
         report = FileReport(path, "changed" if after != text else "unchanged", remarks, before=text, after=after)
     code = _code_of(report.after or text, what)
+    report.count(_code_of(text, what), code)
     report.needs_horovod = imports_horovod(code)
     report.uses_drop_in = "unidist.hvd" in code or bool(re.search(r"from unidist import .*\bhvd\b", code))
     if report.needs_horovod and not report.remarks:
@@ -146,7 +185,7 @@ def _job_script_report(path: Path, data: bytes) -> FileReport:
                 launch.torchrun or "no single torchrun line can replace it",
             )
         )
-    return FileReport(path, "unchanged", remarks)
+    return FileReport(path, "unchanged", remarks, is_code=False)
 
 
 def _failed(path: Path, line: int, why: str, remedy: str) -> FileReport:

@@ -85,9 +85,7 @@ _ARGUMENTS: dict[str, Reason] = {
 def remark_on(context: Context, use: cst.BaseExpression) -> Remark:
     """The remark on a use that no rule has handled."""
     why, remedy = _reason(context, use)
-    statement = context.tree.statement(use)
-    line = context.text(statement or use).splitlines()[0]
-    return Remark(context.tree.line(use), line, why, remedy)
+    return Remark(context.tree.line(use), context.first_line(use), why, remedy)
 
 
 def _reason(context: Context, use: cst.BaseExpression) -> Reason:
@@ -95,8 +93,6 @@ def _reason(context: Context, use: cst.BaseExpression) -> Reason:
         return context.kept[use]
     symbol, call = context.names.symbols[use], context.tree.parent(use)
     arguments = context.arguments(call) if isinstance(call, cst.Call) and call.func is use else None
-    if symbol == "DistributedOptimizer" and context.refusal is not None:
-        return context.refusal
     if symbol in ("broadcast_parameters", "broadcast_optimizer_state"):
         staying = (each for each in context.remaining_uses() if context.symbol(each) == "DistributedOptimizer")
         optimizer = next(staying, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import libcst as cst
 
 from unidist.migrate.context import Context, is_constant
@@ -9,11 +11,14 @@ from unidist.migrate.flow import Flow, is_target
 from unidist.migrate.syntax import Statement, full_name, is_pure
 
 _SLOWER = "every backward pass now averages the gradients: the result is the same, with more communication"
-_REMEDY = "run all passes but the last in `with model.no_sync():`"
+_REMEDY = "run all passes but the last in `with {}:`"
+
+#: The code of the context manager that averages nothing, for use at a node.
+NoSync = Callable[[cst.CSTNode], str]
 
 
 def change_accumulation(
-    context: Context, passes: cst.BaseExpression | None, optimizer: Flow, model: cst.BaseExpression, wrap: Statement
+    context: Context, passes: cst.BaseExpression | None, optimizer: Flow, no_sync: NoSync, wrap: Statement
 ) -> None:
     """Average the gradients in the last pass only; without this the result is the same, with more communication."""
     if passes is None or is_constant(passes, 1):
@@ -24,12 +29,15 @@ def change_accumulation(
     )
     found = None if conditional else _inner_loop(context, optimizer) or _modulo(context, optimizer)
     if found is None:
-        context.remark(passes, _SLOWER, _REMEDY, f"backward_passes_per_step={context.text(passes)}")
+        context.remark(
+            passes, _SLOWER, _REMEDY.format(no_sync(passes)), f"backward_passes_per_step={context.text(passes)}"
+        )
         return
     statements, last = found
     context.needs_contextlib = True
-    passing = f"{context.text(model)}.no_sync()"
-    context.edits.wrap(statements[0], statements[-1], f"contextlib.nullcontext() if {last} else {passing}")
+    context.edits.wrap(
+        statements[0], statements[-1], f"contextlib.nullcontext() if {last} else {no_sync(statements[0])}"
+    )
 
 
 #: The statements of one pass, and the condition under which it is the last.

@@ -56,13 +56,18 @@ def keep_replaced_calls(context: Context) -> None:
 
 def change_plain_calls(context: Context) -> None:
     """``hvd.rank()`` and the like; ``hvd.rank() == 0`` is ``unidist.is_main()``."""
+    for call in list(context.calls("nccl_built")):
+        name = context.unidist_name_for(call.func, "backend_name")
+        equal = [cst.ComparisonTarget(cst.Equal(), cst.SimpleString('"nccl"'))]
+        context.edits.replace(call, cst.Comparison(cst.Call(name), equal, [cst.LeftParen()], [cst.RightParen()]))
+        context.mark_handled(call.func)
     for use in list(context.uses(*PLAIN_CALLS)):
-        call = context.tree.parent(use)
-        called = isinstance(call, cst.Call) and call.func is use
-        if called and isinstance(call, cst.Call) and call.args:
+        above = context.tree.parent(use)
+        called = isinstance(above, cst.Call) and above.func is use
+        if called and isinstance(above, cst.Call) and above.args:
             continue
-        if called and context.symbol(use) == "rank" and _is_compared_with_zero(context, call):
-            context.edits.replace(context.tree.parent(call), cst.Call(context.unidist_name_for(use, "is_main")))
+        if called and context.symbol(use) == "rank" and _is_compared_with_zero(context, above):
+            context.edits.replace(context.tree.parent(above), cst.Call(context.unidist_name_for(use, "is_main")))
         else:
             context.edits.replace(use, context.unidist_name_for(use, PLAIN_CALLS[context.names.symbols[use]]))
         context.mark_handled(use)

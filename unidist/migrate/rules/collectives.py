@@ -79,8 +79,9 @@ def change_allreduce(context: Context) -> None:
             continue
         metric = op == "mean" and _is_metric(context, call, tensor)
         floating = is_floating(context.tree, tensor)
-        if (op == "mean" and (floating is False or (not floating and not metric))) or (
-            not metric and _may_be_bool(context, tensor)
+        is_known = floating or metric or context.options.assume_average
+        if (op == "mean" and (floating is False or not is_known)) or (
+            not metric and not context.options.assume_average and _may_be_bool(context, tensor)
         ):
             continue
         in_place = context.symbol(call.func) == "allreduce_"

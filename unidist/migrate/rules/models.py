@@ -74,7 +74,7 @@ def examine_model(context: Context, model: cst.BaseExpression, wrap: Statement) 
             problems.append((use, verdict))
         elif verdict is not None:
             found.unwrapped.append(verdict)
-    problems += [*_unused_layers(context), *_frozen_later(context, flow, wrap)]
+    problems += [*_unused_layers(context), *frozen_later(context, flow, wrap)]
     found.problem = next(iter(problems), None)
     return found
 
@@ -347,7 +347,7 @@ def _is_made_before(context: Context, target: cst.BaseExpression, wrap: Statemen
     return own and same and isinstance(setter, cst.FunctionDef) and setter.name.value == "__init__"
 
 
-def _frozen_later(context: Context, flow: Flow, wrap: Statement) -> Iterator[Problem]:
+def frozen_later(context: Context, flow: Flow, wrap: Statement) -> Iterator[Problem]:
     """Changes of ``requires_grad`` after the wrapping, unless they are made to all parameters of a model."""
     tree = context.tree
     for node in tree.all(cst.Attribute):
@@ -355,7 +355,7 @@ def _frozen_later(context: Context, flow: Flow, wrap: Statement) -> Iterator[Pro
         if isinstance(node.value, cst.BinaryOperation):
             continue  # a sum or a product is not a parameter
         if changes and not _is_all_before(context, node, wrap) and not _is_of_whole_model(context, node, flow):
-            yield node, "some parameters are frozen or unfrozen after the wrapping, which DDP does not allow"
+            yield node, "some parameters are frozen or unfrozen after DistributedOptimizer, which unidist refuses"
 
 
 def _is_all_before(context: Context, node: cst.CSTNode, wrap: Statement) -> bool:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
-from unidist.migrate.flow import assignments, follow, result_variables
-from unidist.migrate.gradients import gradient_problems
+from unidist.migrate.flow import Flow, assignments, follow, result_variables
+from unidist.migrate.gradients import gradient_problems, gradient_problems_in_place
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
-from unidist.migrate.rules.models import examine_model
+from unidist.migrate.rules.models import ModelUse, examine_model, frozen_later
 from unidist.migrate.rules.wrapping import COMPRESSION, METHODS, OptimizerPlan, horovod_method, replace_optimizer
-from unidist.migrate.syntax import Statement, full_name
+from unidist.migrate.syntax import Statement, full_name, is_pure
 
 _AVERAGE = "keep it, or use a plain optimizer and unidist.all_reduce(p.grad, 'mean') for each gradient"
 
@@ -27,18 +27,35 @@ class Refusal(Exception):
 
 
 def change_optimizers(context: Context) -> None:
-    """All optimizers of a module, or none of them: calls of both kinds cannot share a model."""
-    try:
-        optimizers = [_plan(context, call) for call in context.calls("DistributedOptimizer")]
-        _check_together(context, optimizers)
-        compressions = _compressions(context, optimizers)
-    except Refusal as refusal:
-        context.refusal = f"the optimizers of this file stay on the drop-in: {refusal.why}", refusal.remedy
-        context.remark(refusal.node, *context.refusal)
+    """All optimizers of a module, or none of them: calls of both kinds cannot share a model.
+
+    ``wrap_model`` takes the place of the models if everything that the module does with them goes through the wrapper;
+    else they are made data-parallel as they are.
+    """
+    refusal: Refusal | None = None
+    for plan in (_wrapped, _in_place):
+        try:
+            optimizers = [plan(context, call) for call in context.calls("DistributedOptimizer")]
+            _check_together(context, optimizers)
+            compressions = _compressions(context, optimizers)
+        except Refusal as error:
+            refusal = error
+        else:
+            break
+    else:
+        assert refusal is not None
+        line = context.tree.line(context.tree.statement(refusal.node) or refusal.node)
+        for use in list(context.uses("DistributedOptimizer")):
+            here = context.tree.line(context.tree.statement(use) or use) == line
+            where = "" if here else f" (line {line}: `{context.first_line(refusal.node)}`)"
+            context.kept[use] = f"this optimizer stays on the drop-in: {refusal.why}{where}", refusal.remedy
         context.covered.update(context.uses("broadcast_parameters", "broadcast_optimizer_state"))
         return
+    trained: set[tuple[object, str]] = set()
     for optimizer in optimizers:
-        replace_optimizer(context, optimizer)
+        model = context.tree.block(optimizer.wrap), context.text(optimizer.model)
+        replace_optimizer(context, optimizer, is_first=model not in trained)
+        trained.add(model)
     for node in compressions:
         context.edits.replace(node, cst.parse_expression(COMPRESSION[context.names.symbols[node]]))
         context.mark_handled(node)
@@ -46,12 +63,15 @@ def change_optimizers(context: Context) -> None:
 
 
 # ------------------------------------------------------------------------------------ one optimizer
-def _plan(context: Context, call: cst.Call) -> OptimizerPlan:
+def _wrapped(context: Context, call: cst.Call) -> OptimizerPlan:
+    """``wrap_model`` takes the place of the model.
+
+    Raises:
+        Refusal: the module uses the model otherwise than through the wrapper.
+    """
     tree = context.tree
-    arguments = context.arguments(call)
+    arguments = _arguments(context, call)
     statement = tree.statement(call)
-    if arguments is None:
-        raise Refusal(call, "the arguments of DistributedOptimizer cannot be determined")
     target, variables = _assigned_to(context, call)
     if not isinstance(statement, cst.SimpleStatementLine) or (
         target is not None and isinstance(tree.parent(target), cst.Element)
@@ -61,7 +81,7 @@ def _plan(context: Context, call: cst.Call) -> OptimizerPlan:
             "DistributedOptimizer(...) is a part of a larger statement",
             "assign it in a statement of its own, then migrate again",
         )
-    compression = _check_arguments(context, call, arguments)
+    adasum, compression = _check_arguments(context, call, arguments)
     model = _trained_model(context, call, arguments)
     broadcast = _broadcast_statement(context, model, statement)
     wrap = max(statement, broadcast or statement, key=tree.position)
@@ -69,7 +89,89 @@ def _plan(context: Context, call: cst.Call) -> OptimizerPlan:
     if use.problem is not None:
         raise Refusal(use.problem[0], use.problem[1])
     flow = follow(tree, variables)
-    return OptimizerPlan(call, statement, target, arguments, model, wrap, broadcast, compression, use, flow)
+    return OptimizerPlan(
+        call, statement, target, arguments, model, wrap, broadcast, compression, use, flow, adasum=adasum
+    )
+
+
+def _in_place(context: Context, call: cst.Call) -> OptimizerPlan:
+    """The model is made data-parallel as it is, whoever refers to it.
+
+    Raises:
+        Refusal: Horovod's optimizer does something that ``replicate`` does not.
+    """
+    tree = context.tree
+    arguments = _arguments(context, call)
+    statement = tree.statement(call)
+    if not isinstance(statement, cst.SimpleStatementLine) or not _is_always_evaluated(context, call):
+        raise Refusal(
+            call,
+            "whether DistributedOptimizer(...) is called depends on a part of its statement",
+            "call it in a statement of its own, under an if, then migrate again",
+        )
+    try:
+        target, variables = _assigned_to(context, call)
+        flow = follow(tree, variables)
+    except Refusal:  # it goes where it cannot be followed, and is a plain optimizer there
+        target, flow = None, Flow()
+    adasum, compression = _check_arguments(context, call, arguments)
+    model = _trained_model(context, call, arguments)
+    if not is_pure(model) or not _is_bound_at(context, model, statement):
+        raise Refusal(call, f"`{context.text(model)}` may be another model at the line of DistributedOptimizer")
+    broadcast = _broadcast_statement(context, model, statement)
+    wrap = max(statement, broadcast or statement, key=tree.position)
+    variable = tree.variable(model)
+    for problem in frozen_later(context, follow(tree, [variable] if variable else []), wrap):
+        raise Refusal(*problem)
+    return OptimizerPlan(
+        call,
+        statement,
+        target,
+        arguments,
+        model,
+        wrap,
+        broadcast,
+        compression,
+        ModelUse(),
+        flow,
+        in_place=True,
+        adasum=adasum,
+    )
+
+
+def _arguments(context: Context, call: cst.Call) -> Arguments:
+    arguments = context.arguments(call)
+    if arguments is None:
+        raise Refusal(call, "the arguments of DistributedOptimizer cannot be determined")
+    return arguments
+
+
+def _is_always_evaluated(context: Context, call: cst.Call) -> bool:
+    """Whether a call is evaluated whenever its statement is executed."""
+    child: cst.CSTNode = call
+    for above in context.tree.parents(call):
+        if isinstance(above, cst.SimpleStatementLine):
+            return True
+        if isinstance(above, (cst.Lambda, cst.BaseComp, cst.Assert)):
+            return False
+        if isinstance(above, cst.IfExp) and child is not above.test:
+            return False
+        if isinstance(above, cst.BooleanOperation) and child is above.right:
+            return False
+        child = above
+    return False
+
+
+def _is_bound_at(context: Context, model: cst.BaseExpression, statement: Statement) -> bool:
+    """Whether the expression for a model, from another line, means the same at a statement."""
+    tree = context.tree
+    if tree.is_inside(model, statement) or tree.function(model) is tree.function(statement):
+        return True
+    root: cst.BaseExpression = model
+    while isinstance(root, (cst.Attribute, cst.Subscript)):
+        root = root.value
+    variable = tree.variable(root)
+    return full_name(root) == "self" or (variable is not None and ".<locals>." not in variable)
 
 
 def _assigned_to(context: Context, call: cst.Call) -> tuple[cst.BaseExpression | None, list[str]]:
@@ -88,17 +190,20 @@ def _assigned_to(context: Context, call: cst.Call) -> tuple[cst.BaseExpression |
     raise Refusal(call, "this one is not assigned to a variable", "assign it to a variable, then migrate again")
 
 
-def _check_arguments(context: Context, call: cst.Call, arguments: Arguments) -> cst.BaseExpression | None:
-    """The compression.
+def _check_arguments(
+    context: Context, call: cst.Call, arguments: Arguments
+) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
+    """The condition under which the script would use Adasum, and the compression.
 
     Raises:
         Refusal: an argument has no equivalent.
     """
     op = arguments.get("op")
-    if op is not None and context.symbol(op) != "Average":
+    adasum = _adasum_condition(context, op)
+    if op is not None and context.symbol(op) != "Average" and adasum is None:
         raise Refusal(
             call,
-            f"op={context.text(op)}, and wrap_model always averages",
+            f"op={context.text(op)}, and unidist always averages gradients",
             "keep it: the drop-in has Adasum on every backend"
             if context.symbol(op) == "Adasum"
             else "if the average will do, remove op=, then migrate again",
@@ -110,15 +215,18 @@ def _check_arguments(context: Context, call: cst.Call, arguments: Arguments) -> 
     if not is_constant(arguments.get("sparse_as_dense"), None, False):
         raise Refusal(
             call,
-            "sparse_as_dense=, and wrap_model keeps sparse gradients sparse",
+            "sparse_as_dense=, and unidist keeps sparse gradients sparse",
             "remove the argument, then migrate again",
         )
-    predivide = arguments.get("gradient_predivide_factor")
-    if predivide is not None and not is_constant(predivide, 1):
-        why = "removed: it changes only how the average is rounded"
-        context.remark(call, why, "nothing", f"gradient_predivide_factor={context.text(predivide)}")
     compression = arguments.get("compression")
-    return None if compression is None or context.symbol(compression) == "Compression.none" else compression
+    return adasum, (None if compression is None or context.symbol(compression) == "Compression.none" else compression)
+
+
+def _adasum_condition(context: Context, op: cst.BaseExpression | None) -> cst.BaseExpression | None:
+    """``args.use_adasum`` of ``hvd.Adasum if args.use_adasum else hvd.Average``; None for another operation."""
+    if not isinstance(op, cst.IfExp) or not is_pure(op.test):
+        return None
+    return op.test if [context.symbol(op.body), context.symbol(op.orelse)] == ["Adasum", "Average"] else None
 
 
 def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cst.BaseExpression:
@@ -130,10 +238,8 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
     if any(node.attr.value == "add_param_group" for node in context.tree.all(cst.Attribute)):
         raise Refusal(call, "add_param_group() may add parameters of another model")
     named = arguments.get("named_parameters")
-    if isinstance(named, cst.Call) and full_name(named.func) in ("list", "tuple", "iter") and len(named.args) == 1:
-        named = named.args[0].value
     if named is not None and not is_constant(named, None):
-        found = owner(named, "named_parameters")
+        found = _owner_of_parameters(context, named)
         if found is None:
             raise Refusal(call, f"named_parameters={context.text(named)} is not visibly model.named_parameters()")
         return found
@@ -154,6 +260,22 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
             "pass named_parameters=model.named_parameters(), then migrate again",
         )
     return owners[0]
+
+
+def _owner_of_parameters(context: Context, named: cst.BaseExpression) -> cst.BaseExpression | None:
+    """``model`` of an expression for some of ``model.named_parameters()``."""
+    for _ in range(4):
+        variable = context.tree.variable(named) if isinstance(named, (cst.Name, cst.Attribute)) else None
+        values = [value for value, target in assignments(context.tree) if variable == context.tree.variable(target)]
+        if variable is not None and len(values) == 1:
+            named = values[0]
+        if isinstance(named, cst.Call) and full_name(named.func) in ("list", "tuple", "iter", "filter", "sorted"):
+            named = named.args[-1 if full_name(named.func) == "filter" else 0].value if named.args else named
+        elif isinstance(named, (cst.ListComp, cst.GeneratorExp)) and named.for_in.inner_for_in is None:
+            named = named.for_in.iter
+        else:
+            break
+    return owner(named, "named_parameters")
 
 
 def _broadcast_statement(context: Context, model: cst.BaseExpression, statement: Statement) -> Statement | None:
@@ -179,14 +301,18 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
     Raises:
         Refusal: something else in the module needs Horovod's optimizer.
     """
-    models = [context.tree.variable(each.model) for each in optimizers]
-    for each, model in zip(optimizers, models):
-        if models.count(model) > 1:
+    texts = [context.text(each.model) for each in optimizers]
+    for each, model in zip(optimizers, texts):
+        same = [other for other, its_model in zip(optimizers, texts) if its_model == model]
+        if len(same) > 1 and not all(other.in_place and other.compression is None for other in same):
             raise Refusal(each.call, "two optimizers train one model")
     for use in context.uses("DistributedOptimizer"):
         if not isinstance(context.tree.parent(use), cst.Call):
             raise Refusal(use, "DistributedOptimizer is used without being called")
-    if optimizers:
+    if optimizers and optimizers[0].in_place:
+        for node, why in gradient_problems_in_place(context.tree):
+            raise Refusal(node, why, _AVERAGE)
+    elif optimizers:
         called, passed = (
             [use for each in optimizers for use in getattr(each.use, kind)] for kind in ("called", "passed")
         )
@@ -208,6 +334,28 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
     for each in optimizers:
         for use in each.flow.uses:
             _check_method(context, use)
+        if context.elsewhere.optimizer_method and _is_reachable(context, each):
+            raise Refusal(
+                each.call,
+                f"other files may use it, and {context.elsewhere.optimizer_method} calls a method that only Horovod's "
+                "optimizers have",
+                "remove that call (unidist's gradients are averaged when backward() returns), then migrate again",
+            )
+    if optimizers and context.elsewhere.gradient:
+        why = f"{context.elsewhere.gradient}, which this file imports, assigns gradients by hand"
+        raise Refusal(optimizers[0].call, why, _AVERAGE)
+
+
+def _is_reachable(context: Context, each: OptimizerPlan) -> bool:
+    """Whether other files may use an optimizer: an attribute, or one that is passed on."""
+    if each.target is None or any(variable.startswith(".") for variable in each.flow.variables):
+        return True
+    calls = (context.tree.parent(context.tree.parent(use)) for use in each.flow.escapes)
+    return any(
+        not isinstance(call, cst.Call)
+        or not any(name.startswith("torch.") for name in context.tree.imported(call.func))
+        for call in calls
+    )
 
 
 def _check_method(context: Context, use: cst.BaseExpression) -> None:

@@ -1,4 +1,4 @@
-"""Replaces a ``DistributedOptimizer`` by a wrapped model, once the optimizer rule has found that it can be."""
+"""Replaces a ``DistributedOptimizer`` by a data-parallel model, once the optimizer rule has found that it can be."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from unidist.migrate.context import Arguments, Context
+from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.flow import Flow
 from unidist.migrate.rules.accumulation import change_accumulation
 from unidist.migrate.rules.models import ModelUse
 from unidist.migrate.syntax import Statement, full_name, keyword
 
+_ADASUM_BRANCH = (
+    "unidist has no Adasum: the script raises an error where it is asked for",
+    "remove the option; or migrate with --to hvd, since the drop-in has Adasum on every backend",
+)
+_ROUNDING = "removed: it changes only how the average is rounded"
+_NO_ADASUM = "Adasum needs unidist.hvd.DistributedOptimizer"
 COMPRESSION = {"Compression.none": "None", "Compression.fp16": '"fp16"'}
 #: Methods that only Horovod's optimizers have.
 METHODS = {"synchronize", "skip_synchronize", "set_backward_passes_per_step"}
@@ -39,15 +45,38 @@ class OptimizerPlan:
     compression: cst.BaseExpression | None
     use: ModelUse
     flow: Flow
+    #: Whether the model is made data-parallel as it is, by ``replicate``; else ``wrap_model`` takes its place.
+    in_place: bool = False
+    #: The condition under which the script would use Adasum.
+    adasum: cst.BaseExpression | None = None
 
 
-def replace_optimizer(context: Context, each: OptimizerPlan) -> None:
+def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) -> None:
+    """Replace one; ``is_first``: no other one before trains the same model."""
     tree, edits = context.tree, context.edits
-    change_accumulation(context, each.arguments.get("backward_passes_per_step"), each.flow, each.model, each.wrap)
+    model = context.text(each.model)
+
+    def no_sync(node: cst.CSTNode) -> str:
+        if not each.in_place:
+            return f"{model}.no_sync()"
+        return f"{full_name(context.unidist_name(node, 'no_sync'))}({model})"
+
+    change_accumulation(context, each.arguments.get("backward_passes_per_step"), each.flow, no_sync, each.wrap)
+    predivide = each.arguments.get("gradient_predivide_factor")
+    if predivide is not None and not is_constant(predivide, 1):
+        context.remark(each.call, _ROUNDING, "nothing", f"gradient_predivide_factor={context.text(predivide)}")
     inner = each.arguments["optimizer"]
-    target = each.model.deep_clone()
-    assert isinstance(target, (cst.Name, cst.Attribute))
-    wrapped = cst.Assign([cst.AssignTarget(target)], _wrap_call(context, each))
+    line: cst.BaseSmallStatement
+    if each.in_place:
+        line = cst.Expr(_data_parallel(context, each, "replicate"))
+    else:
+        target = each.model.deep_clone()
+        assert isinstance(target, (cst.Name, cst.Attribute))
+        line = cst.Assign([cst.AssignTarget(target)], _data_parallel(context, each, "wrap_model"))
+    if each.adasum is not None:
+        test = context.text(each.adasum)
+        context.remark(each.call, *_ADASUM_BRANCH)
+        edits.insert(each.statement, f'if {test}:\n    raise ValueError("{_NO_ADASUM}")\n')
     if each.target is not None and context.text(inner) == context.text(each.target):
         edits.remove(each.statement)
     else:
@@ -57,8 +86,8 @@ def replace_optimizer(context: Context, each: OptimizerPlan) -> None:
     if each.broadcast is not None:
         edits.remove(each.broadcast)
         context.mark_handled(each.broadcast)
-    line = cst.SimpleStatementLine([wrapped])
-    edits.insert(each.wrap, line)
+    if is_first:
+        edits.insert(each.wrap, cst.SimpleStatementLine([line]))
     for node in (
         each.call.func,
         *(value for name, value in each.arguments.items() if name not in ("optimizer", "compression")),
@@ -95,7 +124,7 @@ def _unwrapped(context: Context, use: cst.BaseExpression) -> cst.BaseExpression:
     return cst.parse_expression(f'({text}.module if hasattr({text}, "no_sync") else {text})')
 
 
-def _wrap_call(context: Context, each: OptimizerPlan) -> cst.Call:
+def _data_parallel(context: Context, each: OptimizerPlan, name: str) -> cst.Call:
     options = [cst.Arg(each.model.deep_clone())]
     if each.compression is not None:
         value: cst.BaseExpression = each.compression.deep_clone()
@@ -108,9 +137,9 @@ def _wrap_call(context: Context, each: OptimizerPlan) -> cst.Call:
                     text = text.replace(context.text(node), COMPRESSION[symbol])
             value = cst.parse_expression(text)
         options.append(keyword("compression", value))
-    # Horovod does not synchronize the statistics of BatchNorm.
-    options.append(keyword("broadcast_buffers", cst.Name("False")))
-    return cst.Call(context.unidist_name_for(each.call.func, "wrap_model"), options)
+    if not each.in_place:  # Horovod does not synchronize the statistics of BatchNorm.
+        options.append(keyword("broadcast_buffers", cst.Name("False")))
+    return cst.Call(context.unidist_name_for(each.call.func, name), options)
 
 
 class _UpdatedArgument:
