@@ -137,6 +137,61 @@ def test_a_diff_and_a_report_and_nothing_changed(project: Path) -> None:
     subprocess.run(["git", "apply", "--check", "-"], cwd=project, input=output, text=True, check=True)
 
 
+def test_counts_and_reasons_alone(project: Path) -> None:
+    output = unidist_migrate("--summary", "--report", "report.md", ".", cwd=project)
+    assert "optimizers: 1 to plain ones with a data-parallel model, 0 on the drop-in" in output
+    assert "1 of 3 Python files free of Horovod" in output and "@@" not in output
+    assert "   1  the drop-in has no elastic training" in output and "python -m unidist.hvd" in output
+    page = (project / "report.md").read_text()
+    assert "### `pkg/elastic.py`" in page and "| 3 | `state = hvd.elastic.TorchState()` |" in page
+    names = unidist_migrate("--check", ".", cwd=project, status=1)
+    assert "train.py: would change; " in names and "pkg/elastic.py: unchanged, imports Horovod; 1 lines" in names
+    assert "@@" not in names
+
+
+def test_lines_of_the_new_text(tmp_path: Path) -> None:
+    """After --write the report's lines are those of the file as it is now."""
+    text = "import horovod.torch as hvd\nimport torch\n\n\nhvd.init()\nx = hvd.allreduce_async(torch.ones(1))\n"
+    (tmp_path / "a.py").write_text(text)
+    assert f"     6  {text.splitlines()[-1]}" in unidist_migrate("--partial", "a.py", cwd=tmp_path)
+    assert f"     7  {text.splitlines()[-1]}" in unidist_migrate("--partial", "--write", "a.py", cwd=tmp_path)
+    assert (tmp_path / "a.py").read_text().splitlines()[6] == text.splitlines()[-1]
+
+
+def test_a_tensor_that_the_user_says_is_floating_point(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import horovod.torch as hvd\n\n\ndef f(x):\n    return hvd.allreduce(x)\n")
+    assert "cannot be determined" in unidist_migrate("a.py", cwd=tmp_path)
+    assert 'unidist.all_reduce(x, op="mean")' in unidist_migrate("--assume-average", "a.py", cwd=tmp_path)
+
+
+OPTIMIZER_FILES = {
+    "train.py": "import horovod.torch as hvd\nimport torch\nfrom parts import Net, loop\n\nhvd.init()\n"
+    "model = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
+    "loop(model, optimizer)\n",
+    "parts.py": "def loop(model, optimizer):\n    model.encoder.loss().backward()\n    optimizer.step()\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("    pass\n", ""),
+        ("    optimizer.synchronize()\n", "parts.py calls a method that only Horovod's optimizers have"),
+        ("    p.grad = p.grad + noise\n", "parts.py, a file of the same program, assigns gradients by hand"),
+        ("    torch.cuda.synchronize()\n    p.grad = None\n    x = p.grad == y\n", ""),
+    ],
+)
+def test_what_other_files_do_with_an_optimizer(line: str, why: str, tmp_path: Path) -> None:
+    for name, text in OPTIMIZER_FILES.items():
+        (tmp_path / name).write_text(text + line * (name == "parts.py"))
+    # Of another program.
+    (tmp_path / "other.py").write_text("def f(optimizer):\n    optimizer.synchronize()\n    p.grad = noise\n")
+    output = unidist_migrate("train.py", cwd=tmp_path)
+    assert ("+unidist.replicate(model)" in output) == (not why)
+    assert why in output
+
+
 def test_write(project: Path) -> None:
     unidist_migrate("--write", ".", cwd=project)
     assert "import unidist\n" in (project / "train.py").read_text()
@@ -212,7 +267,9 @@ def test_variables_that_other_files_use(tmp_path: Path) -> None:
     (tmp_path / "sub.py").write_text(
         "from base import Base\n\n\nclass Sub(Base):\n    def n(self):\n        return self.hvd.size()\n"
     )
-    report = json.loads(unidist_migrate("--write", "--json", ".", cwd=tmp_path))["files"]
+    whole = json.loads(unidist_migrate("--json", ".", cwd=tmp_path))
+    assert whole["summary"]["use_drop_in"] == 1 and whole["summary"]["free"] == 0
+    report = json.loads(unidist_migrate("--write", "--partial", "--json", ".", cwd=tmp_path))["files"]
     assert [entry["path"] for entry in report] == ["base.py"] and "other files call Horovod" in report[0]["findings"][
         0
     ]["why"]
@@ -220,7 +277,7 @@ def test_variables_that_other_files_use(tmp_path: Path) -> None:
     assert (
         "import unidist.hvd as hvd" in after and "self.hvd = hvd" in after and "self.n = unidist.world_size()" in after
     )
-    alone = json.loads(unidist_migrate("--json", "--to", "native", "base.py", cwd=tmp_path))
+    alone = json.loads(unidist_migrate("--json", "--partial", "--to", "native", "base.py", cwd=tmp_path))
     assert alone["summary"]["changed"] == 0
 
 
@@ -339,7 +396,7 @@ def test_a_notebook(tmp_path: Path) -> None:
     }
     path = tmp_path / "train.ipynb"
     path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n")
-    report = json.loads(unidist_migrate("--write", "--json", "train.ipynb", cwd=tmp_path))["files"][0]
+    report = json.loads(unidist_migrate("--write", "--partial", "--json", "train.ipynb", cwd=tmp_path))["files"][0]
     after = json.loads(path.read_text())
     sources = ["".join(each["source"]) for each in after["cells"]]
     assert sources[1] == (
@@ -360,7 +417,9 @@ def test_a_large_file_and_many_files(tmp_path: Path) -> None:
     (tmp_path / "large.py").write_text("import horovod.torch as hvd\n" + "x = [hvd.rank(), 1]\n" * 500)
     report = json.loads(unidist_migrate("--json", ".", cwd=tmp_path))
     assert report["summary"] == {
-        "files": 1, "changed": 1, "unchanged": 0, "failed": 0, "use_drop_in": 0, "need_horovod": 0, "findings": 0
+        "files": 1, "changed": 1, "unchanged": 0, "failed": 0, "use_drop_in": 0, "need_horovod": 0, "code": 1,
+        "free": 1, "optimizers_native": 0, "optimizers_drop_in": 0, "optimizers_horovod": 0, "loaders": 0,
+        "metrics": 0, "findings": 0
     }  # fmt: skip
 
 

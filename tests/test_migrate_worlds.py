@@ -24,12 +24,9 @@ from unidist.migrate.project import imports_horovod
 #: Scripts that stay on the drop-in at least in part, with the reason in the report.
 ON_THE_DROP_IN = {
     "by_hand": "no asynchronous calls",
-    "gan": "not assigned to a variable",
     "join_uneven": "ranks may reach join\\(\\) after different numbers of steps",
-    "lazy_import": "calls no forward pass of the model after",
     "metric_average": "floating-point cannot be determined",
     "subclass": "op=hvd.mpi_ops.Sum",
-    "unused_parameters": "no forward pass uses the layer",
 }
 DISTANCES = "migrated scripts: distance of the weights to those of the legacy script under Horovod"
 

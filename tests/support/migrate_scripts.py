@@ -379,14 +379,16 @@ def main(first: int, end: int, file: str) -> None:
 
     alias.install()
     import unidist
+    from unidist.migrate.context import Options
     from unidist.migrate.module import migrate_module
 
     unidist.init()
     rank, lines = unidist.rank(), []
     for seed in range(first, end):
         before = script(seed)
-        after, remarks = migrate_module(before, "native")
-        again = migrate_module(after, "native")[0]
+        options = Options(partial=seed % 2 == 0)
+        after, remarks = migrate_module(before, "native", options=options)
+        again = migrate_module(after, "native", options=options)[0]
         legacy, migrated = (run(code, f"{file}.{rank}.pt") for code in (before, after))
         row = {
             "seed": seed,

@@ -21,7 +21,7 @@ def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
     for name, workload in WORKLOADS.items():
         contenders: dict[str, Step] = {}
         batch = workload.batch()
-        for contender, prepare in {OURS: _ours, **peers.trainers()}.items():
+        for contender, prepare in {OURS: _ours, "replicate": _in_place, **peers.trainers()}.items():
             torch.manual_seed(0)
             model = workload.make().to(unidist.device())
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -33,6 +33,10 @@ def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
 
 def _ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> peers.Prepared:
     return unidist.wrap_model(model), optimizer, Tensor.backward
+
+
+def _in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> peers.Prepared:
+    return unidist.replicate(model), optimizer, Tensor.backward
 
 
 def training_step(

@@ -20,11 +20,11 @@ Arguments = dict[str, cst.BaseExpression]
 
 
 class Elsewhere(NamedTuple):
-    """What other files of the project do; each the name of a file, empty if there is none."""
+    """What other files of the same program do; each the name of a file, empty if there is none."""
 
     #: It calls a method that only Horovod's optimizers have.
     optimizer_method: str = ""
-    #: It is imported, and assigns gradients by hand.
+    #: It assigns gradients by hand.
     gradient: str = ""
 
 

@@ -53,7 +53,7 @@ def migrate_module(
         return text, [remark_on(unchanged, use) for use in elastic]
     migrate = partial(_migrate, tree, names, exported, elsewhere, options)
     after, remarks, reasons = migrate(level)
-    if reasons and not options.partial:
+    if (reasons or "unidist.hvd" in after) and not options.partial:
         after, remarks, _ = migrate("hvd")
     return after, sorted([*remarks, *reasons], key=lambda remark: remark.line)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,10 +28,10 @@ _HOROVOD = re.compile(
 _NAMES_LAUNCHER = re.compile(rb"horovodrun|mpirun|mpiexec")
 _FROM = re.compile(r"^[ \t]*from\s+(?!horovod\b)([.\w]+)\s+import\s+(?:\(([^)]*)\)|([^\n#]+))", re.MULTILINE)
 _IMPORT = re.compile(r"^[ \t]*import\s+([.\w]+)", re.MULTILINE)
-#: Methods of Horovod's optimizers; ``hvd.synchronize`` takes a handle, ``torch.cuda.synchronize`` is torch's.
-_OF_OPTIMIZER = re.compile(
-    r"(?<!cuda)(?<!xpu)(?<!mps)\.(?:synchronize\(\)|skip_synchronize\(|set_backward_passes_per_step\()"
-)
+#: Packages whose modules are not the program's own.
+_LIBRARIES = {"torch", "horovod", "unidist", "torchvision", "numpy"}
+#: Methods of Horovod's optimizers.
+_OF_OPTIMIZER = re.compile(r"(?i:opt\w*)\.synchronize\(\)|\.(?:skip_synchronize|set_backward_passes_per_step)\(")
 _GRADIENT = re.compile(
     r"\.grad(?:\.data)?(?:\[[^\]\n]*\])?\s*(?:[+-]?=(?!=)(?!\s*None\b)|\.(?:add|sub|copy|set|normal|addcmul|addcdiv|lerp)_\()"
 )
@@ -67,16 +67,41 @@ class Exports:
 
     def of(self, path: Path) -> set[str]:
         """The names of a file, and ``.attr`` for the attributes, that other files use."""
+        program = self._program(path.resolve()) if self.attributes else set()
         return self.names.get(_module_name(path), set()) | {
-            f".{name}" for name, paths in self.attributes.items() if paths - {path.resolve()}
+            f".{name}" for name, paths in self.attributes.items() if paths & program
         }
 
     def elsewhere(self, path: Path) -> Elsewhere:
-        """What other files do with a file's optimizers and gradients."""
+        """What other files of the same program do with a file's optimizers and gradients."""
         own = path.resolve()
-        methods = sorted(self.optimizer_methods - {own})
-        gradients = sorted(each for each in self.gradients - {own} if _module_name(each) in self.imports[own])
+        others = (self.optimizer_methods | self.gradients) - {own}
+        program = self._program(own) if others else set()
+        methods, gradients = sorted(self.optimizer_methods & program), sorted(self.gradients & program)
         return Elsewhere(methods[0].name if methods else "", gradients[0].name if gradients else "")
+
+    def _program(self, path: Path) -> set[Path]:
+        """The other files that what a file makes can reach: those that import it, and all that it or they import."""
+        by_name: dict[str, set[Path]] = defaultdict(set)
+        for each in self.imports:
+            by_name[_module_name(each)].add(each)
+        imported: dict[Path, set[Path]] = {}
+        importers: dict[Path, set[Path]] = defaultdict(set)
+        for each, names in self.imports.items():
+            imported[each] = set().union(*(by_name[name] for name in names & by_name.keys()))
+            for other in imported[each]:
+                importers[other].add(each)
+        return _reached(_reached({path}, importers), imported) - {path}
+
+
+def _reached(start: set[Path], edges: Mapping[Path, set[Path]]) -> set[Path]:
+    """Some files, and all that a chain of edges leads to."""
+    found, waiting = set(start), list(start)
+    while waiting:
+        new = edges.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _module_name(path: Path) -> str:
@@ -108,13 +133,16 @@ def find_exports(paths: Iterable[Path]) -> Exports:
             continue
         with suppress(OSError):
             text = path.read_bytes().decode("latin-1")
+            found.imports[path.resolve()] = set()
             for match in _FROM.finditer(text):
                 names = (match[2] or match[3]).split(",")
                 module = match[1].split(".")[-1]
                 names = [name.split(" as ")[0].strip() for name in names]
                 found.names[module].update(names)
-                found.imports[path.resolve()].update({module, *names})
-            found.imports[path.resolve()].update(match[1].split(".")[-1] for match in _IMPORT.finditer(text))
+                if match[1].split(".")[0] not in _LIBRARIES:
+                    found.imports[path.resolve()].update({module, *names})
+            modules = [match[1].split(".") for match in _IMPORT.finditer(text)]
+            found.imports[path.resolve()].update(parts[-1] for parts in modules if parts[0] not in _LIBRARIES)
             if _OF_OPTIMIZER.search(text):
                 found.optimizer_methods.add(path.resolve())
             if _GRADIENT.search(text):

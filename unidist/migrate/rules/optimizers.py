@@ -342,7 +342,7 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
                 "remove that call (unidist's gradients are averaged when backward() returns), then migrate again",
             )
     if optimizers and context.elsewhere.gradient:
-        why = f"{context.elsewhere.gradient}, which this file imports, assigns gradients by hand"
+        why = f"{context.elsewhere.gradient}, a file of the same program, assigns gradients by hand"
         raise Refusal(optimizers[0].call, why, _AVERAGE)
 
 
