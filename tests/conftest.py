@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support import slurm
-from tests.support.worlds import IN_WORLD, LEGACY, run_world, shown
+from tests.support.worlds import IN_WORLD, LEGACY, PROJECTS, run_world, shown
 
 #: What starts worlds, here and in the product.
 STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.multiprocessing.start_processes")
@@ -75,9 +75,9 @@ def digits_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture(scope="session")
 def legacy_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the scripts of tests/legacy save under Horovod, at 2 ranks."""
+    """What the legacy scripts and projects save under Horovod, at 2 ranks."""
     directory = tmp_path_factory.mktemp("legacy")
-    argv = ["tests/programs/run_legacy.py", str(directory), *map(str, LEGACY)]
+    argv = ["tests/programs/run_legacy.py", str(directory), *map(str, [*PROJECTS, *LEGACY])]
     result = run_world("horovodrun", 2, argv, backend="horovod")
     assert result.returncode == 0, result.output
     return directory

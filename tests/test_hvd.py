@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import unidist.hvd
 from tests.support import hvd_programs
-from tests.support.worlds import LEGACY, ROOT, Result, run_suite, run_world, shown
+from tests.support.worlds import LEGACY, PROJECTS, ROOT, Result, distance, run_suite, run_world, shown
 from unidist.hvd.execution import scale_
 
 #: Launcher and backend: Horovod on Gloo and on MPI, the drop-in on gloo and on MPI.
@@ -105,14 +105,12 @@ def _same_tensor(a: Any, b: Any, what: str) -> None:
 @pytest.mark.parametrize(("launcher", "backend"), DROP_IN)
 def test_unmodified_scripts(launcher: str, backend: str, legacy_under_horovod: Path, tmp_path: Path) -> None:
     """The same weights under Horovod and, with no line changed, on the drop-in."""
-    argv = ["-m", "unidist.hvd", "tests/programs/run_legacy.py", str(tmp_path), *map(str, LEGACY)]
+    argv = ["-m", "unidist.hvd", "tests/programs/run_legacy.py", str(tmp_path), *map(str, [*PROJECTS, *LEGACY])]
     result = run_world(launcher, 2, argv, backend=backend)
     assert result.returncode == 0, result.output
-    for script in LEGACY:
-        theirs, ours = (torch.load(directory / f"{script.stem}.pt") for directory in (legacy_under_horovod, tmp_path))
-        assert ours.keys() == theirs.keys()
-        far = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in theirs)
-        line = f"{script.stem:32} on {backend}: {far:.0e}"
+    for name in [*(path.parent.name for path in PROJECTS), *(path.stem for path in LEGACY)]:
+        far = distance(legacy_under_horovod / f"{name}.pt", tmp_path / f"{name}.pt")
+        line = f"{name:32} on {backend}: {far:.0e}"
         shown.setdefault("unmodified scripts: distance of the weights to those under Horovod", []).append(line)
         assert far < 1e-6, line
 

@@ -6,16 +6,15 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.support.migrate_mutations import mutated
-from tests.support.worlds import LEGACY, ROOT, run_world, shown
+from tests.support.worlds import LEGACY, PROJECTS, ROOT, distance, run_world, shown
 from tests.test_migrate import blocks, unidist_migrate
 from unidist.migrate.jobs import find_launches
 from unidist.migrate.module import migrate_module
@@ -44,23 +43,6 @@ def trained(directory: Path, scripts: list[Path], launcher: str, backend: str) -
     return directory
 
 
-def weights(path: Path) -> list[torch.Tensor]:
-    """All tensors of a file, in order, as a mutation may change their names."""
-
-    def tensors(part: Any) -> list[torch.Tensor]:
-        if isinstance(part, torch.Tensor):
-            return [part.double()]
-        return [found for inner in part.values() for found in tensors(inner)] if isinstance(part, dict) else []
-
-    return tensors(torch.load(path, weights_only=False))
-
-
-def distance(left: Path, right: Path) -> float:
-    pairs = list(zip(weights(left), weights(right), strict=True))
-    assert pairs
-    return max(float((a - b).abs().max()) for a, b in pairs)
-
-
 def test_migrated_scripts_train_the_same(legacy_under_horovod: Path, tmp_path: Path) -> None:
     """Each legacy script under Horovod, and migrated with no edit by hand on gloo and on Horovod."""
     scripts = []
@@ -82,6 +64,27 @@ def test_migrated_scripts_train_the_same(legacy_under_horovod: Path, tmp_path: P
         calls = "drop-in" if path.stem in ON_THE_DROP_IN else "native"
         table.append(f"{path.stem:32} {calls:8} gloo {gloo:.0e}  horovod {horovod:.0e}")
         assert max(gloo, horovod) < 1e-5, table[-1]
+
+
+def test_migrated_projects_train_the_same(legacy_under_horovod: Path, tmp_path: Path) -> None:
+    """Each project under Horovod, and migrated as a whole with no edit by hand; nothing of Horovod's is left."""
+    scripts = []
+    for path in PROJECTS:
+        directory = tmp_path / path.parent.name
+        shutil.copytree(path.parent, directory, ignore=shutil.ignore_patterns("__pycache__"))
+        unidist_migrate("--write", ".", cwd=directory)
+        for code in (file.read_text() for file in directory.glob("*.py")):
+            assert not imports_horovod(code) and not uses_drop_in(code) and "hvd." not in code
+        scripts.append(directory / path.name)
+    runs = [
+        trained(tmp_path / "on gloo", scripts, "torchrun", "gloo"),
+        trained(tmp_path / "on horovod", scripts, "horovodrun", "horovod"),
+    ]
+    for path in PROJECTS:
+        name = f"{path.parent.name}.pt"
+        gloo, horovod = (distance(legacy_under_horovod / name, run / name) for run in runs)
+        shown.setdefault(DISTANCES, []).append(f"{path.parent.name:32} project  gloo {gloo:.0e}  horovod {horovod:.0e}")
+        assert max(gloo, horovod) < 1e-5, path
 
 
 def test_mutations(legacy_under_horovod: Path, tmp_path: Path) -> None:

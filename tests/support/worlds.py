@@ -9,6 +9,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from unidist.launchers import table, world
 from unidist.launchers.process import Result, run
@@ -16,6 +19,8 @@ from unidist.launchers.table import HOROVODRUN, TORCHRUN, command_line
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
+#: Programs of several files, by the one that is started.
+PROJECTS = sorted((ROOT / "tests/legacy_projects").glob("*/train.py"))
 #: Scripts of Horovod's users. The one whose last join leaves ranks apart comes last in a world of several.
 LEGACY = sorted((ROOT / "tests/legacy").glob("*.py"), key=lambda path: (path.stem == "join_uneven", path.name))
 #: Set in the processes of a world.
@@ -140,3 +145,21 @@ def run_world(
     """
     whole = environment(launcher, {"UNIDIST_BACKEND": backend, **(env or {})})
     return run(commands(launcher, nprocs, argv), whole, timeout=timeout, cwd=ROOT)
+
+
+def distance(left: Path, right: Path) -> float:
+    """The largest difference between the weights of two files."""
+    pairs = list(zip(_weights(left), _weights(right), strict=True))
+    assert pairs
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def _weights(path: Path) -> list[torch.Tensor]:
+    """All tensors of a file, in order, as a mutation may change their names."""
+
+    def tensors(part: Any) -> list[torch.Tensor]:
+        if isinstance(part, torch.Tensor):
+            return [part.double()]
+        return [found for inner in part.values() for found in tensors(inner)] if isinstance(part, dict) else []
+
+    return tensors(torch.load(path, weights_only=False))

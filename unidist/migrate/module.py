@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Literal
@@ -20,6 +21,11 @@ _USED_ELSEWHERE = "other files call Horovod through this variable, so it holds t
 _ESCAPES = "the module is passed on and cannot be followed, so all variables that hold it hold the drop-in"
 
 
+_DROP_IN = re.compile(
+    r"^\s*(?:from\s+unidist\.hvd\b|import\s+(?:[\w.]+\s*(?:as\s+\w+\s*)?,\s*)*unidist\.hvd\b|from\s+unidist\s+import\s.*\bhvd\b)"
+    r"|(?:import_module|__import__)\(\s*['\"]unidist\.hvd\b",
+    re.MULTILINE,
+)
 #: Of a migration of which the user has said nothing.
 DEFAULT_OPTIONS = Options()
 
@@ -53,9 +59,14 @@ def migrate_module(
         return text, [remark_on(unchanged, use) for use in elastic]
     migrate = partial(_migrate, tree, names, exported, elsewhere, options)
     after, remarks, reasons = migrate(level)
-    if (reasons or "unidist.hvd" in after) and not options.partial:
+    if (reasons or imports_drop_in(after)) and not options.partial:
         after, remarks, _ = migrate("hvd")
     return after, sorted([*remarks, *reasons], key=lambda remark: remark.line)
+
+
+def imports_drop_in(code: str) -> bool:
+    """Whether a module imports the drop-in."""
+    return _DROP_IN.search(code) is not None
 
 
 def _migrate(

@@ -18,7 +18,7 @@ from unidist.migrate.context import Elsewhere, Options
 from unidist.migrate.file_report import FileReport, Remark
 from unidist.migrate.files import FileKind
 from unidist.migrate.jobs import find_launches
-from unidist.migrate.module import DEFAULT_OPTIONS, Level, migrate_module
+from unidist.migrate.module import DEFAULT_OPTIONS, Level, imports_drop_in, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
 
 _HOROVOD = re.compile(
@@ -193,7 +193,7 @@ def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate) -> File
     code = _code_of(report.after or text, what)
     report.count(_code_of(text, what), code)
     report.needs_horovod = imports_horovod(code)
-    report.uses_drop_in = "unidist.hvd" in code or bool(re.search(r"from unidist import .*\bhvd\b", code))
+    report.uses_drop_in = imports_drop_in(code)
     if report.needs_horovod and not report.remarks:
         report.remarks.append(
             Remark(1, "import horovod", "the file still imports Horovod", "replace what it uses by hand")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
-from unidist.migrate.flow import assignments, references
+from unidist.migrate.flow import assignments
 from unidist.migrate.syntax import full_name, keyword
 
 _FIRST_STEP = (
@@ -29,7 +29,7 @@ def change_broadcasts(context: Context) -> None:
             name = "broadcast_model_state"
         else:
             state, name = arguments["optimizer"], "broadcast_optimizer_state"
-        if state is None or (name == "broadcast_model_state" and not _is_module(context, state)):
+        if state is None or (name == "broadcast_model_state" and "optim" in context.text(state).lower()):
             continue
         context.keep_comments(call)
         context.edits.replace(call, _rewritten(context, call, name, arguments))
@@ -52,23 +52,6 @@ def _rewritten(context: Context, call: cst.Call, name: str, arguments: Arguments
         return cst.Call(context.unidist_name_for(call.func, name), values)
 
     return change
-
-
-def _is_module(context: Context, node: cst.BaseExpression) -> bool:
-    """Whether an expression is visibly an ``nn.Module``, and not another object with a ``state_dict()``."""
-    variable = context.tree.variable(node)
-    for use in references(context.tree).get(variable or "", ()):
-        parent = context.tree.parent(use)
-        if isinstance(parent, cst.Attribute) and parent.attr.value in (
-            "parameters",
-            "named_parameters",
-            "train",
-            "eval",
-        ):
-            return True
-        if isinstance(parent, cst.Call) and parent.func is use:
-            return True
-    return False
 
 
 def _is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:
@@ -104,6 +87,6 @@ def owner(node: cst.BaseExpression | None, method: str) -> cst.BaseExpression | 
         return None
     return (
         node.func.value
-        if node.func.attr.value == method and isinstance(node.func.value, (cst.Name, cst.Attribute))
+        if node.func.attr.value == method and isinstance(node.func.value, (cst.Name, cst.Attribute, cst.Subscript))
         else None
     )

@@ -17,7 +17,7 @@ _ADASUM_BRANCH = (
     "remove the option; or migrate with --to hvd, since the drop-in has Adasum on every backend",
 )
 _ROUNDING = "removed: it changes only how the average is rounded"
-_NO_ADASUM = "Adasum needs unidist.hvd.DistributedOptimizer"
+_NO_ADASUM = "unidist has no Adasum: use the DistributedOptimizer of its drop-in for Horovod"
 COMPRESSION = {"Compression.none": "None", "Compression.fp16": '"fp16"'}
 #: Methods that only Horovod's optimizers have.
 METHODS = {"synchronize", "skip_synchronize", "set_backward_passes_per_step"}
