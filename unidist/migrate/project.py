@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from unidist.migrate.files import FileKind
 from unidist.migrate.jobs import find_launches
 from unidist.migrate.module import Level, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
+from unidist.migrate.workers import results_in_order
 
 _HOROVOD = re.compile(
     rb"horovod|unidist\.hvd|from unidist import .*hvd|Horovod(?:Strategy|Plugin|Accelerator)|HOROVOD_\w*(?:RANK|SIZE)"
@@ -59,18 +61,40 @@ class Exports:
 
 
 def migrate_files(paths: Iterable[Path], level: Level, exports: Exports) -> Iterator[FileReport]:
-    """A report of each file that names Horovod or starts it; nothing is written."""
+    """A report of each file that names Horovod or starts it, in the order of the files; nothing is written.
+
+    Many files are read by several processes.
+    """
+    migrate = partial(migrate_file, level=level, exports=exports)
+    for report in results_in_order(migrate, _with_horovod(paths), _died):
+        if report is not None:
+            yield report
+
+
+def _with_horovod(paths: Iterable[Path]) -> Iterator[Path]:
+    """The files that may have a report, and in place of copies of Horovod's own sources their directory, once."""
     vendored: set[Path] = set()
     for path in paths:
         package = files.vendored_horovod(path)
-        if package is not None:
-            if package not in vendored:
-                yield FileReport(package, "unchanged", [Remark(1, f"{package.name}/", *_VENDORED)])
+        if package is None and _names_horovod(path):
+            yield path
+        elif package is not None and package not in vendored:
             vendored.add(package)
-            continue
-        report = migrate_file(path, level, exports)
-        if report is not None:
-            yield report
+            yield package
+
+
+def _names_horovod(path: Path) -> bool:
+    """Whether a file names Horovod, or a launcher; also if it cannot be read, which its report says."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return True
+    return bool((_NAMES_LAUNCHER if files.kind(path) == "shell" else _HOROVOD).search(data))
+
+
+def _died(path: Path, status: int) -> FileReport:
+    how = f"signal {-status}" if status < 0 else f"status {status}"
+    return _failed(path, 1, f"the process that read it ended with {how}", "migrate it by hand")
 
 
 def find_exports(paths: Iterable[Path]) -> Exports:
@@ -92,7 +116,9 @@ def find_exports(paths: Iterable[Path]) -> Exports:
 
 
 def migrate_file(path: Path, level: Level, exports: Exports) -> FileReport | None:
-    """One file's report; None if it does not name Horovod."""
+    """One file's report; None if it does not name Horovod. A directory is a copy of Horovod's own sources."""
+    if path.is_dir():
+        return FileReport(path, "unchanged", [Remark(1, f"{path.name}/", *_VENDORED)])
     what = files.kind(path) or "python"
     try:
         data = path.read_bytes()
@@ -115,7 +141,8 @@ def migrate_file(path: Path, level: Level, exports: Exports) -> FileReport | Non
 
 def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate) -> FileReport:
     try:
-        after, remarks = migrate_notebook(text, rules) if what == "notebook" else rules(text)
+        with _no_garbage_collection():
+            after, remarks = migrate_notebook(text, rules) if what == "notebook" else rules(text)
     except cst.ParserSyntaxError as error:
         report = _failed(
             path, error.raw_line, f"it does not parse: {error.message.splitlines()[0]}", "fix it, then migrate again"
@@ -132,6 +159,18 @@ def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate) -> File
             Remark(1, "import horovod", "the file still imports Horovod", "replace what it uses by hand")
         )
     return report
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Reading a module makes many objects and no garbage; the collector would look through all of them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _job_script_report(path: Path, data: bytes) -> FileReport:
