@@ -11,7 +11,7 @@ import libcst as cst
 
 import unidist.hvd
 from unidist.migrate.edits import Edits
-from unidist.migrate.flow import callees
+from unidist.migrate.flow import callers
 from unidist.migrate.names import Names
 from unidist.migrate.syntax import Statement, SyntaxTree, dotted
 
@@ -177,7 +177,7 @@ class Context:
             if isinstance(above, cst.Lambda):
                 return False
             if isinstance(above, cst.FunctionDef):
-                calls = [call for call in self.tree.all(cst.Call) if above in callees(self.tree, call)]
+                calls = callers(self.tree, above)
                 return depth > 0 and bool(calls) and all(self.is_surely_imported(call, depth - 1) for call in calls)
             child = above
         return False

@@ -6,8 +6,8 @@ import re
 
 import libcst as cst
 
-from unidist.migrate.flow import assignments, callees, is_parameter, parameter_of
-from unidist.migrate.syntax import SyntaxTree, argument, full_name
+from unidist.migrate.flow import assignments_of, is_parameter, passed_to
+from unidist.migrate.syntax import SyntaxTree, argument, full_name, of_tree
 
 _FLOAT_METHODS = {
     "float",
@@ -132,19 +132,13 @@ def _variable(tree: SyntaxTree, node: cst.BaseExpression, made_of_numbers: bool,
     if variable is None:
         return None
     kinds = []
-    for value, target in assignments(tree):
-        if tree.variable(target) == variable:
-            unpacked = isinstance(tree.parent(target), cst.Element) and not isinstance(tree.parent(value), cst.Element)
-            kinds.append(
-                None if unpacked else is_floating(tree, value, made_of_numbers=made_of_numbers, depth=depth - 1)
-            )
-    for loop in tree.all(cst.For):
-        targets = [each for each in tree.all(cst.Name, inside=loop.target) if tree.variable(each) == variable]
-        if targets:
-            kinds.append(True if not made_of_numbers and _PARAMETERS.search(tree.text(loop.iter)) else None)
-    for each in tree.all(cst.AugAssign):
-        if tree.variable(each.target) == variable and not made_of_numbers:
-            kinds = [True if isinstance(each.operator, cst.DivideAssign) else kind for kind in kinds]
+    for value, target in assignments_of(tree, variable):
+        unpacked = isinstance(tree.parent(target), cst.Element) and not isinstance(tree.parent(value), cst.Element)
+        kinds.append(None if unpacked else is_floating(tree, value, made_of_numbers=made_of_numbers, depth=depth - 1))
+    for loop in _loops(tree).get(variable, ()):
+        kinds.append(True if not made_of_numbers and _PARAMETERS.search(tree.text(loop.iter)) else None)
+    if not made_of_numbers and variable in _divided(tree):
+        kinds = [True for _ in kinds]
     if is_parameter(tree, variable):
         kinds += [None] if made_of_numbers else _from_callers(tree, variable, depth)
     if not kinds or None in kinds:
@@ -152,12 +146,24 @@ def _variable(tree: SyntaxTree, node: cst.BaseExpression, made_of_numbers: bool,
     return all(kinds) if len(set(kinds)) == 1 else None
 
 
+@of_tree
+def _loops(tree: SyntaxTree) -> dict[str, list[cst.For]]:
+    """The loops that set a variable."""
+    found: dict[str, list[cst.For]] = {}
+    for loop in tree.all(cst.For):
+        for variable in {tree.variable(each) for each in tree.all(cst.Name, inside=loop.target)} - {None}:
+            found.setdefault(variable or "", []).append(loop)
+    return found
+
+
+@of_tree
+def _divided(tree: SyntaxTree) -> set[str | None]:
+    """The variables to which ``/=`` is applied."""
+    return {
+        tree.variable(each.target) for each in tree.all(cst.AugAssign) if isinstance(each.operator, cst.DivideAssign)
+    }
+
+
 def _from_callers(tree: SyntaxTree, variable: str, depth: int) -> list[bool | None]:
     """The dtypes of the arguments that the calls in this file pass for a parameter."""
-    kinds: list[bool | None] = []
-    for call in tree.all(cst.Call):
-        for function in callees(tree, call):
-            for passed in call.args:
-                if parameter_of(tree, function, call, passed) == variable:
-                    kinds.append(is_floating(tree, passed.value, depth=depth - 1))
-    return kinds or [None]
+    return [is_floating(tree, value, depth=depth - 1) for value in passed_to(tree, variable)] or [None]

@@ -73,7 +73,18 @@ class Edits:
 
     def apply(self) -> str:
         """The module's new text."""
-        return self.tree.module.visit(_ApplyEdits(self)).code
+        return self.tree.module.visit(_ApplyEdits(self, self._touched())).code
+
+    def _touched(self) -> set[int]:
+        """The nodes with a change in them, by identity: the others need no visit."""
+        changes = (self._changes, self._before, self._after, self._kept_comments, self._wraps, self._removed)
+        found = {id(self.tree.module)}
+        for node in (node for nodes in changes for node in nodes):
+            for each in (node, *self.tree.parents(node)):
+                if id(each) in found:
+                    break
+                found.add(id(each))
+        return found
 
     # -------------------------------------------------------------------------------- one block
     def new_body(
@@ -140,13 +151,17 @@ def _without_blanks(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
 
 
 class _ApplyEdits(cst.CSTTransformer):
-    def __init__(self, edits: Edits) -> None:
+    def __init__(self, edits: Edits, touched: set[int]) -> None:
         super().__init__()
         self._edits = edits
+        self._touched = touched
         self._updated: dict[cst.CSTNode, Any] = {}
 
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return id(node) in self._touched
+
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        if isinstance(original_node, (cst.Module, cst.IndentedBlock)):
+        if id(original_node) in self._touched and isinstance(original_node, (cst.Module, cst.IndentedBlock)):
             body, rest = self._edits.new_body(original_node.body, self._updated)
             if body and isinstance(original_node, cst.IndentedBlock) and self._edits.is_removed(original_node.body[0]):
                 body[0] = body[0].with_changes(leading_lines=_without_blanks(body[0].leading_lines))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import libcst as cst
 
-from unidist.migrate.syntax import SyntaxTree, full_name
+from unidist.migrate.syntax import SyntaxTree, full_name, of_tree
 
 #: Functions that read a value and keep no reference to it.
 INSPECTING = {"print", "isinstance", "type", "id", "repr", "str", "len", "hasattr", "bool", "callable"}
@@ -57,12 +56,12 @@ def follow(
     return flow
 
 
-@lru_cache(maxsize=2)
+@of_tree
 def references(tree: SyntaxTree) -> dict[str, list[cst.BaseExpression]]:
     """All nodes that read or set a variable, by variable."""
     found: dict[str, list[cst.BaseExpression]] = {}
-    for node in tree.nodes:
-        if not isinstance(node, (cst.Name, cst.Attribute)) or _is_part_of_name(tree, node):
+    for node in tree.all((cst.Name, cst.Attribute)):
+        if _is_part_of_name(tree, node):
             continue
         if (variable := tree.variable(node)) is not None:
             found.setdefault(variable, []).append(node)
@@ -89,16 +88,30 @@ def is_target(tree: SyntaxTree, node: cst.CSTNode) -> bool:
     return isinstance(parent, (cst.AssignTarget, cst.Del)) or (isinstance(parent, cst.AsName) and parent.name is node)
 
 
-@lru_cache(maxsize=2)
+@of_tree
 def assignments(tree: SyntaxTree) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
     """Each value with each target that ``=`` assigns it to; tuples element by element."""
     found: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []
-    for node in tree.nodes:
+    for node in tree.all((cst.Assign, cst.AnnAssign, cst.NamedExpr)):
         if isinstance(node, cst.Assign):
             for target in node.targets:
                 found += _unpacked(node.value, target.target)
-        elif isinstance(node, (cst.AnnAssign, cst.NamedExpr)) and node.value is not None:
+        elif node.value is not None:
             found.append((node.value, node.target))
+    return found
+
+
+def assignments_of(tree: SyntaxTree, variable: str) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """Those to one variable."""
+    return _assignments_by_variable(tree).get(variable, [])
+
+
+@of_tree
+def _assignments_by_variable(tree: SyntaxTree) -> dict[str, list[tuple[cst.BaseExpression, cst.BaseExpression]]]:
+    found: dict[str, list[tuple[cst.BaseExpression, cst.BaseExpression]]] = {}
+    for pair in assignments(tree):
+        if (variable := tree.variable(pair[1])) is not None:
+            found.setdefault(variable, []).append(pair)
     return found
 
 
@@ -173,12 +186,31 @@ def callees(tree: SyntaxTree, call: cst.Call) -> list[cst.FunctionDef]:
         found = [tree.functions.get(name or ""), tree.functions.get(f"{name}.__init__")]
         return [function for function in found if function is not None]
     if isinstance(call.func, cst.Attribute) and not tree.imported(call.func):
-        return [
-            function
-            for function in tree.functions.values()
-            if function.name.value == call.func.attr.value and tree.is_method(function)
-        ]
+        return _methods(tree).get(call.func.attr.value, [])
     return []
+
+
+@of_tree
+def _methods(tree: SyntaxTree) -> dict[str, list[cst.FunctionDef]]:
+    found: dict[str, list[cst.FunctionDef]] = {}
+    for function in tree.functions.values():
+        if tree.is_method(function):
+            found.setdefault(function.name.value, []).append(function)
+    return found
+
+
+def callers(tree: SyntaxTree, function: cst.CSTNode) -> list[cst.Call]:
+    """The calls of this module that may call a function of it."""
+    return _callers(tree).get(id(function), [])
+
+
+@of_tree
+def _callers(tree: SyntaxTree) -> dict[int, list[cst.Call]]:
+    found: dict[int, list[cst.Call]] = {}
+    for call in tree.all(cst.Call):
+        for function in {id(each) for each in callees(tree, call)}:
+            found.setdefault(function, []).append(call)
+    return found
 
 
 def parameter_of(tree: SyntaxTree, function: cst.FunctionDef, call: cst.Call, argument: cst.Arg) -> str | None:
@@ -192,19 +224,45 @@ def parameter_of(tree: SyntaxTree, function: cst.FunctionDef, call: cst.Call, ar
     else:
         index = list(call.args).index(argument) + tree.is_method(function)
         name = names[index] if index < len(names) else None
-    qualified = next((each for each, node in tree.functions.items() if node is function), None)
+    qualified = _qualified_names(tree).get(id(function))
     return f"{qualified}.<locals>.{name}" if name and qualified else None
+
+
+def passed_to(tree: SyntaxTree, variable: str) -> list[cst.BaseExpression]:
+    """What the calls of this module pass for a parameter."""
+    return _passed(tree).get(variable, [])
+
+
+@of_tree
+def _passed(tree: SyntaxTree) -> dict[str, list[cst.BaseExpression]]:
+    found: dict[str, list[cst.BaseExpression]] = {}
+    for call in tree.all(cst.Call):
+        for function in callees(tree, call):
+            for argument in call.args:
+                if (parameter := parameter_of(tree, function, call, argument)) is not None:
+                    found.setdefault(parameter, []).append(argument.value)
+    return found
+
+
+@of_tree
+def _qualified_names(tree: SyntaxTree) -> dict[int, str]:
+    return {id(function): name for name, function in reversed(tree.functions.items())}
 
 
 def is_parameter(tree: SyntaxTree, variable: str | None) -> bool:
     """Whether a variable is a parameter of some function."""
-    return any(tree.variable(each.name) == variable for each in tree.all(cst.Param))
+    return variable in _all_parameters(tree)
+
+
+@of_tree
+def _all_parameters(tree: SyntaxTree) -> set[str | None]:
+    return {tree.variable(each.name) for each in tree.all(cst.Param)}
 
 
 def result_variables(tree: SyntaxTree, statement: cst.Return, index: int | None) -> list[str] | None:
     """The variables to which the calls of a function assign its result."""
     function = tree.function(statement)
-    calls = [call for call in tree.all(cst.Call) if any(each is function for each in callees(tree, call))]
+    calls = callers(tree, function)
     if not isinstance(function, cst.FunctionDef) or not calls:
         return None
     found = []

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import libcst as cst
 
 from unidist.migrate.context import is_constant
-from unidist.migrate.flow import assignments, callees, is_parameter, is_target, parameter_of, references
+from unidist.migrate.flow import assignments, assignments_of, callees, is_parameter, is_target, parameter_of, references
 from unidist.migrate.syntax import Problem, Statement, SyntaxTree, argument, full_name
 
 _ASSIGNED = "a gradient is assigned by hand, and unidist does not average it"
@@ -219,8 +219,8 @@ def _is_string(node: cst.BaseExpression, text: str) -> bool:
 # ------------------------------------------------------------------------------------ gradients without backward()
 def _computed_otherwise(tree: SyntaxTree) -> Iterator[Problem]:
     """Gradients that are not computed by ``backward()``."""
-    for node in tree.nodes:
-        if not isinstance(node, (cst.Name, cst.Attribute)) or isinstance(tree.parent(node), cst.Attribute):
+    for node in tree.all((cst.Name, cst.Attribute)):
+        if isinstance(tree.parent(node), cst.Attribute):
             continue
         names = tree.imported(node)
         above = tree.parent(node)
@@ -272,7 +272,7 @@ def _is_data(tree: SyntaxTree, inputs: cst.BaseExpression) -> bool:
         and (above.attr.value == "requires_grad_" or (above.attr.value == "requires_grad" and is_target(tree, above)))
         for use in uses
     )
-    values = [value for value, target in assignments(tree) if tree.variable(target) == variable]
+    values = [value for value, _ in assignments_of(tree, variable)]
     made = bool(values) and all(_is_leaf(value) for value in values)
     looped = any(
         tree.variable(name) == variable and "param" in tree.text(loop.iter)
@@ -314,7 +314,7 @@ class _Origins:
         self._sources: dict[str, list[tuple[cst.CSTNode, cst.CSTNode]]] = {}
         for value, target in assignments(tree):
             self._add(target, value)
-        for node in tree.nodes:
+        for node in tree.all((cst.AugAssign, cst.For, cst.CompFor, cst.WithItem, cst.Call)):
             if isinstance(node, cst.AugAssign):
                 self._add(node.target, node.value)
             elif isinstance(node, (cst.For, cst.CompFor)):
@@ -487,7 +487,7 @@ def _is_constant(tree: SyntaxTree, node: cst.BaseExpression, depth: int = 8) -> 
     variable = tree.variable(node)
     if variable is None or is_parameter(tree, variable):
         return False
-    values = [(value, target) for value, target in assignments(tree) if tree.variable(target) == variable]
+    values = assignments_of(tree, variable)
     unpacked = any(
         isinstance(tree.parent(target), cst.Element) and not isinstance(tree.parent(value), cst.Element)
         for value, target in values

@@ -11,7 +11,7 @@ import libcst as cst
 
 from unidist.hvd.alias import drop_in_name
 from unidist.migrate.flow import assignments, destinations, follow, is_target
-from unidist.migrate.syntax import SyntaxTree, full_name
+from unidist.migrate.syntax import SyntaxTree, full_name, of_tree
 
 #: Submodules of horovod.torch whose calls it exports itself.
 _SUBMODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
@@ -113,8 +113,8 @@ def find_names(tree: SyntaxTree) -> Names:
     names.import_only = bound - also_set - names.rebound
     starts = {variable for node in tree.all(cst.Name) if node.value in also_set and (variable := tree.variable(node))}
     starts |= {f".{name}" for name in in_classes}
-    for node in tree.nodes:
-        if not isinstance(node, (cst.Name, cst.Attribute, cst.Call)) or in_import(tree, node):
+    for node in tree.all((cst.Name, cst.Attribute, cst.Call)):
+        if in_import(tree, node):
             continue
         is_module = any(symbol_of(name) == "" for name in tree.imported(node)) and not isinstance(node, cst.Call)
         if is_module and root_name(node) in names.rebound:
@@ -126,8 +126,8 @@ def find_names(tree: SyntaxTree) -> Names:
                 names.escapes.append(node)
     flow = follow(tree, starts)
     names.aliases, names.escapes = flow.variables, [*names.escapes, *flow.escapes]
-    for node in tree.nodes:
-        if not isinstance(node, (cst.Name, cst.Attribute)) or in_import(tree, node):
+    for node in tree.all((cst.Name, cst.Attribute)):
+        if in_import(tree, node):
             continue
         if is_target(tree, node) and not (isinstance(node, cst.Attribute) and _symbol_of_node(tree, names, node)):
             continue
@@ -180,8 +180,8 @@ def _also_bound_elsewhere(tree: SyntaxTree, bound: set[str]) -> set[str]:
         and not _is_module_or_none(tree, value)
         and any(tree.function(target) is tree.function(each) for each in _imports(tree))
     }
-    for node in tree.nodes:
-        if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
+    for node in tree.all((cst.Import, cst.ImportFrom)):
+        if isinstance(node.names, cst.ImportStar):
             continue
         module = f"{full_name(node.module)}." if isinstance(node, cst.ImportFrom) and node.module else ""
         for alias in node.names:
@@ -201,8 +201,8 @@ def _imported_in_classes(tree: SyntaxTree) -> set[str]:
     """Names that are imported in the body of a class, and so are its attributes."""
     return {
         full_name(alias.asname.name) if alias.asname else full_name(alias.name)
-        for node in tree.nodes
-        if isinstance(node, (cst.Import, cst.ImportFrom)) and not isinstance(node.names, cst.ImportStar)
+        for node in tree.all((cst.Import, cst.ImportFrom))
+        if not isinstance(node.names, cst.ImportStar)
         for alias in node.names
         if isinstance(tree.parent(tree.parent(tree.parent(node))), cst.ClassDef)
     }
@@ -211,7 +211,7 @@ def _imported_in_classes(tree: SyntaxTree) -> set[str]:
 def imported_names(tree: SyntaxTree) -> set[str]:
     """Names that imports bind to ``horovod.torch``, or to something in it."""
     found = set()
-    for statement in tree.nodes:
+    for statement in tree.all((cst.Import, cst.ImportFrom)):
         if isinstance(statement, cst.Import):
             for alias in statement.names:
                 if symbol_of(full_name(alias.name)) is not None and alias.asname:
@@ -230,7 +230,7 @@ def imported_names(tree: SyntaxTree) -> set[str]:
 def _imports(tree: SyntaxTree) -> list[cst.Import | cst.ImportFrom]:
     """The statements that import Horovod, or unidist."""
     found: list[cst.Import | cst.ImportFrom] = []
-    for node in tree.nodes:
+    for node in tree.all((cst.Import, cst.ImportFrom)):
         if isinstance(node, cst.Import):
             modules = [full_name(alias.name) for alias in node.names]
         elif isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
@@ -252,7 +252,17 @@ def _imports_module(tree: SyntaxTree, value: cst.CSTNode) -> bool:
 
 def in_import(tree: SyntaxTree, node: cst.CSTNode) -> bool:
     """Whether a node is a part of an import statement."""
-    return any(isinstance(above, (cst.Import, cst.ImportFrom)) for above in tree.parents(node))
+    return id(node) in _in_imports(tree)
+
+
+@of_tree
+def _in_imports(tree: SyntaxTree) -> set[int]:
+    found: set[int] = set()
+    for kind in (cst.Import, cst.ImportFrom):
+        for statement in tree.all(kind):
+            first, end = tree.span(statement)
+            found.update(map(id, tree.nodes[first + 1 : end]))
+    return found
 
 
 def root_name(node: cst.CSTNode) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import libcst as cst
@@ -20,6 +21,7 @@ from unidist.migrate.files import FileKind
 from unidist.migrate.jobs import find_launches
 from unidist.migrate.module import DEFAULT_OPTIONS, Level, imports_drop_in, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
+from unidist.migrate.workers import results_in_order
 
 _HOROVOD = re.compile(
     rb"horovod|unidist\.hvd|from unidist import .*hvd|Horovod(?:Strategy|Plugin|Accelerator)|HOROVOD_\w*(?:RANK|SIZE)"
@@ -82,6 +84,12 @@ class Exports:
 
     def _program(self, path: Path) -> set[Path]:
         """The other files that what a file makes can reach: those that import it, and all that it or they import."""
+        imported, importers = self._edges
+        return _reached(_reached({path}, importers), imported) - {path}
+
+    @cached_property
+    def _edges(self) -> tuple[dict[Path, set[Path]], dict[Path, set[Path]]]:
+        """The files that each file imports, and those that import it."""
         by_name: dict[str, set[Path]] = defaultdict(set)
         for each in self.imports:
             by_name[_module_name(each)].add(each)
@@ -91,7 +99,7 @@ class Exports:
             imported[each] = set().union(*(by_name[name] for name in names & by_name.keys()))
             for other in imported[each]:
                 importers[other].add(each)
-        return _reached(_reached({path}, importers), imported) - {path}
+        return imported, importers
 
 
 def _reached(start: set[Path], edges: Mapping[Path, set[Path]]) -> set[Path]:
@@ -111,18 +119,40 @@ def _module_name(path: Path) -> str:
 def migrate_files(
     paths: Iterable[Path], level: Level, exports: Exports, options: Options = DEFAULT_OPTIONS
 ) -> Iterator[FileReport]:
-    """A report of each file that names Horovod or starts it; nothing is written."""
+    """A report of each file that names Horovod or starts it, in the order of the files; nothing is written.
+
+    Many files are read by several processes.
+    """
+    migrate = partial(migrate_file, level=level, exports=exports, options=options)
+    for report in results_in_order(migrate, _with_horovod(paths), _died):
+        if report is not None:
+            yield report
+
+
+def _with_horovod(paths: Iterable[Path]) -> Iterator[Path]:
+    """The files that may have a report, and in place of copies of Horovod's own sources their directory, once."""
     vendored: set[Path] = set()
     for path in paths:
         package = files.vendored_horovod(path)
-        if package is not None:
-            if package not in vendored:
-                yield FileReport(package, "unchanged", [Remark(1, f"{package.name}/", *_VENDORED)])
+        if package is None and _names_horovod(path):
+            yield path
+        elif package is not None and package not in vendored:
             vendored.add(package)
-            continue
-        report = migrate_file(path, level, exports, options)
-        if report is not None:
-            yield report
+            yield package
+
+
+def _names_horovod(path: Path) -> bool:
+    """Whether a file names Horovod, or a launcher; also if it cannot be read, which its report says."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return True
+    return bool((_NAMES_LAUNCHER if files.kind(path) == "shell" else _HOROVOD).search(data))
+
+
+def _died(path: Path, status: int) -> FileReport:
+    how = f"signal {-status}" if status < 0 else f"status {status}"
+    return _failed(path, 1, f"the process that read it ended with {how}", "migrate it by hand")
 
 
 def find_exports(paths: Iterable[Path]) -> Exports:
@@ -155,7 +185,9 @@ def find_exports(paths: Iterable[Path]) -> Exports:
 
 
 def migrate_file(path: Path, level: Level, exports: Exports, options: Options = DEFAULT_OPTIONS) -> FileReport | None:
-    """One file's report; None if it does not name Horovod."""
+    """One file's report; None if it does not name Horovod. A directory is a copy of Horovod's own sources."""
+    if path.is_dir():
+        return FileReport(path, "unchanged", [Remark(1, f"{path.name}/", *_VENDORED)])
     what = files.kind(path) or "python"
     try:
         data = path.read_bytes()
@@ -181,7 +213,8 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
 
 def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate) -> FileReport:
     try:
-        after, remarks = migrate_notebook(text, rules) if what == "notebook" else rules(text)
+        with _no_garbage_collection():
+            after, remarks = migrate_notebook(text, rules) if what == "notebook" else rules(text)
     except cst.ParserSyntaxError as error:
         report = _failed(
             path, error.raw_line, f"it does not parse: {error.message.splitlines()[0]}", "fix it, then migrate again"
@@ -199,6 +232,18 @@ def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate) -> File
             Remark(1, "import horovod", "the file still imports Horovod", "replace what it uses by hand")
         )
     return report
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Reading a module makes many objects and no garbage; the collector would look through all of them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _job_script_report(path: Path, data: bytes) -> FileReport:

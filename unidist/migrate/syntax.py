@@ -1,75 +1,117 @@
-"""A module's syntax tree with what libcst's metadata knows of it: parents, positions, scopes of names."""
+"""A module's syntax tree: parents, positions, and what names mean."""
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
-from functools import cached_property
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import cached_property, wraps
+from typing import Any, TypeVar, overload
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
-from libcst.metadata import (
-    MetadataWrapper,
-    PositionProvider,
-    QualifiedNameProvider,
-    QualifiedNameSource,
-)
+
+from unidist.migrate.parsing import parse
+from unidist.migrate.positions import Positions
+from unidist.migrate.scopes import Scopes
 
 Node = TypeVar("Node", bound=cst.CSTNode)
+Fact = TypeVar("Fact")
 Function = cst.FunctionDef | cst.Lambda | cst.Module
 #: The statements of a block.
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 Block = cst.Module | cst.IndentedBlock
 #: Where and why a rule does not apply.
 Problem = tuple[cst.CSTNode, str]
+#: Values of fields that are no nodes, and nodes that contain none.
+_NO_NODES = {type(None), str, int, bool, cst.MaybeSentinel, cst.SimpleWhitespace, cst.Newline}
+#: White space that is left out unless it has a comment.
+_LINES = {cst.TrailingWhitespace, cst.EmptyLine}
+#: Signs that are left out unless there is a comment beside them.
+_PUNCTUATION = {
+    cst.Comma, cst.Dot, cst.Colon, cst.Semicolon, cst.AssignEqual, cst.LeftParen, cst.RightParen,
+    cst.LeftSquareBracket, cst.RightSquareBracket, cst.LeftCurlyBrace, cst.RightCurlyBrace,
+}  # fmt: skip
 
 
 class SyntaxTree:
     """One module of a legacy code base. Nodes are those of ``module``; the tree is not changed (see ``Edits``).
+
+    Of white space and punctuation, only what has comments counts as nodes.
 
     Raises:
         libcst.ParserSyntaxError: the text does not parse.
     """
 
     def __init__(self, text: str) -> None:
-        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-        self.module = wrapper.module
-        metadata = wrapper.resolve_many((PositionProvider, QualifiedNameProvider))
-        self._positions: Any = metadata[PositionProvider]
-        self._qualified: Any = metadata[QualifiedNameProvider]
-        self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
+        self.module = parse(text)
         #: All nodes, parents first, in the order of the text.
         self.nodes: list[cst.CSTNode] = []
-        #: A node's index among them, and that of the first node after its descendants.
-        self._spans: dict[cst.CSTNode, tuple[int, int]] = {}
-        self._list(self.module)
-        self._kinds: dict[type[cst.CSTNode], list[int]] = {}
+        # By a node's identity, as its hash is computed in Python: its index among them.
+        self._indices: dict[int, int] = {}
+        # By index: that of the parent, and of the first node after the descendants.
+        self._parents = array("l")
+        self._ends = array("l")
+        self._classes: dict[type[cst.CSTNode], list[int]] = {}
+        self._list()
+        self._kinds: dict[type[cst.CSTNode] | tuple[type[cst.CSTNode], ...], list[int]] = {}
+        self._imported: dict[int, frozenset[str]] = {}
+        self._variables: dict[int, str | None] = {}
+        #: What ``of_tree`` keeps.
+        self.facts: dict[Any, Any] = {}
 
-    def _list(self, root: cst.CSTNode) -> None:
-        stack: list[tuple[cst.CSTNode, bool]] = [(root, False)]
+    def _list(self) -> None:
+        nodes, indices, parents, classes = self.nodes, self._indices, self._parents, self._classes
+        stack: list[tuple[cst.CSTNode, int]] = [(self.module, 0)]
         while stack:
-            node, over = stack.pop()
-            if over:
-                self._spans[node] = (self._spans[node][0], len(self.nodes))
-                continue
-            self._spans[node] = (len(self.nodes), 0)
-            self.nodes.append(node)
-            stack.append((node, True))
-            children = node.children
-            self._parents.update(dict.fromkeys(children, node))
-            stack.extend((child, False) for child in reversed(children))
+            node, parent = stack.pop()
+            index = len(nodes)
+            indices[id(node)] = index
+            nodes.append(node)
+            parents.append(parent)
+            classes.setdefault(node.__class__, []).append(index)
+            first = len(stack)
+            for name in _fields(node):
+                value = getattr(node, name)
+                kind = value.__class__
+                if kind is tuple or kind is list:
+                    stack += [(each, index) for each in value if _is_listed(each, each.__class__)]
+                elif _is_listed(value, kind):
+                    stack.append((value, index))
+            stack[first:] = stack[first:][::-1]
+        ends = self._ends
+        ends.extend(range(1, len(nodes) + 1))
+        for index in range(len(nodes) - 1, 0, -1):
+            parent = parents[index]
+            if ends[parent] < ends[index]:
+                ends[parent] = ends[index]
 
-    def all(self, kind: type[Node], inside: cst.CSTNode | None = None) -> Iterator[Node]:
-        """The nodes of a class, in the order of the text."""
+    @cached_property
+    def _scopes(self) -> Scopes:
+        return Scopes(self.nodes, self._ends, self._indices)
+
+    @cached_property
+    def _positions(self) -> Positions:
+        return Positions(self.module, self._indices)
+
+    @overload
+    def all(self, kind: type[Node], inside: cst.CSTNode | None = None) -> Iterator[Node]: ...
+
+    @overload
+    def all(self, kind: tuple[type[cst.CSTNode], ...], inside: cst.CSTNode | None = None) -> Iterator[Any]: ...
+
+    def all(
+        self, kind: type[cst.CSTNode] | tuple[type[cst.CSTNode], ...], inside: cst.CSTNode | None = None
+    ) -> Iterator[Any]:
+        """The nodes of a class, or of several, in the order of the text."""
         if kind not in self._kinds:
-            self._kinds[kind] = [index for index, node in enumerate(self.nodes) if isinstance(node, kind)]
+            found = [indices for each, indices in self._classes.items() if issubclass(each, kind)]
+            self._kinds[kind] = found[0] if len(found) == 1 else sorted(index for indices in found for index in indices)
         indices = self._kinds[kind]
-        first, end = self._spans[inside or self.module]
+        first, end = self.span(inside or self.module)
         for index in indices[bisect_left(indices, first) : bisect_left(indices, end)]:
-            node = self.nodes[index]
-            assert isinstance(node, kind)
-            yield node
+            yield self.nodes[index]
 
     def jumps(self, inside: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """The statements that may end an iteration, or the whole loop, early."""
@@ -84,11 +126,13 @@ class SyntaxTree:
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """A node's index in ``nodes``, and that of the first node after its descendants."""
-        return self._spans[node]
+        index = self._indices[id(node)]
+        return index, self._ends[index]
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         """The parent of a node; the module is its own."""
-        return self._parents.get(node, node)
+        index = self._indices.get(id(node))
+        return node if index is None else self.nodes[self._parents[index]]
 
     def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """The ancestors of a node, nearest first."""
@@ -98,8 +142,8 @@ class SyntaxTree:
 
     def is_inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
         """Whether a node is ``outer`` or a descendant of it."""
-        first, end = self._spans[outer]
-        return first <= self._spans[node][0] < end
+        first, end = self.span(outer)
+        return first <= self._indices[id(node)] < end
 
     def is_attribute_name(self, name: cst.Name) -> bool:
         """Whether a name is what follows the dot of an attribute."""
@@ -108,12 +152,11 @@ class SyntaxTree:
 
     def line(self, node: cst.CSTNode) -> int:
         """The line on which a node begins, from 1."""
-        return int(self._positions[node].start.line)
+        return self.position(node)[0]
 
     def position(self, node: cst.CSTNode) -> tuple[int, int]:
         """Line and column; nodes of one function are executed roughly in this order."""
-        start = self._positions[node].start
-        return start.line, start.column
+        return self._positions.of(self._indices[id(node)])
 
     def text(self, node: cst.CSTNode) -> str:
         """A node as it is written, without the white space and comments before it."""
@@ -122,19 +165,31 @@ class SyntaxTree:
         return self.module.code_for_node(node).strip()
 
     # -------------------------------------------------------------------------------- names
-    def imported(self, node: cst.CSTNode) -> set[str]:
+    def imported(self, node: cst.CSTNode) -> frozenset[str]:
         """The full names that a dotted name may refer to by imports."""
-        return self._names(node, QualifiedNameSource.IMPORT) if full_name(node) else set()
+        found = self._imported.get(id(node))
+        if found is None:
+            found = self._scopes.names(node).imported if full_name(node) else frozenset()
+            if id(node) in self._indices:
+                self._imported[id(node)] = found
+        return found
 
     def variable(self, node: cst.CSTNode) -> str | None:
         """The identity of a variable: a name with its scope, or ``.attr`` for that attribute of any object."""
+        if not isinstance(node, (cst.Name, cst.Attribute)):
+            return None
+        if id(node) not in self._variables:
+            if id(node) not in self._indices:
+                return self._variable(node)
+            self._variables[id(node)] = self._variable(node)
+        return self._variables[id(node)]
+
+    def _variable(self, node: cst.Name | cst.Attribute) -> str | None:
         if isinstance(node, cst.Attribute):
             return None if self.imported(node) else f".{node.attr.value}"
-        if not isinstance(node, cst.Name):
-            return None
         if self._is_class_level(node):
             return f".{node.value}"
-        return next(iter(sorted(self._names(node, QualifiedNameSource.LOCAL))), None)
+        return min(self._scopes.names(node).local, default=None)
 
     def _is_class_level(self, node: cst.Name) -> bool:
         """Whether a name is assigned in a class's body, and so an attribute of the class."""
@@ -144,10 +199,6 @@ class SyntaxTree:
             if not isinstance(above, (cst.Tuple, cst.Element)):
                 return False
         return False
-
-    def _names(self, node: cst.CSTNode, source: QualifiedNameSource) -> set[str]:
-        found = self._qualified.get(node, ())
-        return {each.name for each in (found() if callable(found) else found) if each.source is source}
 
     # -------------------------------------------------------------------------------- statements
     def statement(self, node: cst.CSTNode) -> Statement | None:
@@ -199,9 +250,7 @@ class SyntaxTree:
     @cached_property
     def functions(self) -> dict[str, cst.FunctionDef]:
         """Functions and methods by their qualified names."""
-        return {
-            name: node for node in self.all(cst.FunctionDef) for name in self._names(node, QualifiedNameSource.LOCAL)
-        }
+        return {name: node for node in self.all(cst.FunctionDef) for name in sorted(self._scopes.names(node).local)}
 
     def is_method(self, function: cst.FunctionDef) -> bool:
         """Whether its first parameter is the object."""
@@ -210,14 +259,72 @@ class SyntaxTree:
         return in_class and not static
 
 
+def of_tree(function: Callable[[SyntaxTree], Fact]) -> Callable[[SyntaxTree], Fact]:
+    """A function of the tree alone whose result is kept with the tree."""
+
+    @wraps(function)
+    def kept(tree: SyntaxTree) -> Fact:
+        if function not in tree.facts:
+            tree.facts[function] = function(tree)
+        found: Fact = tree.facts[function]
+        return found
+
+    return kept
+
+
+class _Fields(cst.CSTVisitor):
+    """The fields of a node, in the order of the text."""
+
+    def __init__(self, node: cst.CSTNode) -> None:
+        super().__init__()
+        self._node = node
+        self.names: list[str] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return node is self._node
+
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        pass
+
+    def on_visit_attribute(self, node: cst.CSTNode, attribute: str) -> None:
+        self.names.append(attribute)
+
+
+_fields_of: dict[type[cst.CSTNode], list[str]] = {}
+
+
+def _fields(node: cst.CSTNode) -> list[str]:
+    """The fields of a node with nodes in them, in the order of the text; ``node.children`` would copy the node."""
+    found = _fields_of.get(node.__class__)
+    if found is None:
+        visitor = _Fields(node)
+        node.visit(visitor)
+        last = {field.name for field in fields(node)} & {"format_spec"}  # visited only if there is one
+        found = _fields_of[node.__class__] = [*(each for each in visitor.names if each not in last), *last]
+    return found
+
+
+def _is_listed(value: Any, kind: type) -> bool:
+    """Whether a field's value is a node that counts."""
+    if kind in _NO_NODES:
+        return False
+    if kind in _LINES:
+        return value.comment is not None
+    if kind in _PUNCTUATION:
+        return any(getattr(value, name).__class__ is not cst.SimpleWhitespace for name in _fields(value))
+    return True
+
+
 def full_name(node: cst.CSTNode) -> str:
     """A dotted name as a string; empty for other expressions."""
-    if isinstance(node, cst.Attribute):
-        value = full_name(node.value)
-        return f"{value}.{node.attr.value}" if value else ""
-    if isinstance(node, cst.ImportAlias):
-        return get_full_name_for_node(node) or ""
-    return node.value if isinstance(node, cst.Name) else ""
+    # ``isinstance`` is slow for libcst's classes.
+    kind = node.__class__
+    if kind is cst.Name:
+        return node.value  # type: ignore[attr-defined, no-any-return]
+    if kind is cst.Attribute:
+        value = full_name(node.value)  # type: ignore[attr-defined]
+        return f"{value}.{node.attr.value}" if value else ""  # type: ignore[attr-defined]
+    return get_full_name_for_node(node) or "" if kind is cst.ImportAlias else ""
 
 
 def dotted(name: str) -> cst.Attribute | cst.Name:

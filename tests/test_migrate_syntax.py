@@ -1,0 +1,171 @@
+"""How ``unidist.migrate`` reads modules, beside libcst's metadata; the processes that share the work."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import libcst as cst
+import pytest
+from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
+
+from tests.support.migrate_scripts import script
+from tests.support.worlds import LEGACY, ROOT
+from unidist.migrate.parsing import _parts, parse
+from unidist.migrate.project import Exports, migrate_files
+from unidist.migrate.syntax import SyntaxTree, full_name
+from unidist.migrate.workers import results_in_order
+
+pytestmark = pytest.mark.unit
+TEXTS = {
+    **{path.stem: path.read_text() for path in [*LEGACY[::3], *sorted((ROOT / "examples").glob("*.py"))]},
+    **{
+        path.stem: path.read_text().split("=== after\n")[0]
+        for path in sorted((ROOT / "tests/migrations").glob("*.txt"))[::3]
+    },
+    **{f"random script {seed}": script(seed) for seed in range(6)},
+    "nothing": "",
+    "comments": "# a\n\n(  # b\n  f(a,  # c\n    # d\n    b.  # e\n    c)\n)\nif x:  # f\n    pass\n    # g\n# h",
+    "line ends": "if a:\r\n    x = '''b\r\nc'''\r\n    y\r\n",
+    "scopes": (
+        "import a.b.c, d.e as f, g\nfrom .h import i as j, k\nfrom . import l\nfrom m import *\nimport a.b\n"
+        "x = x + 1\nclass C(x):\n    y: x = x\n    z = [y for y in y if y for z in (y, z)]\n"
+        "    def __init__(self, x=y, *args: j, q, **more):\n        global g, new\n        self.x = x, y, g\n"
+        "        new = a.b.c.d(a.b, a.z, f.u)\n        def inner():\n            nonlocal q\n            q = q + x\n"
+        "            import d.e\n            return lambda v, w=q: v + w + d.e.n\n        return inner\n"
+        "    def y(self): return C.y\n@C.deco(x)\ndef x(k: k = k) -> x: return (n := k) and n\n"
+        "for i, (o, p.q) in r[i]: i += o\nelse: del i\nwith s as (t, u), v: w = {t: u for t, *u in v}\n"
+        "try: pass\nexcept a.b.E as e: print(e, E)\nmatch x:\n    case C(y=z) | [*z, {'a': y}] as q: z.q(y)\n"
+        "if g:\n    import g\nelse:\n    g = None\n(a.b.c)[a.b].d, a.b.c().d, f'{a.b.c:{x}}', print.x, unknown.y\n"
+        "from typing import TypeVar as TV, cast\nT = TV(x, bound=x)\n"
+        "async def co(): return [x async for x in await x]\n"
+        "def second():\n    import x\n    from y import x\n    x = x.z\n    return x\n"
+    ),
+    "type parameters": (
+        "type A[T: int] = list[T]\ndef f[T, *U](a: T) -> T: return T\nclass B[V](A[V]):\n    def g(s): V\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_names_and_positions_are_those_of_libcst(text: str) -> None:
+    tree = SyntaxTree(text)
+    wrapper = MetadataWrapper(tree.module, unsafe_skip_copy=True)
+    positions, names = wrapper.resolve(PositionProvider), wrapper.resolve(QualifiedNameProvider)
+
+    def expected(node: cst.CSTNode, source: QualifiedNameSource) -> set[str]:
+        found = names.get(node, ())
+        return {each.name for each in (found() if callable(found) else found) if each.source is source}
+
+    for node in tree.nodes:
+        assert tree.position(node) == (positions[node].start.line, positions[node].start.column), node
+        if isinstance(node, (cst.Name, cst.FunctionDef)):
+            assert tree._scopes.names(node).local == expected(node, QualifiedNameSource.LOCAL), node
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            assert tree.imported(node) == (expected(node, QualifiedNameSource.IMPORT) if full_name(node) else set()), (
+                node
+            )
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_the_tree_has_all_nodes_but_white_space_and_punctuation(text: str) -> None:
+    tree = SyntaxTree(text)
+
+    def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        yield node
+        for child in node.children:
+            assert id(child) not in listed or tree.parent(child) is node
+            yield from walk(child)
+
+    listed = {id(node) for node in tree.nodes}
+    everything = list(walk(tree.module))
+    assert [node for node in everything if id(node) in listed] == tree.nodes
+    assert tree.parent(tree.module) is tree.module and tree.span(tree.module) == (0, len(tree.nodes))
+    for node in everything:
+        if id(node) in listed:
+            first, end = tree.span(node)
+            assert tree.nodes[first:end] == [each for each in walk(node) if id(each) in listed]
+        else:
+            assert not isinstance(node, (cst.BaseExpression, cst.BaseStatement, cst.BaseSmallStatement, cst.Comment))
+
+
+@pytest.mark.parametrize("longest", [1, 2000])
+def test_parts_make_the_same_module(longest: int) -> None:
+    whole = "\n\n".join(
+        [*(path.read_text() for path in LEGACY[::6]), *map(script, range(3)), TEXTS["comments"], TEXTS["scopes"]]
+    )
+    for text in [whole, f"{whole}\\\n\n", whole.replace("\n", "\r\n"), f"#{whole}\n\x0c\nx = 1", "x = 1", ""]:
+        expected = cst.parse_module(text)
+        assert parse(text, longest).deep_equals(expected) and parse(text, longest).code == text
+    with pytest.raises(cst.ParserSyntaxError) as error:
+        parse(f"{whole}\nprint 1\n", longest)
+    assert error.value.raw_line == whole.count("\n") + 2
+    assert len(list(_parts(whole, longest))) > 5
+
+
+# ------------------------------------------------------------------------------------ several processes
+def square(number: int) -> int:
+    if number == 13:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 17:
+        os._exit(3)
+    if number < 4:
+        time.sleep(0.05 * (4 - number))
+    return number * number
+
+
+def test_results_are_in_order_and_a_process_that_dies_costs_its_own_item_alone() -> None:
+    found = list(results_in_order(square, iter(range(40)), lambda number, status: status, processes=3))
+    assert found == [{13: -9, 17: 3}.get(number, number * number) for number in range(40)]
+    assert set(results_in_order(lambda _: os.getpid(), range(4), lambda *_: 0)) == {os.getpid()}
+    pids = set(results_in_order(lambda _: os.getpid(), range(40), lambda *_: 0, processes=2))
+    assert os.getpid() not in pids and 1 <= len(pids) <= 2
+    left = results_in_order(square, range(10), lambda *_: 0, processes=2)
+    next(left)
+    left.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_many_files_have_the_same_reports_as_one_at_a_time(tmp_path: Path) -> None:
+    paths = [tmp_path / path.name for path in LEGACY]
+    for path, legacy in zip(paths, LEGACY):
+        path.write_text(legacy.read_text())
+    (tmp_path / "broken.py").write_text("import horovod.torch as hvd\nprint 1\n")
+    paths.insert(3, tmp_path / "broken.py")
+    together = list(migrate_files(paths, "native", Exports()))
+    alone = [report for path in paths for report in migrate_files([path], "native", Exports())]
+    assert together == alone and [report.path for report in together] == paths
+    assert gc.isenabled()
+
+
+def test_a_long_file(tmp_path: Path) -> None:
+    """10,000 lines in less than 350 MB, of which importing torch takes 230: half a gigabyte is enough for 20,000."""
+    functions = "\n".join(
+        f"def work_{number}(model, data, rate={number}):\n"
+        "    total = 0.0\n    for index, (x, y) in enumerate(data):\n"
+        "        loss = (model(x) - y).pow(2).mean() * rate\n"
+        f"        total += loss.item()\n        if index % 10 == {number % 10}:\n"
+        f"            print('step', index, total / (index + 1), work_{max(0, number - 1)})\n    return total\n"
+        for number in range(1120)
+    )
+    path = tmp_path / "long.py"
+    path.write_text(f"{functions}\n{(ROOT / 'tests/legacy/plain.py').read_text()}")
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom unidist.migrate.project import Exports, migrate_file\n"
+        "report = migrate_file(Path(sys.argv[1]), 'native', Exports())\n"
+        "assert report.status == 'changed' and 'wrap_model' in report.after, report.remarks\n"
+        "print(len(report.before.splitlines()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)\n"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    lines, megabytes = map(int, done.stdout.split())
+    assert lines > 10_000 and megabytes < 350
