@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import libcst as cst
@@ -12,7 +13,7 @@ import libcst as cst
 import unidist.hvd
 from unidist.migrate.edits import Edits
 from unidist.migrate.flow import callers
-from unidist.migrate.names import Names
+from unidist.migrate.names import Names, in_import, symbol_of
 from unidist.migrate.syntax import Statement, SyntaxTree, dotted
 
 #: The arguments of a call by the names of its parameters.
@@ -99,6 +100,24 @@ class Context:
         by_import = isinstance(root, cst.Name) and root.value in self.names.import_only
         return not by_import and "horovod" not in self.tree.imported(root)
 
+    @cached_property
+    def renamed(self) -> frozenset[str]:
+        """Variables that hold the module by an import, and None without it: they get the name ``unidist``."""
+        tree = self.tree
+        if not self.aliases_are_native or any(
+            name.value == "unidist" and not in_import(tree, name) for name in tree.all(cst.Name)
+        ):
+            return frozenset()
+        declarations: list[cst.Global | cst.Nonlocal] = [*tree.all(cst.Global), *tree.all(cst.Nonlocal)]
+        declared = {item.name.value for node in declarations for item in node.names}
+        fixed = {*self.names.import_only, *self.names.rebound, *self.exported, *declared}
+        found = (
+            tree.variable(name)
+            for name in tree.all(cst.Name)
+            if name.value not in fixed and "" in map(symbol_of, tree.imported(name)) and not in_import(tree, name)
+        )
+        return frozenset(variable for variable in found if variable is not None and not variable.startswith("."))
+
     def root(self, use: cst.BaseExpression) -> cst.BaseExpression:
         """What a use starts with: the imported name, or the alias."""
         while isinstance(use, cst.Attribute) and self.tree.variable(use) not in self.names.aliases:
@@ -127,7 +146,7 @@ class Context:
     # -------------------------------------------------------------------------------- code
     def unidist_name_for(self, use: cst.BaseExpression, name: str) -> cst.BaseExpression:
         """``unidist.NAME``, to replace a use: through the same alias, if that holds unidist."""
-        if not self.is_through_alias(use):
+        if not self.is_through_alias(use) or self.tree.variable(self.root(use)) in self.renamed:
             return dotted(f"unidist.{name}")
         if self.aliases_are_native:
             return cst.Attribute(self.root(use).deep_clone(), cst.Name(name))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from unidist.migrate.context import Context
+from unidist.migrate.flow import references
 from unidist.migrate.names import IMPORTERS, drop_in_name_of, in_import, is_horovod, root_name, symbol_of
 from unidist.migrate.syntax import dotted, full_name
 
@@ -36,6 +37,9 @@ def change_imports(context: Context) -> None:
             imports.string(node)
         elif isinstance(node, cst.Name):
             imports.module(node)
+    for variable in context.renamed:
+        for node in references(context.tree).get(variable, ()):
+            context.edits.replace(node, lambda updated: updated.with_changes(value="unidist"))
     imports.finish()
 
 
@@ -115,6 +119,8 @@ class _Imports:
             else:
                 aliases.append(alias)
                 self._remark_unmovable(node, name)
+        if any(full_name(alias.name) == "unidist" and alias.asname is None for alias in aliases):
+            needs_unidist_too = False
         if list(node.names) != aliases or needs_unidist_too:
             self._replace_import(
                 node, [node.with_changes(names=_without_trailing_comma(aliases))] if aliases else [], needs_unidist_too
@@ -132,6 +138,8 @@ class _Imports:
             return [kept], False
         mixed = bound is not None and bound not in self._context.names.import_only
         if mixed and self._context.aliases_are_native:
+            if self._is_renamed(bound or ""):
+                return [cst.ImportAlias(cst.Name("unidist"))], False
             return [alias.with_changes(name=cst.Name("unidist"))], False
         first = bound or name.split(".")[0]
         if first in self._still_used | self._other_parts_used or (mixed and not self._context.aliases_are_native):
@@ -140,6 +148,10 @@ class _Imports:
         if exported:
             self._remark_reexported(alias, first)
         return [kept] if exported else [], self._is_used(first)
+
+    def _is_renamed(self, bound: str) -> bool:
+        """Whether the variables of this name get the name ``unidist``."""
+        return any(variable.rpartition(".")[2] == bound for variable in self._context.renamed)
 
     def _package(self, node: cst.Import, alias: cst.ImportAlias, first: str) -> tuple[list[cst.ImportAlias], bool]:
         """What replaces ``horovod`` itself, and whether ``import unidist`` is needed beside it."""
@@ -240,7 +252,8 @@ class _Imports:
                 if target is not None:
                     self._remark_reexported(alias, bound)
             elif self._context.aliases_are_native and is_horovod(whole):
-                return cst.Import([cst.ImportAlias(cst.Name("unidist"), cst.AsName(cst.Name(bound)))]), False
+                asname = None if self._is_renamed(bound) else cst.AsName(cst.Name(bound))
+                return cst.Import([cst.ImportAlias(cst.Name("unidist"), asname)]), False
         if target is None:
             if is_horovod(whole):
                 self._remark_unmovable(node, whole)
