@@ -12,7 +12,6 @@ import libcst as cst
 
 import unidist.hvd
 from unidist.migrate.edits import Edits
-from unidist.migrate.flow import callers
 from unidist.migrate.names import Names, in_import, symbol_of
 from unidist.migrate.syntax import Statement, SyntaxTree, dotted
 
@@ -176,67 +175,6 @@ class Context:
             self.tree.function(call) is self.tree.module and self._is_unconditional(call)
             for call in self.names.dynamic_imports
         )
-
-    def is_surely_imported(self, node: cst.CSTNode, depth: int = 4) -> bool:
-        """Whether the code shows that Horovod has been imported whenever a node is executed."""
-        if any(self._is_unconditional(each) for each in (*self.names.imports, *self.names.dynamic_imports)):
-            return True
-        child = node
-        for above in self.tree.parents(node):
-            if isinstance(above, (cst.Module, cst.IndentedBlock)):
-                before = above.body[: next(index for index, each in enumerate(above.body) if each is child) + 1]
-                if any(self._uses(each) for each in before if isinstance(each, cst.SimpleStatementLine)):
-                    return True
-            if (
-                isinstance(above, cst.If)
-                and child is not above.test
-                and self._uses(above.test, modules=child is above.body)
-            ):
-                return True
-            if isinstance(above, cst.Lambda):
-                return False
-            if isinstance(above, cst.FunctionDef):
-                calls = callers(self.tree, above)
-                return depth > 0 and bool(calls) and all(self.is_surely_imported(call, depth - 1) for call in calls)
-            child = above
-        return False
-
-    def _uses(self, node: cst.CSTNode, modules: bool = False) -> bool:
-        """Whether executing a node always uses or imports something of Horovod's.
-
-        Args:
-            node: a statement, or the test of an ``if``.
-            modules: whether it counts that the module is tested, as in ``if hvd is not None:``.
-        """
-        wanted = [*self.names.symbols, *self.names.imports, *(self.names.modules if modules else ())]
-        return any(
-            self.tree.is_inside(each, node) and not self._is_conditional(each, node, is_test=each in self.names.modules)
-            for each in wanted
-        )
-
-    def _is_conditional(self, node: cst.CSTNode, outer: cst.CSTNode, is_test: bool) -> bool:
-        """Whether an inner node may be skipped when the outer one is executed.
-
-        With ``is_test``, whether the outer one may be true although the inner one is false, as ``hvd`` in ``not hvd``.
-        """
-        child: cst.CSTNode = node
-        for above in (node, *self.tree.parents(node)):
-            if isinstance(above, (cst.Lambda, cst.IfExp, cst.BaseComp)):
-                return True
-            if isinstance(above, cst.BooleanOperation):
-                is_right = child is above.right
-                if (is_right and not is_test) or (is_test and isinstance(above.operator, cst.Or)):
-                    return True
-            if is_test and isinstance(above, cst.UnaryOperation):
-                return True
-            if is_test and isinstance(above, cst.Comparison):
-                operator = above.comparisons[0].operator
-                if not isinstance(operator, (cst.IsNot, cst.NotEqual)) or len(above.comparisons) > 1:
-                    return True
-            if above is outer:
-                return False
-            child = above
-        return False
 
     def _is_unconditional(self, node: cst.CSTNode) -> bool:
         """Whether a statement of the module's own level is executed in any case."""

@@ -1,33 +1,23 @@
-"""Where gradients come from, and through which calls they flow.
+"""Gradients that a script assigns, and the calls through which they flow.
 
-A wrapped model averages gradients in backward passes of its outputs, and nowhere else. In the backward passes of
+Horovod and ``replicate`` average what ``backward()`` accumulates, and nothing else. In the backward passes of
 ``allgather`` and ``broadcast``, Horovod averages gradients and unidist sums them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import libcst as cst
 
 from unidist.migrate.context import is_constant
-from unidist.migrate.flow import assignments, assignments_of, callees, is_parameter, is_target, parameter_of, references
-from unidist.migrate.syntax import Problem, Statement, SyntaxTree, argument, full_name
+from unidist.migrate.flow import assignments, assignments_of, is_parameter, is_target, references
+from unidist.migrate.syntax import Problem, SyntaxTree, argument, full_name
 
 _ASSIGNED = "a gradient is assigned by hand, and unidist does not average it"
-_COMPUTED = "gradients are computed without backward(), and wrap_model does not average them"
-_NOT_OUTPUT = "whether this backward pass starts from the model's output, as wrap_model requires, cannot be determined"
 _SECOND = "backward(create_graph=True) keeps a graph of gradients, which averaging in place would break"
-_INPUTS = "backward(inputs=...) skips gradients for which DistributedDataParallel waits"
 _LBFGS = "LBFGS calls the closure as often as each rank's own loss requires, so ranks would wait for each other"
-_FUNCTIONAL = (
-    "torch.func",
-    "torch.autograd.functional",
-    "torch.autograd.forward_ad",
-    "torch.nn.utils.stateless",
-    "functorch",
-)
 #: In-place methods that scale or clip a gradient, in the same way on all ranks.
 _SCALING = {
     "mul_", "div_", "true_divide_", "zero_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_", "neg_",
@@ -56,39 +46,7 @@ _MAKING = {
 _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
 
-def gradient_problems(
-    tree: SyntaxTree,
-    called: Iterable[cst.BaseExpression],
-    passed: Iterable[cst.BaseExpression],
-    wraps: Iterable[Statement],
-) -> Iterator[Problem]:
-    """Gradients of wrapped models that their backward passes would not average.
-
-    Args:
-        tree: the module.
-        called: the forward passes of the models.
-        passed: uses of the models as arguments of calls.
-        wraps: the statements that wrap them; a backward pass before all of these involves no wrapped model.
-    """
-    wraps = list(wraps)
-    yield from _assigned_by_hand(tree)
-    yield from _computed_otherwise(tree)
-    yield from _of_lbfgs(tree)
-    origin = _Origins(tree, set(called), set(passed))
-    for call in tree.method_calls("backward"):
-        if all(
-            tree.function(call) is tree.function(wrap) and tree.position(call) < tree.position(wrap) for wrap in wraps
-        ):
-            continue
-        if _is_given(call, "create_graph", 2 if _is_of_tensor(tree, call) else 3):
-            yield call, _SECOND
-        if _is_given(call, "inputs", 3 if _is_of_tensor(tree, call) else 5):
-            yield call, _INPUTS
-        if not origin.is_output(call):
-            yield call, _NOT_OUTPUT
-
-
-def gradient_problems_in_place(tree: SyntaxTree) -> Iterator[Problem]:
+def gradient_problems(tree: SyntaxTree) -> Iterator[Problem]:
     """Gradients that ``replicate`` would not average as Horovod does: both watch what ``backward()`` accumulates."""
     yield from _assigned_by_hand(tree)
     yield from _of_lbfgs(tree)
@@ -216,24 +174,6 @@ def _is_string(node: cst.BaseExpression, text: str) -> bool:
     return isinstance(node, cst.SimpleString) and node.evaluated_value == text
 
 
-# ------------------------------------------------------------------------------------ gradients without backward()
-def _computed_otherwise(tree: SyntaxTree) -> Iterator[Problem]:
-    """Gradients that are not computed by ``backward()``."""
-    for node in tree.all((cst.Name, cst.Attribute)):
-        if isinstance(tree.parent(node), cst.Attribute):
-            continue
-        names = tree.imported(node)
-        above = tree.parent(node)
-        if not names or isinstance(above, (cst.ImportAlias, cst.ImportFrom, cst.AsName)):
-            continue
-        if any(name == start or name.startswith(f"{start}.") for name in names for start in _FUNCTIONAL):
-            yield node, _COMPUTED
-        if "torch.autograd.grad" in names:
-            inputs = _argument(above, "inputs", 1) if isinstance(above, cst.Call) and above.func is node else None
-            if inputs is None or not _is_data(tree, inputs):
-                yield node, _COMPUTED
-
-
 def _of_lbfgs(tree: SyntaxTree) -> Iterator[Problem]:
     for node in tree.nodes:
         if isinstance(node, (cst.Name, cst.Attribute)) and not isinstance(tree.parent(node), cst.Attribute):
@@ -258,39 +198,6 @@ def _is_of_tensor(tree: SyntaxTree, call: cst.Call) -> bool:
     return not tree.imported(call.func)
 
 
-def _is_data(tree: SyntaxTree, inputs: cst.BaseExpression) -> bool:
-    """Whether derivatives are taken with respect to leaves that the script makes, as a batch, and not to parameters."""
-    if isinstance(inputs, (cst.List, cst.Tuple)):
-        return all(_is_data(tree, element.value) for element in inputs.elements)
-    variable = tree.variable(inputs)
-    if variable is None or not isinstance(inputs, cst.Name):
-        return False
-    uses = references(tree).get(variable, [])
-    requires_grad = any(
-        isinstance(above := tree.parent(use), cst.Attribute)
-        and above.value is use
-        and (above.attr.value == "requires_grad_" or (above.attr.value == "requires_grad" and is_target(tree, above)))
-        for use in uses
-    )
-    values = [value for value, _ in assignments_of(tree, variable)]
-    made = bool(values) and all(_is_leaf(value) for value in values)
-    looped = any(
-        tree.variable(name) == variable and "param" in tree.text(loop.iter)
-        for loop in tree.all(cst.For)
-        for name in tree.all(cst.Name, inside=loop.target)
-    )
-    of_parameters = any(re.search(r"param|weight|\bbias\b", tree.text(value)) for value in values)
-    return (requires_grad or made) and not looped and not of_parameters
-
-
-def _is_leaf(value: cst.BaseExpression) -> bool:
-    """``x.detach().requires_grad_()``, ``torch.rand(3, requires_grad=True)``."""
-    if not isinstance(value, cst.Call):
-        return False
-    method = value.func.attr.value if isinstance(value.func, cst.Attribute) else ""
-    return method == "requires_grad_" or is_constant(argument(value, "requires_grad"), True)
-
-
 # ------------------------------------------------------------------------------------ what a backward pass starts from
 def _is_detached(node: cst.CSTNode) -> bool:
     """Whether a gradient ends here: ``loss.item()``, ``float(loss)``, ``loss.data``."""
@@ -302,103 +209,6 @@ def _is_detached(node: cst.CSTNode) -> bool:
 def _called_name(call: cst.Call) -> str:
     """The name of a function or method, without what precedes the last dot."""
     return call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
-
-
-class _Origins:
-    """What values are computed from, as far as the module shows it."""
-
-    def __init__(self, tree: SyntaxTree, called: set[cst.BaseExpression], passed: set[cst.BaseExpression]) -> None:
-        self._tree = tree
-        self._called, self._passed = called, passed
-        #: For each variable, where it is set or changed, and by what.
-        self._sources: dict[str, list[tuple[cst.CSTNode, cst.CSTNode]]] = {}
-        for value, target in assignments(tree):
-            self._add(target, value)
-        for node in tree.all((cst.AugAssign, cst.For, cst.CompFor, cst.WithItem, cst.Call)):
-            if isinstance(node, cst.AugAssign):
-                self._add(node.target, node.value)
-            elif isinstance(node, (cst.For, cst.CompFor)):
-                self._add(node.target, node.iter)
-            elif isinstance(node, cst.WithItem) and node.asname is not None:
-                self._add(node.asname.name, node.item)
-            elif isinstance(node, cst.Call):
-                self._call(node)
-
-    def _add(self, target: cst.BaseExpression, source: cst.CSTNode) -> None:
-        for each in (target, *self._tree.all(cst.Name, inside=target), *self._tree.all(cst.Attribute, inside=target)):
-            if isinstance(each, (cst.Name, cst.Attribute)) and (variable := self._tree.variable(each)) is not None:
-                self._sources.setdefault(variable, []).append((each, source))
-
-    def _call(self, call: cst.Call) -> None:
-        """Arguments become a part of a method's object (``losses.append(loss)``), and of parameters."""
-        if isinstance(call.func, cst.Attribute) and not self._tree.imported(call.func):
-            for argument_ in call.args:
-                self._add(call.func.value, argument_)
-        for function in callees(self._tree, call):
-            for argument_ in call.args:
-                parameter = parameter_of(self._tree, function, call, argument_)
-                if parameter is not None:
-                    self._sources.setdefault(parameter, []).append((function, argument_))
-
-    def is_output(self, call: cst.Call) -> bool:
-        """Whether a backward pass starts from something that a forward pass of a model has computed."""
-        waiting: list[cst.CSTNode] = [call.func, *call.args]
-        seen: set[cst.CSTNode] = set()
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            index, end = self._tree.span(node)
-            while index < end:
-                part = self._tree.nodes[index]
-                if _is_detached(part):
-                    index = self._tree.span(part)[1]
-                    continue
-                if part in self._called or self._is_passed(part):
-                    return True
-                waiting += self._origins_of(part)
-                index += 1
-        return False
-
-    def _is_passed(self, node: cst.CSTNode) -> bool:
-        """Whether the model is passed to an object that may call it."""
-        if node not in self._passed:
-            return False
-        call = self._tree.parent(self._tree.parent(node))
-        return isinstance(call, cst.Call) and any(each.name.value == "__init__" for each in callees(self._tree, call))
-
-    def _sources_at(self, use: cst.CSTNode, variable: str) -> Iterator[cst.CSTNode]:
-        """What a variable may come from at a use, without what an earlier assignment in the same block overwrote."""
-        tree = self._tree
-        sources = self._sources.get(variable, [])
-        statement = tree.statement(use)
-        block = tree.block(statement) if statement is not None else None
-        before = [
-            target
-            for target, _ in sources
-            if statement is not None
-            and isinstance(tree.parent(target), cst.AssignTarget)
-            and (own := tree.statement(target)) is not None
-            and tree.block(own) is block
-            and tree.position(own) < tree.position(statement)
-        ]
-        last = max(before, key=tree.position, default=None)
-        for target, source in sources:
-            if last is None or tree.position(last) <= tree.position(target) < tree.position(use):
-                yield source
-
-    def _origins_of(self, part: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        tree = self._tree
-        functions: list[cst.FunctionDef] = callees(tree, part) if isinstance(part, cst.Call) else []
-        if isinstance(part, (cst.Name, cst.Attribute)) and (variable := tree.variable(part)) is not None:
-            yield from self._sources_at(part, variable)
-            if variable in tree.functions and not is_parameter(tree, variable):
-                functions = [tree.functions[variable]]
-        for function in functions:
-            results: list[cst.Return | cst.Yield]
-            results = [*tree.all(cst.Return, inside=function.body), *tree.all(cst.Yield, inside=function.body)]
-            yield from (result.value for result in results if result.value is not None)
 
 
 # ------------------------------------------------------------------------------------ calls that gradients flow through

@@ -1,4 +1,4 @@
-"""The rule for ``DistributedOptimizer``: it becomes a wrapped model and a plain optimizer, or stays."""
+"""The rule for ``DistributedOptimizer``: it becomes ``replicate`` and a plain optimizer, or stays."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
-from unidist.migrate.flow import Flow, assignments, follow, result_variables
-from unidist.migrate.gradients import gradient_problems, gradient_problems_in_place
+from unidist.migrate.flow import assignments, follow, result_variables
+from unidist.migrate.gradients import gradient_problems
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
-from unidist.migrate.rules.models import ModelUse, examine_model, frozen_later
-from unidist.migrate.rules.wrapping import COMPRESSION, METHODS, OptimizerPlan, horovod_method, replace_optimizer
+from unidist.migrate.rules.freezing import frozen_later
+from unidist.migrate.rules.replicating import COMPRESSION, METHODS, OptimizerPlan, horovod_method, replace_optimizer
 from unidist.migrate.syntax import Statement, full_name, is_pure
 
 _AVERAGE = "keep it, or use a plain optimizer and unidist.all_reduce(p.grad, 'mean') for each gradient"
@@ -23,27 +23,20 @@ class Refusal(Exception):
 
     node: cst.CSTNode
     why: str
-    remedy: str = field(default="write unidist.wrap_model and a plain optimizer by hand, see docs/migrating.md")
+    remedy: str = field(default="write unidist.replicate(model) and a plain optimizer by hand, see docs/migrating.md")
 
 
 def change_optimizers(context: Context) -> None:
     """All optimizers of a module, or none of them: calls of both kinds cannot share a model.
 
-    ``wrap_model`` takes the place of the models if everything that the module does with them goes through the wrapper;
-    else they are made data-parallel as they are.
+    Horovod and ``replicate`` watch the same parameters in the same way, whoever calls the model, so that what the rest
+    of the program does with it does not matter.
     """
-    refusal: Refusal | None = None
-    for plan in (_wrapped, _in_place):
-        try:
-            optimizers = [plan(context, call) for call in context.calls("DistributedOptimizer")]
-            _check_together(context, optimizers)
-            compressions = _compressions(context, optimizers)
-        except Refusal as error:
-            refusal = error
-        else:
-            break
-    else:
-        assert refusal is not None
+    try:
+        optimizers = [_plan(context, call) for call in context.calls("DistributedOptimizer")]
+        _check_together(context, optimizers)
+        compressions = _compressions(context, optimizers)
+    except Refusal as refusal:
         line = context.tree.line(context.tree.statement(refusal.node) or refusal.node)
         for use in list(context.uses("DistributedOptimizer")):
             here = context.tree.line(context.tree.statement(use) or use) == line
@@ -53,7 +46,7 @@ def change_optimizers(context: Context) -> None:
         return
     trained: set[tuple[object, str]] = set()
     for optimizer in optimizers:
-        model = context.tree.block(optimizer.wrap), context.text(optimizer.model)
+        model = context.tree.block(optimizer.before), context.text(optimizer.model)
         replace_optimizer(context, optimizer, is_first=model not in trained)
         trained.add(model)
     for node in compressions:
@@ -63,45 +56,15 @@ def change_optimizers(context: Context) -> None:
 
 
 # ------------------------------------------------------------------------------------ one optimizer
-def _wrapped(context: Context, call: cst.Call) -> OptimizerPlan:
-    """``wrap_model`` takes the place of the model.
-
+def _plan(context: Context, call: cst.Call) -> OptimizerPlan:
+    """
     Raises:
-        Refusal: the module uses the model otherwise than through the wrapper.
+        Refusal: Horovod's optimizer does something that ``replicate`` does not, or the model cannot be determined.
     """
     tree = context.tree
-    arguments = _arguments(context, call)
-    statement = tree.statement(call)
-    target, variables = _assigned_to(context, call)
-    if not isinstance(statement, cst.SimpleStatementLine) or (
-        target is not None and isinstance(tree.parent(target), cst.Element)
-    ):
-        raise Refusal(
-            call,
-            "DistributedOptimizer(...) is a part of a larger statement",
-            "assign it in a statement of its own, then migrate again",
-        )
-    adasum, compression = _check_arguments(context, call, arguments)
-    model = _trained_model(context, call, arguments)
-    broadcast = _broadcast_statement(context, model, statement)
-    wrap = max(statement, broadcast or statement, key=tree.position)
-    use = examine_model(context, model, wrap)
-    if use.problem is not None:
-        raise Refusal(use.problem[0], use.problem[1])
-    flow = follow(tree, variables)
-    return OptimizerPlan(
-        call, statement, target, arguments, model, wrap, broadcast, compression, use, flow, adasum=adasum
-    )
-
-
-def _in_place(context: Context, call: cst.Call) -> OptimizerPlan:
-    """The model is made data-parallel as it is, whoever refers to it.
-
-    Raises:
-        Refusal: Horovod's optimizer does something that ``replicate`` does not.
-    """
-    tree = context.tree
-    arguments = _arguments(context, call)
+    arguments = context.arguments(call)
+    if arguments is None:
+        raise Refusal(call, "the arguments of DistributedOptimizer cannot be determined")
     statement = tree.statement(call)
     if not isinstance(statement, cst.SimpleStatementLine) or not _is_always_evaluated(context, call):
         raise Refusal(
@@ -109,41 +72,18 @@ def _in_place(context: Context, call: cst.Call) -> OptimizerPlan:
             "whether DistributedOptimizer(...) is called depends on a part of its statement",
             "call it in a statement of its own, under an if, then migrate again",
         )
-    try:
-        target, variables = _assigned_to(context, call)
-        flow = follow(tree, variables)
-    except Refusal:  # it goes where it cannot be followed, and is a plain optimizer there
-        target, flow = None, Flow()
+    target, variables = _assigned_to(context, call)
     adasum, compression = _check_arguments(context, call, arguments)
     model = _trained_model(context, call, arguments)
     if not is_pure(model) or not _is_bound_at(context, model, statement):
         raise Refusal(call, f"`{context.text(model)}` may be another model at the line of DistributedOptimizer")
     broadcast = _broadcast_statement(context, model, statement)
-    wrap = max(statement, broadcast or statement, key=tree.position)
+    before = max(statement, broadcast or statement, key=tree.position)
     variable = tree.variable(model)
-    for problem in frozen_later(context, follow(tree, [variable] if variable else []), wrap):
+    for problem in frozen_later(context, follow(tree, [variable] if variable else []), before):
         raise Refusal(*problem)
-    return OptimizerPlan(
-        call,
-        statement,
-        target,
-        arguments,
-        model,
-        wrap,
-        broadcast,
-        compression,
-        ModelUse(),
-        flow,
-        in_place=True,
-        adasum=adasum,
-    )
-
-
-def _arguments(context: Context, call: cst.Call) -> Arguments:
-    arguments = context.arguments(call)
-    if arguments is None:
-        raise Refusal(call, "the arguments of DistributedOptimizer cannot be determined")
-    return arguments
+    flow = follow(tree, variables)
+    return OptimizerPlan(call, statement, target, arguments, model, before, broadcast, compression, adasum, flow)
 
 
 def _is_always_evaluated(context: Context, call: cst.Call) -> bool:
@@ -175,19 +115,13 @@ def _is_bound_at(context: Context, model: cst.BaseExpression, statement: Stateme
 
 
 def _assigned_to(context: Context, call: cst.Call) -> tuple[cst.BaseExpression | None, list[str]]:
-    """What the optimizer is assigned to, and the variables that hold it.
-
-    Raises:
-        Refusal: it is not assigned to one variable.
-    """
+    """What the optimizer is assigned to, and the variables that hold it; nothing if they cannot be determined."""
     tree = context.tree
     assigned = [target for value, target in assignments(tree) if value is call]
     parent = tree.parent(call)
     if len(assigned) == 1 and (variable := tree.variable(assigned[0])) is not None:
-        return assigned[0], [variable]
-    if isinstance(parent, cst.Return) and (variables := result_variables(tree, parent, None)):
-        return None, variables
-    raise Refusal(call, "this one is not assigned to a variable", "assign it to a variable, then migrate again")
+        return (None if isinstance(tree.parent(assigned[0]), cst.Element) else assigned[0]), [variable]
+    return None, (result_variables(tree, parent, None) or [] if isinstance(parent, cst.Return) else [])
 
 
 def _check_arguments(
@@ -210,7 +144,7 @@ def _check_arguments(
         )
     if "process_set" in arguments:
         raise Refusal(
-            call, "process_set= trains on some of the ranks", "use unidist.new_group and wrap_model(group=...)"
+            call, "process_set= trains on some of the ranks", "use unidist.new_group and replicate(group=...)"
         )
     if not is_constant(arguments.get("sparse_as_dense"), None, False):
         raise Refusal(
@@ -304,20 +238,13 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
     texts = [context.text(each.model) for each in optimizers]
     for each, model in zip(optimizers, texts):
         same = [other for other, its_model in zip(optimizers, texts) if its_model == model]
-        if len(same) > 1 and not all(other.in_place and other.compression is None for other in same):
-            raise Refusal(each.call, "two optimizers train one model")
+        if len(same) > 1 and any(other.compression is not None for other in same):
+            raise Refusal(each.call, "two optimizers train one model, and one of them compresses gradients")
     for use in context.uses("DistributedOptimizer"):
         if not isinstance(context.tree.parent(use), cst.Call):
             raise Refusal(use, "DistributedOptimizer is used without being called")
-    if optimizers and optimizers[0].in_place:
-        for node, why in gradient_problems_in_place(context.tree):
-            raise Refusal(node, why, _AVERAGE)
-    elif optimizers:
-        called, passed = (
-            [use for each in optimizers for use in getattr(each.use, kind)] for kind in ("called", "passed")
-        )
-        for node, why in gradient_problems(context.tree, called, passed, [each.wrap for each in optimizers]):
-            raise Refusal(node, why, _AVERAGE)
+    for node, why in gradient_problems(context.tree) if optimizers else ():
+        raise Refusal(node, why, _AVERAGE)
     known = {use for each in optimizers for use in each.flow.uses}
     for node in context.tree.all(cst.Attribute):
         method = node.attr.value in ("skip_synchronize", "synchronize") and optimizers and node.value not in known
@@ -413,5 +340,5 @@ def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> li
     raise Refusal(
         call,
         f"compression={context.text(node)} is not one of Horovod's",
-        "use wrap_model(compression='fp16') or 'bf16'",
+        "use replicate(compression='fp16') or 'bf16'",
     )

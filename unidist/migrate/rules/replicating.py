@@ -1,4 +1,4 @@
-"""Replaces a ``DistributedOptimizer`` by a data-parallel model, once the optimizer rule has found that it can be."""
+"""Replaces a ``DistributedOptimizer`` by ``replicate`` and a plain optimizer, as the optimizer rule decided."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import libcst as cst
 from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.flow import Flow
 from unidist.migrate.rules.accumulation import change_accumulation
-from unidist.migrate.rules.models import ModelUse
 from unidist.migrate.syntax import Statement, full_name, keyword
 
 _ADASUM_BRANCH = (
@@ -24,9 +23,6 @@ METHODS = {"synchronize", "skip_synchronize", "set_backward_passes_per_step"}
 _CLIPPED = "without synchronize(), Horovod may clip before it has averaged; now it is the averages that are clipped"
 _CLOSURE = "Horovod averages before it calls the closure; now each backward pass in the closure averages"
 _PASSED_ON = "the optimizer is passed to a function of another file, and is now a plain one"
-_PART_OF_OUTPUT = (
-    "only a part of the model's output is used here: parameters behind the rest get no gradient, which DDP refuses"
-)
 
 
 @dataclass
@@ -35,20 +31,17 @@ class OptimizerPlan:
 
     call: cst.Call
     statement: Statement
-    #: What it is assigned to; None if a function returns it.
+    #: What it is assigned to; None if it goes elsewhere.
     target: cst.BaseExpression | None
     arguments: Arguments
     model: cst.BaseExpression
-    #: The model is wrapped instead of this statement: the optimizer's, or the broadcast's if that is later.
-    wrap: Statement
+    #: The model is replicated before this statement: the optimizer's, or the broadcast's if that is later.
+    before: Statement
     broadcast: Statement | None
     compression: cst.BaseExpression | None
-    use: ModelUse
-    flow: Flow
-    #: Whether the model is made data-parallel as it is, by ``replicate``; else ``wrap_model`` takes its place.
-    in_place: bool = False
     #: The condition under which the script would use Adasum.
-    adasum: cst.BaseExpression | None = None
+    adasum: cst.BaseExpression | None
+    flow: Flow
 
 
 def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) -> None:
@@ -57,22 +50,13 @@ def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) 
     model = context.text(each.model)
 
     def no_sync(node: cst.CSTNode) -> str:
-        if not each.in_place:
-            return f"{model}.no_sync()"
         return f"{full_name(context.unidist_name(node, 'no_sync'))}({model})"
 
-    change_accumulation(context, each.arguments.get("backward_passes_per_step"), each.flow, no_sync, each.wrap)
+    change_accumulation(context, each.arguments.get("backward_passes_per_step"), each.flow, no_sync, each.before)
     predivide = each.arguments.get("gradient_predivide_factor")
     if predivide is not None and not is_constant(predivide, 1):
         context.remark(each.call, _ROUNDING, "nothing", f"gradient_predivide_factor={context.text(predivide)}")
     inner = each.arguments["optimizer"]
-    line: cst.BaseSmallStatement
-    if each.in_place:
-        line = cst.Expr(_data_parallel(context, each, "replicate"))
-    else:
-        target = each.model.deep_clone()
-        assert isinstance(target, (cst.Name, cst.Attribute))
-        line = cst.Assign([cst.AssignTarget(target)], _data_parallel(context, each, "wrap_model"))
     if each.adasum is not None:
         test = context.text(each.adasum)
         context.remark(each.call, *_ADASUM_BRANCH)
@@ -87,7 +71,7 @@ def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) 
         edits.remove(each.broadcast)
         context.mark_handled(each.broadcast)
     if is_first:
-        edits.insert(each.wrap, cst.SimpleStatementLine([line]))
+        edits.insert(each.before, cst.SimpleStatementLine([cst.Expr(_replicate(context, each))]))
     for node in (
         each.call.func,
         *(value for name, value in each.arguments.items() if name not in ("optimizer", "compression")),
@@ -95,11 +79,6 @@ def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) 
         context.mark_handled(node)
     if context.symbol(each.arguments.get("compression")) == "Compression.none":
         context.mark_handled(each.arguments["compression"])
-    for use in each.use.unwrapped:
-        edits.replace(use, _unwrapped(context, use))
-    for use in each.use.called:
-        if isinstance(tree.parent(tree.parent(use)), cst.Subscript):
-            context.remark(use, _PART_OF_OUTPUT, "pass find_unused_parameters=True to wrap_model if so")
     for use in each.flow.uses:
         _change_method(context, use)
         _remark_on_use(context, each, use)
@@ -115,16 +94,7 @@ def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) 
             context.remark(loaded, why, "nothing, if the state was meant to be loaded")
 
 
-def _unwrapped(context: Context, use: cst.BaseExpression) -> cst.BaseExpression:
-    """The inner model; if Horovod, and so unidist, may not have been imported, by code that needs neither."""
-    model = use.deep_clone()
-    if context.is_surely_imported(use):
-        return cst.Call(context.unidist_name(use, "unwrap"), [cst.Arg(model)])
-    text = context.text(use)
-    return cst.parse_expression(f'({text}.module if hasattr({text}, "no_sync") else {text})')
-
-
-def _data_parallel(context: Context, each: OptimizerPlan, name: str) -> cst.Call:
+def _replicate(context: Context, each: OptimizerPlan) -> cst.Call:
     options = [cst.Arg(each.model.deep_clone())]
     if each.compression is not None:
         value: cst.BaseExpression = each.compression.deep_clone()
@@ -137,9 +107,7 @@ def _data_parallel(context: Context, each: OptimizerPlan, name: str) -> cst.Call
                     text = text.replace(context.text(node), COMPRESSION[symbol])
             value = cst.parse_expression(text)
         options.append(keyword("compression", value))
-    if not each.in_place:  # Horovod does not synchronize the statistics of BatchNorm.
-        options.append(keyword("broadcast_buffers", cst.Name("False")))
-    return cst.Call(context.unidist_name_for(each.call.func, name), options)
+    return cst.Call(context.unidist_name_for(each.call.func, "replicate"), options)
 
 
 class _UpdatedArgument:

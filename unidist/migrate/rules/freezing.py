@@ -1,0 +1,51 @@
+"""Parameters that are frozen or unfrozen after their optimizer has been made, which ``replicate`` refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from unidist.migrate.context import Context
+from unidist.migrate.flow import Flow, callees, is_target
+from unidist.migrate.syntax import Problem, Statement
+
+
+def frozen_later(context: Context, flow: Flow, wrap: Statement) -> Iterator[Problem]:
+    """Changes of ``requires_grad`` after the wrapping, unless they are made to all parameters of a model."""
+    tree = context.tree
+    for node in tree.all(cst.Attribute):
+        changes = node.attr.value == "requires_grad_" or (node.attr.value == "requires_grad" and is_target(tree, node))
+        if isinstance(node.value, cst.BinaryOperation):
+            continue  # a sum or a product is not a parameter
+        if changes and not _is_all_before(context, node, wrap) and not _is_of_whole_model(context, node, flow):
+            yield node, "some parameters are frozen or unfrozen after DistributedOptimizer, which unidist refuses"
+
+
+def _is_all_before(context: Context, node: cst.CSTNode, wrap: Statement) -> bool:
+    """Whether a node is executed before the wrapping only."""
+    function = context.tree.function(node)
+    if function is context.tree.function(wrap):
+        return context.tree.position(node) < context.tree.position(wrap)
+    calls = [call for call in context.tree.all(cst.Call) if function in callees(context.tree, call)]
+    return bool(calls) and all(_is_before(context, call, wrap) for call in calls)
+
+
+def _is_of_whole_model(context: Context, node: cst.Attribute, flow: Flow) -> bool:
+    tree = context.tree
+    if node.attr.value == "requires_grad_":
+        return isinstance(node.value, cst.Name) or node.value in flow.uses
+    loop, statement = tree.loop(node), tree.statement(node)
+    if not isinstance(loop, cst.For) or statement is None or tree.block(statement) is not loop.body:
+        return False
+    called = loop.iter.func if isinstance(loop.iter, cst.Call) else None
+    return (
+        isinstance(called, cst.Attribute) and called.attr.value == "parameters" and isinstance(called.value, cst.Name)
+    )
+
+
+def _is_before(context: Context, node: cst.CSTNode, wrap: Statement) -> bool:
+    """Whether a use comes before the model is wrapped."""
+    return context.tree.function(node) is context.tree.function(wrap) and context.tree.position(
+        node
+    ) < context.tree.position(wrap)
