@@ -403,7 +403,7 @@ def test_a_notebook(tmp_path: Path) -> None:
         "%matplotlib inline\nimport unidist\nimport unidist.hvd as hvd\nimport torch\n!pip list | grep horovod\n"
         "unidist.init()"
     )
-    assert sources[5] == "model = unidist.wrap_model(model, broadcast_buffers=False)\n# all\nmodel(x).backward()"
+    assert sources[5] == "unidist.replicate(model)\n# all\nmodel(x).backward()"
     assert sources[7] == "%time handle = hvd.rank()\nh = hvd.allreduce_async(torch.ones(1))\nmodel?"
     for number in (0, 2, 3, 4, 6):
         assert after["cells"][number] == book["cells"][number]  # type: ignore[index]

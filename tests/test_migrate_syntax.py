@@ -161,7 +161,7 @@ def test_a_long_file(tmp_path: Path) -> None:
     code = (
         "import resource, sys\nfrom pathlib import Path\nfrom unidist.migrate.project import Exports, migrate_file\n"
         "report = migrate_file(Path(sys.argv[1]), 'native', Exports())\n"
-        "assert report.status == 'changed' and 'wrap_model' in report.after, report.remarks\n"
+        "assert report.status == 'changed' and 'replicate' in report.after, report.remarks\n"
         "print(len(report.before.splitlines()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)\n"
     )
     command = [sys.executable, "-c", code, str(path)]

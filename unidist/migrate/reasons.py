@@ -12,7 +12,7 @@ from unidist.migrate.rules.collectives import has_other_gradient, reduction
 Reason = tuple[str, str]
 _ASYNC = (
     "unidist has no asynchronous calls",
-    "for gradients, wrap_model, which averages them during backward(); else all_reduce, which is synchronous",
+    "for gradients, replicate, which averages them during backward(); else all_reduce, which is synchronous",
 )
 _HANDLE = (
     "unidist has no asynchronous calls, and so no handles",
@@ -26,12 +26,12 @@ _REASONS: dict[str, Reason] = {
     "synchronize": _HANDLE,
     "poll": _HANDLE,
     "DistributedOptimizer": (
-        "it cannot become unidist.wrap_model where it is not called directly",
-        "write unidist.wrap_model and a plain optimizer by hand, see docs/migrating.md",
+        "it cannot become unidist.replicate(model) where it is not called directly",
+        "write unidist.replicate(model) and a plain optimizer by hand, see docs/migrating.md",
     ),
     "Compression": (
         "it is an argument of a call that stays on the drop-in",
-        'nothing here: wrap_model takes compression="fp16" once that call is migrated',
+        'nothing here: replicate takes compression="fp16" once that call is migrated',
     ),
     "SyncBatchNorm": (
         "unidist converts all BatchNorm layers of a model at once",

@@ -22,7 +22,7 @@ model = make_model()
 lr_scaler = args.batches_per_allreduce * hvd.size() if not args.use_adasum else 1
 if args.use_adasum and hvd.nccl_built():
     lr_scaler = args.batches_per_allreduce * hvd.local_size()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * lr_scaler, momentum=0.9, weight_decay=5e-5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * lr_scaler, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(
     optimizer,
     named_parameters=model.named_parameters(),

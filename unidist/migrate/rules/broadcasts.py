@@ -1,4 +1,4 @@
-"""Rules for ``broadcast_parameters`` and ``broadcast_optimizer_state`` beside those that ``wrap_model`` replaces."""
+"""Rules for ``broadcast_parameters`` and ``broadcast_optimizer_state`` beside those that ``replicate`` replaces."""
 
 from __future__ import annotations
 

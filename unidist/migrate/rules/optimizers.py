@@ -298,7 +298,7 @@ def _check_method(context: Context, use: cst.BaseExpression) -> None:
 
 
 def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst.BaseExpression]:
-    """The uses of ``hvd.Compression`` that become ``wrap_model``'s strings.
+    """The uses of ``hvd.Compression`` that become ``replicate``'s strings.
 
     Raises:
         Refusal: one is not a constant of Horovod's, or another call takes it too.
