@@ -18,7 +18,7 @@ from unidist.compare.naming import names
 from unidist.compare.recorder import Recorder
 from unidist.compare.recording import OptimizerRecord, RankRecord, Recording, read
 from unidist.compare.series import final, largest, points
-from unidist.compare.sketch import distance, gap, sketches
+from unidist.compare.sketch import distances, gap, gaps, sketches
 
 LEGACY, PROGRAMS = ROOT / "tests/legacy", ROOT / "tests/programs"
 pytestmark = pytest.mark.unit
@@ -240,13 +240,17 @@ def test_the_script_is_not_disturbed(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ the comparison
+def distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    return distances(left.unsqueeze(0), right.unsqueeze(0)).item()
+
+
 def test_sketches_estimate_distances() -> None:
     draw = torch.Generator().manual_seed(0)
     for shape in [(1,), (3,), (40, 50), (70_000,)]:
         a, d = torch.randn(shape, generator=draw), 1e-5 * torch.randn(shape, generator=draw)
         mine, other = sketches([a, a + d])
         assert 0.3 < distance(mine, other) / d.norm().item() < 3
-        assert distance(mine, mine) == 0 and mine[0] == pytest.approx(a.norm().item())
+        assert distance(mine, mine) == 0 and mine[0].item() == pytest.approx(a.norm().item())
     for shape in [(4,), (200, 200)]:
         a = torch.randn(shape, generator=draw)
         one, moved = a.clone(), a.flip(0)
@@ -254,15 +258,67 @@ def test_sketches_estimate_distances() -> None:
         mine, *others = sketches([a, one, moved])
         assert distance(mine, others[0]) == pytest.approx(0.01, rel=0.5) and distance(mine, others[1]) > 0.1
     none, zeros, sparse = sketches([None, torch.zeros(3), torch.eye(3).to_sparse()])
-    assert none == zeros and sparse == sketches([torch.eye(3)])[0] and sketches([torch.zeros(0)])[0][0] == 0
-    assert sketches([]) == [] and sketches([torch.tensor([3 + 4j])])[0][0] == pytest.approx(5)
+    assert torch.equal(none, zeros) and torch.equal(sparse, sketches([torch.eye(3)])[0])
+    assert sketches([torch.zeros(0)])[0][0] == 0 and sketches([torch.tensor([3 + 4j])])[0][0].item() == pytest.approx(5)
+    assert sketches([]).shape == (0, 5)
     nan = float("nan")
-    assert (gap(nan, nan), gap(nan, 1.0), gap(torch.inf, torch.inf), gap(2.0, 1.0)) == (0, torch.inf, 0, 1)
+    pairs = [(nan, nan), (nan, 1.0), (torch.inf, torch.inf), (2.0, 1.0), (torch.inf, 1.0), (torch.inf, -torch.inf)]
+    between = [0, torch.inf, 0, 1, torch.inf, torch.inf]
+    assert [gap(*pair) for pair in pairs] == between
+    assert gaps(*torch.tensor(pairs, dtype=torch.float64).T).tolist() == between
+
+
+def test_sketches_of_many_tensors_are_those_of_each() -> None:
+    """Of other sizes, dtypes and layouts, in any order."""
+    draw = torch.Generator().manual_seed(0)
+    tensors: list[torch.Tensor | None] = [torch.randn(size, generator=draw) for size in (5, 70_000, 1, 0, 5, 33_000, 5)]
+    tensors += [None, torch.eye(3).to_sparse(), torch.ones(5, dtype=torch.float64), torch.tensor([1 + 2j]), None]
+    tensors += [torch.randn(8, 9, generator=draw).T, *torch.randn(300, 500, generator=draw)]
+    tensors += [torch.ones(5, dtype=torch.bfloat16), torch.randn(5, generator=draw).requires_grad_()]
+    together = sketches(tensors)
+    for tensor, row in zip(tensors, together, strict=True):
+        assert torch.allclose(sketches([tensor])[0], row, rtol=1e-13, atol=0)
+    turned = sketches(tensors[::-1]).flip(0)
+    assert torch.equal(turned, together)
+
+
+def test_a_record_of_a_step_is_small(tmp_path: Path) -> None:
+    """The names are in the file once; float64 parameters keep their precision."""
+    sizes = {}
+    for dtype in (torch.float32, torch.float64):
+        params = [nn.Parameter(torch.randn(3, 4, dtype=dtype)) for _ in range(100)]
+
+        def script(params: list[nn.Parameter] = params) -> None:
+            optimizer = torch.optim.SGD(params, lr=0.1)
+            for _ in range(3):
+                sum(param.square().sum() for param in params).backward()  # type: ignore[union-attr]
+                optimizer.step()
+
+        found = record(tmp_path / str(dtype), script)
+        assert torch.equal(found.ranks[0].steps[-1].weights, sketches(params).to(dtype))
+        lines = (tmp_path / str(dtype) / "rank-0.records").read_bytes()
+        sizes[dtype] = len(lines) - lines.index(b'{"optimizer"')
+    assert sizes[torch.float32] < 3 * (2 * 100 * 5 * 4 + 150) < sizes[torch.float64] < 3 * (2 * 100 * 5 * 8 + 150)
+
+
+def test_parameters_that_are_added_later(tmp_path: Path) -> None:
+    def script() -> None:
+        net, more = model(), nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            (net(torch.ones(1, 3)).sum() + more.sum()).backward()
+            optimizer.step()
+            if step == 0:
+                optimizer.add_param_group({"params": [more]})
+
+    assert first(tmp_path, script, script) is None
+    (rank,) = read(tmp_path / "left", 1).ranks
+    assert [len(each.names) for each in rank.optimizers] == [4, 5] and rank.optimizers[1].start[-1, 0] > 1.4
 
 
 def test_parameters_match() -> None:
     def trained(**shapes: list[int]) -> OptimizerRecord:
-        return OptimizerRecord("SGD", list(shapes), list(shapes.values()), [])
+        return OptimizerRecord("SGD", list(shapes), list(shapes.values()), torch.zeros(0, 5))
 
     assert match(trained(a=[2], b=[3]), trained(b=[3], a=[2])) == [1, 0]
     assert match(trained(a=[2], b=[3]), trained(x=[2], y=[3])) == [0, 1]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
-from unidist.migrate.jobs import LaunchLine, find_launches
+from tests.support.worlds import ROOT
+from unidist.migrate.files import FileKind
+from unidist.migrate.job_report import job_remarks
+from unidist.migrate.jobs import LaunchLine, Surroundings, find_launches
+from unidist.migrate.project import Exports, migrate_files
 
 pytestmark = pytest.mark.unit
 ONE = "torchrun --standalone --nproc-per-node"
@@ -121,7 +126,6 @@ def test_with_notes(command: str, torchrun: str, words: str) -> None:
         ("mpirun -machinefile m -ppn 4 python t.py", f"{several('NODES', 4, 'FIRSTHOST')} t.py"),
         ("mpirun python t.py", "the number of processes is not in the command"),
         ("horovodrun python t.py", "the number of processes is not in the command"),
-        ("#SBATCH -N 2\nmpirun -np 8 python t.py", f"{several(2, 4, 'FIRSTHOST')} t.py"),
         ("#PBS -l nodes=3:ppn=4\nmpirun python t.py", f"{several(3, 'PROCESSES', 'FIRSTHOST')} t.py"),
         ("horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./d.sh python t.py", "elastic"),
         ("horovodrun --check-build", "starts no training"),
@@ -286,3 +290,267 @@ def test_nothing_raises() -> None:
             assert launch.torchrun or launch.notes
     for deep in ("$(", '"${', "(", "`", "bash <<A\n", "eval \"eval '", "x=$(\n", "horovodrun \\\n"):
         find_launches(deep * 1000)
+
+
+# ------------------------------------------------------------------------------------ what surrounds a launch line
+NODES = (
+    "srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 torchrun --nnodes $SLURM_NNODES --nproc-per-node {} "
+    '--rdzv-backend c10d --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500" t.py'
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("horovodrun -np $SLURM_NTASKS -H $hosts python t.py --a 1", "srun python t.py --a 1"),
+        ("mpirun -np ${SLURM_NTASKS} -x A=1 python -u t.py", "A=1 srun python -u t.py"),
+        ("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\nmpirun -np 8 python t.py", "srun python t.py"),
+        ("#SBATCH -N 2 -n 8\nmpirun -np 8 python t.py", "srun python t.py"),
+        ("#SBATCH -N 2\nmpirun -np 8 python t.py", NODES.format(4)),
+        ("#SBATCH -N 4\n#SBATCH --ntasks-per-node=1\nhorovodrun -np 32 --hostfile h python t.py", NODES.format(8)),
+        ("horovodrun -np $N -H $SLURM_HOSTS python t.py", NODES.format("PROCESSES")),
+        ("#SBATCH --gres=gpu:4\nhorovodrun -np 4 python t.py", f"{ONE} 4 t.py"),
+        (
+            "A=1 singularity exec --nv i.sif horovodrun -np $SLURM_NTASKS -H `cat h` python t.py",
+            "A=1 srun singularity exec --nv i.sif python t.py",
+        ),
+        (
+            "#SBATCH -N 2\nexec docker run img mpirun -np 8 python t.py",
+            "exec " + NODES.format(4).replace(" torchrun", " docker run img torchrun"),
+        ),
+        ("HOSTS=a:4,b:4\nhorovodrun -np 8 -H $HOSTS python t.py", f"{several(2, 4, 'a')} t.py"),
+        ('export HOSTS="localhost:4"\nhorovodrun -np 4 -H "${HOSTS}" python t.py', f"{ONE} 4 t.py"),
+    ],
+)  # fmt: skip
+def test_the_script_around_it(script: str, line: str) -> None:
+    assert only(script).torchrun == line
+
+
+def test_what_is_beside_the_script() -> None:
+    """Scripts that stay on Horovod's calls start on the drop-in; files of hosts are read."""
+    stays = {"old.py": True, "pkg.old": True, "new.py": False}
+    files = {"hosts": "# two\na slots=4\nb slots=4 max_slots=8\n", "plain": "a:2\nb:2\n", "odd": "$x\n"}
+    around = Surroundings(stays.get, lambda script: script == "elastic.py", files.get)
+
+    def line(command: str) -> LaunchLine:
+        return find_launches(command, around)[0]
+
+    assert line("horovodrun -np 2 python -u old.py --a").torchrun == f"{ONE} 2 -m unidist.hvd old.py --a"
+    assert line("horovodrun -np 2 ./old.py").torchrun == f"{ONE} 2 ./old.py"  # under another name, not found
+    assert line("horovodrun -np 2 python -m pkg.old").torchrun == f"{ONE} 2 -m unidist.hvd -m pkg.old"
+    assert line("horovodrun -np 2 python new.py") == LaunchLine(
+        1, "horovodrun -np 2 python new.py", f"{ONE} 2 new.py", ()
+    )
+    assert "-m unidist.hvd before /x/t.py if it still" in line("horovodrun -np 2 python /x/t.py").notes[0]
+    assert line("mpirun -np $SLURM_NTASKS python -u old.py").torchrun == "srun python -u -m unidist.hvd old.py"
+    assert line("mpirun -np 8 -hostfile missing python old.py").torchrun == (
+        "mpirun -np 8 -hostfile missing python -m unidist.hvd old.py"
+    )
+    missing = line("horovodrun -np 8 --hostfile missing python old.py")
+    assert missing.torchrun is None and missing.notes[-1] == (
+        "or, with Open MPI, from here: mpirun -np 8 --hostfile missing --bind-to none --map-by slot "
+        "python -m unidist.hvd old.py"
+    )
+    for name, each in (("hosts", 4), ("plain", 2)):
+        found = line(f"horovodrun -np {2 * each} --hostfile {name} python new.py")
+        assert found.torchrun == f"{several(2, each, 'a')} new.py"
+    assert "the hosts are in odd" in line("horovodrun -np 8 --hostfile odd python new.py").notes
+    assert "uses hvd.elastic" in line("horovodrun -np 8 python elastic.py").notes[0]
+
+
+# ------------------------------------------------------------------------------------ other files
+MPI_JOB = """apiVersion: kubeflow.org/v2beta1
+kind: MPIJob
+spec:
+  slotsPerWorker: 1
+  mpiReplicaSpecs:
+    Launcher:
+      template:
+        spec:
+          containers:
+          - image: horovod/horovod:0.28.1
+            name: mpi-launcher
+            command:
+            - {launcher}
+            args:
+            - -np
+            - "2"  # of them
+            - -x
+            - LD_LIBRARY_PATH
+
+            - python
+            - /examples/train.py
+            resources:
+              limits: {{cpu: 1}}
+"""
+OPERATOR = "keep it; or kind: PyTorchJob, whose operator sets torchrun's options: torchrun train.py"
+IMAGE = "an image with PyTorch, and pip install unidist-torch"
+BUILD = "remove it with Horovod"
+
+
+@pytest.mark.parametrize(
+    ("what", "text", "found"),
+    [
+        ("yaml", MPI_JOB.format(launcher="mpirun"), [(2, OPERATOR), (10, IMAGE), (12, "keep it")]),
+        (
+            "yaml",
+            'kind: MPIJob\nspec:\n  - command: ["horovodrun", "-np", "$(N)", "python",\n      "t.py"]\n    image: x\n',
+            [
+                (1, OPERATOR),
+                (3, '["mpirun", "-np", "$(N)", "--bind-to", "none", "--map-by", "slot", "python", "t.py"]'),
+            ],
+        ),
+        (
+            "yaml",
+            "services:\n  a:\n    command: horovodrun -np 2 -H localhost:2 python t.py\n      --lr 0.1\n"
+            '  b:\n    entrypoint: ["bash", "-lc", "mpirun -np 4 python t.py"]\n    image: redis\n',
+            [(3, f"{ONE} 2 t.py --lr 0.1"), (6, f"{ONE} 4 t.py")],
+        ),
+        (
+            "yaml",
+            "command: >-\n  horovodrun -np {{ .Values.n }}\n  python t.py\n  --epochs ${{inputs.epochs}}\n"
+            "distribution:\n  type: mpi\n",
+            [(2, f"{ONE} {{{{ .Values.n }}}} t.py --epochs ${{{{inputs.epochs}}}}")],
+        ),
+        (
+            "yaml",
+            "train:\n  script:\n    - pip install horovod==0.28\n    - horovodrun -np 2 python a.py\n"
+            "    - |\n      cd w\n      mpirun -np 2 \\\n        python b.py\n    - echo horovodrun\n",
+            [(3, "- pip install unidist-torch"), (4, f"{ONE} 2 a.py"), (7, f"{ONE} 2 b.py")],
+        ),
+        (
+            "yaml",
+            "name: horovod\ndependencies:\n  - python=3.8\n  - conda-forge::horovod=0.28\n  - pip:\n"
+            "    - horovod[pytorch]==0.22.1\n    - horovodrun-tools\n",
+            [(4, "- conda-forge::unidist-torch"), (6, "- unidist-torch")],
+        ),
+        (
+            "json",
+            '{\n  "image": "x.amazonaws.com/horovod:latest",\n  "command": ["mpirun", "-np", "2", "python", "t.py"],\n'
+            '  "other": "cd /w && horovodrun -np 4 python t.py --name \\"a b\\"",\n  "framework": "horovod"\n}\n',
+            [
+                (2, IMAGE),
+                (3, '["torchrun", "--standalone", "--nproc-per-node", "2", "t.py"]'),
+                (4, f'{ONE} 4 t.py --name "a b"'),
+            ],
+        ),
+        (
+            "dockerfile",
+            "FROM horovod/horovod:0.28.1\nENV HOROVOD_GPU_OPERATIONS=NCCL \\\n    PATH=/x\n# pip install horovod\n"
+            "RUN HOROVOD_WITH_PYTORCH=1 pip install --no-cache-dir horovod[pytorch]==0.28.1\nRUN ldconfig && \\\n"
+            '    pip3 install "horovod>=0.22" && \\\n    ldconfig\nENTRYPOINT ["horovodrun", \\\n  "-np", "4"]\n'
+            'CMD ["python", "/app/t.py"]\nRUN mpirun -np 2 python t.py\n',
+            [
+                (1, IMAGE),
+                (2, BUILD),
+                (5, "RUN pip install --no-cache-dir unidist-torch"),
+                (7, 'pip3 install "unidist-torch" && \\'),
+                (9, '["torchrun", "--standalone", "--nproc-per-node", "4", "/app/t.py"]'),
+                (12, f"{ONE} 2 t.py"),
+            ],
+        ),
+        (
+            "makefile",
+            "NP ?= 4\ntrain: deps  # by horovodrun\n\t@horovodrun -np $(NP) python t.py \\\n\t\t--data $$DATA\n\n"
+            "mpi:\n\t-mpirun -np ${NP} python t.py $$(cat args)\nRUN = horovodrun -np 2 python t.py\n",
+            [(3, f"{ONE} $(NP) t.py --data $$DATA"), (7, f"{ONE} $(NP) t.py $$(cat args)"), (8, f"{ONE} 2 t.py")],
+        ),
+        (
+            "requirements",
+            "torch\nhorovod[pytorch]>=0.21.0,<0.29  # training\n# horovod\nhorovod\nhorovod-tools\n"
+            "-e git+https://github.com/horovod/horovod.git#egg=horovod\n",
+            [(2, "unidist-torch  # training"), (4, "unidist-torch"), (6, "unidist-torch")],
+        ),
+        (
+            "requirements",
+            '[project]\ndependencies = ["torch", "horovod>=0.28", "tqdm"]\n[x]\nmpi = [\n    "horovod~=0.28",\n]\n'
+            '[tool.poetry.dependencies]\nhorovod = {version = "^0.28"}\n[tool.poe.tasks]\n'
+            'train = "horovodrun -np 4 python t.py"\n',
+            [
+                (2, 'dependencies = ["torch", "unidist-torch", "tqdm"]'),
+                (5, '"unidist-torch",'),
+                (8, 'unidist-torch = "*"'),
+                (10, f"{ONE} 4 t.py"),
+            ],
+        ),
+        (
+            "shell",
+            "pip list\nhorovodrun --check-build\npip install -U torch && pip install horovod[pytorch] --no-cache-dir\n",
+            [
+                (2, "remove it with Horovod; `unidist doctor` shows what runs here"),
+                (3, "pip install -U torch && pip install unidist-torch --no-cache-dir"),
+            ],
+        ),
+        ("text", "Start it so:\nhorovodrun -np 4 python t.py\n", [(2, f"{ONE} 4 t.py")]),
+    ],
+)  # fmt: skip
+def test_other_files(what: FileKind, text: str, found: list[tuple[int, str]]) -> None:
+    remarks = job_remarks(Path("x"), text, what, Surroundings())
+    assert [
+        (each.line, each.remedy) for each in remarks if "horovodrun" not in each.why or each.line in dict(found)
+    ] == (found)
+    assert all("as it is" not in each.why for each in remarks if "horovodrun" in each.what)
+
+
+def test_a_project(tmp_path: Path) -> None:
+    """Launch lines follow the scripts that they start; what is named outright is read as what it is."""
+    files = {
+        "train.py": (ROOT / "tests/legacy/plain.py").read_text(),
+        "lightning.py": 'trainer = Trainer(strategy="horovod")\n',
+        "elastic.py": "import horovod.torch as hvd\n\nstate = hvd.elastic.TorchState()\n",
+        "launch.py": (
+            '"""Run it by horovodrun -np 2 python launch.py"""\nimport os, subprocess, sys\n\nn = 4\n'
+            'subprocess.run(["horovodrun", "-np", str(n), sys.executable, "train.py", f"--lr={0.1 * n}", *sys.argv])\n'
+            'os.system(f"horovodrun -np {n} python lightning.py")\nprint("usage: horovodrun -np 2 python x.py")\n'
+        ),
+        "setup.py": 'from setuptools import setup\n\nsetup(install_requires=["torch", "horovod>=0.22"])\n',
+        "jobs/run.sh": (
+            "horovodrun -np 4 --hostfile hosts python train.py\nmpirun -np 2 python /app/lightning.py\n"
+            "horovodrun -np 2 python elastic.py\nhorovodrun -np 2 python missing.py\n"
+        ),
+        "jobs/hosts": "a slots=2\nb slots=2\n",
+        "Makefile": "clean:\n\trm -rf horovod\n",
+        "data.json": '{"command": "horovodrun -np 2 python t.py"}' + " " * 1_000_000,
+        "notes": "horovodrun -np 2 python train.py\nit's not Python\n",
+        "script": "import horovod.torch as hvd\n\nhvd.init()\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    reports = {
+        str(report.path.relative_to(tmp_path)): report
+        for report in migrate_files([tmp_path / name for name in files], "native", Exports())
+    }
+    assert sorted(reports) == sorted({*files} - {"Makefile", "data.json", "jobs/hosts"})
+    assert reports["script"].status == "changed" and reports["notes"].status == "unchanged"
+    assert reports["notes"].remarks[0].remedy == f"{ONE} 2 train.py"
+    assert [(each.line, each.remedy) for each in reports["launch.py"].remarks] == [
+        (
+            5,
+            '[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "train.py", '
+            'f"--lr={0.1 * n}", *sys.argv]',
+        ),
+        (6, f"{ONE} {{n}} -m unidist.hvd lightning.py"),
+    ]
+    assert [each.remedy for each in reports["setup.py"].remarks] == [
+        'setup(install_requires=["torch", "unidist-torch"])'
+    ]
+    spread, stays, elastic, missing = reports["jobs/run.sh"].remarks
+    assert spread.remedy == f"{several(2, 2, 'a')} train.py" and spread.why.startswith("horovodrun comes with Horovod")
+    assert stays.remedy == f"{ONE} 2 -m unidist.hvd /app/lightning.py" and "still imports Horovod" in stays.why
+    assert "hvd.elastic" in elastic.why and elastic.remedy == "no single line can replace it"
+    assert "-m unidist.hvd before missing.py if it still imports horovod" in missing.why
+
+
+def test_no_file_raises() -> None:
+    draw = random.Random(2)
+    pieces = [
+        *"\"'\\#|&[]{}<>:,\n \t$-", "\n  ", "- ", "command: ", "args:\n", "RUN ", "CMD [", "horovodrun ", "mpirun",
+        "-np ", "2 ", "python ", "t.py", "key: |\n", ": >\n", "{{ x }}", "${{", "horovod", "==1",
+        "pip install ", "$$", "\t@",
+    ]  # fmt: skip
+    kinds: list[FileKind] = ["yaml", "json", "makefile", "dockerfile", "requirements", "text", "shell"]
+    for number in range(2100):
+        text = "".join(draw.choices(pieces, k=draw.randint(1, 40)))
+        for remark in job_remarks(Path("x"), text, kinds[number % 7], Surroundings()):
+            assert 1 <= remark.line <= text.count("\n") + 1 and remark.what and remark.why and remark.remedy

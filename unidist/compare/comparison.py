@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from unidist.compare.difference import Difference, Tolerance, differences, drift
-from unidist.compare.recording import Recording
+from unidist.compare.recording import OptimizerRecord, Recording, StepRecord
 from unidist.compare.series import Final, Point, final, largest, points
+from unidist.compare.sketch import norms
 
 #: What the kind of the first difference means.
 WHY = {
@@ -92,16 +94,23 @@ def _side(side: Side, apart: Difference | None) -> dict[str, Any]:
                 "parameters": {
                     name: {
                         "shape": list(record.shapes[index]),
-                        "gradient": [step.gradients[index][0] for step in steps],
-                        "weights": [record.start[index][0], *(step.weights[index][0] for step in steps)],
+                        "gradient": gradient,
+                        "weights": weights,
                     }
-                    for index, name in enumerate(record.names)
+                    for index, (name, gradient, weights) in enumerate(zip(record.names, *_norms(record, steps)))
                 },
             }
             for number, record in enumerate(recording.ranks[0].optimizers)
             for steps in [[step for step in recording.ranks[0].steps if step.optimizer == number]]
         ],
     }
+
+
+def _norms(record: OptimizerRecord, steps: Sequence[StepRecord]) -> tuple[list[list[float]], list[list[float]]]:
+    """For each parameter the norms of its gradients, and of its weights before the first step and after each."""
+    gradients = torch.stack([norms(step.gradients) for step in steps], dim=1)
+    weights = torch.stack([norms(record.start), *(norms(step.weights) for step in steps)], dim=1)
+    return gradients.tolist(), weights.tolist()
 
 
 def tables(found: Comparison) -> Iterator[Table]:

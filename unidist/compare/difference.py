@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from unidist.compare.recording import OptimizerRecord, RankRecord, Recording, StepRecord
-from unidist.compare.sketch import Sketch, distance, gap, norm, sketches
+from unidist.compare.sketch import distances, gap, norms, sketches
 
 DifferenceKind = Literal["parameters", "start", "loss", "gradient", "weights", "order", "steps", "final"]
 
@@ -20,10 +23,15 @@ class Tolerance:
     rtol: float
     atol: float
 
-    def allows(self, left: float, right: float, count: int = 1) -> float:
-        """The largest allowed distance of two tensors of ``count`` elements with these norms."""
+    def allows(self, left: float, right: float) -> float:
+        """The largest allowed distance of two numbers."""
         larger = max(abs(left), abs(right))
-        return self.atol * math.sqrt(count) + (self.rtol * larger if math.isfinite(larger) else 0.0)
+        return self.atol + (self.rtol * larger if math.isfinite(larger) else 0.0)
+
+    def allows_tensors(self, left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+        """The largest allowed distances of pairs of tensors, by their norms and numbers of elements."""
+        larger = torch.where(right > left, right, left)
+        return self.atol * sizes.sqrt() + self.rtol * torch.where(larger.isfinite(), larger, 0.0)
 
 
 @dataclass(frozen=True)
@@ -153,20 +161,23 @@ def _largest_difference(
     rank: int,
     record: OptimizerRecord,
     order: Sequence[int],
-    left: Sequence[Sketch],
-    right: Sequence[Sketch],
+    left: Tensor,
+    right: Tensor,
     tolerance: Tolerance,
 ) -> Iterator[Difference]:
     """The parameter that differs most, if one does."""
-    found = []
-    for name, shape, a, index in zip(record.names, record.shapes, left, order):
-        b = right[index]
-        between, allowed = distance(a, b), tolerance.allows(norm(a), norm(b), math.prod(shape))
-        if between > allowed:
-            found.append(Difference(kind, step, norm(a), norm(b), between, allowed, optimizer, name, rank))
-    if found:
-        most = max(found, key=lambda one: one.distance / one.allowed if one.allowed else math.inf)
-        yield replace(most, parameters=len(found))
+    if not order:
+        return
+    left, right = left.double(), right.double()[list(order)]
+    between, allowed = distances(left, right), tolerance.allows_tensors(norms(left), norms(right), record.sizes)
+    numbers = (between > allowed).nonzero().flatten().tolist()
+    if numbers:
+        figures = torch.stack([norms(left), norms(right), between, allowed], dim=1)[numbers].tolist()
+        number, (a, b, apart, limit) = max(
+            zip(numbers, figures), key=lambda pair: pair[1][2] / pair[1][3] if pair[1][3] else math.inf
+        )
+        name = record.names[number]
+        yield Difference(kind, step, a, b, apart, limit, optimizer, name, rank, parameters=len(numbers))
 
 
 def _other_parameters(optimizer: int, left: OptimizerRecord, right: OptimizerRecord, rank: int) -> Difference:

@@ -7,10 +7,8 @@ Horovod's optimizer averages the gradients and then calls ``step()`` of its base
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,8 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from unidist.compare.encoding import encoded, precision
 from unidist.compare.naming import names, parameters
-from unidist.compare.sketch import norm, sketches
+from unidist.compare.sketch import norms, sketches
 
 #: The attribute of a scaled loss with the GradScaler's factor.
 FACTOR = "_unidist_factor"
@@ -33,11 +32,11 @@ class Recorder:
     def __init__(self, directory: Path, rank: int, limit: int | None = None) -> None:
         """
         Args:
-            directory: for ``rank-N.jsonl``, with a line for each record, and rank 0's ``final.pt``.
+            directory: for ``rank-N.records`` (see ``encoding``), and rank 0's ``final.pt``.
             rank: of this process.
             limit: number of steps after which the process ends, with status 0.
         """
-        self._file = (directory / f"rank-{rank}.jsonl").open("w", buffering=1)
+        self._file = (directory / f"rank-{rank}.records").open("wb", buffering=0)
         self._final = directory / "final.pt" if rank == 0 else None
         self._limit = limit
         self._pid = os.getpid()
@@ -53,7 +52,7 @@ class Recorder:
         #: The parameters of the optimizers that have taken a step, and the number of each optimizer.
         self._parameters: list[list[Tensor]] = []
         self._numbers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._starts: WeakKeyDictionary[Optimizer, list[list[float]]] = WeakKeyDictionary()
+        self._starts: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
         self._undo: list[Any] = []
 
     def __enter__(self) -> Recorder:
@@ -92,9 +91,6 @@ class Recorder:
             if self._final is not None:
                 torch.save([[p.detach().cpu().clone() for p in params] for params in self._parameters], self._final)
 
-    def _write(self, **what: Any) -> None:
-        self._file.write(json.dumps(what) + "\n")
-
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
         # Activation checkpointing calls it within another backward().
         if not self._in_backward:
@@ -113,7 +109,7 @@ class Recorder:
         if self._in_backward or os.getpid() != self._pid:
             return
         self._in_step += 1
-        if self._in_step == 1 and optimizer not in self._numbers:
+        if self._in_step == 1 and self._number_of(optimizer) is None:
             self._starts[optimizer] = sketches(parameters(optimizer))
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -127,36 +123,41 @@ class Recorder:
 
     def _record(self, optimizer: Optimizer) -> None:
         params = parameters(optimizer)
-        gradients = sketches([param.grad for param in params])
-        if self._is_idle(optimizer, gradients):
-            self._write(idle=type(optimizer).__name__)
+        both = sketches([*(param.grad for param in params), *params])
+        if self._is_idle(optimizer, both[: len(params)]):
+            self._file.write(encoded({"idle": type(optimizer).__name__}))
             return
         self._backwards_at[optimizer] = self._backwards
         number = self._number(optimizer, params)
         losses = [loss.item() for loss in self._losses]
         self._losses = []
         self._steps += 1
-        self._write(optimizer=number, losses=losses, gradients=gradients, weights=sketches(params))
+        self._file.write(encoded({"optimizer": number, "losses": losses}, both.to(precision(params))))
 
-    def _is_idle(self, optimizer: Optimizer, gradients: Sequence[Sequence[float]]) -> bool:
+    def _is_idle(self, optimizer: Optimizer, gradients: Tensor) -> bool:
         """Whether a step does not train: Horovod takes one with zero gradients to create a state to broadcast."""
         optimizer_record = self._backwards > self._backwards_at.get(optimizer, self._backwards)
-        return not optimizer_record and all(norm(gradient) == 0 for gradient in gradients)
+        return not optimizer_record and not norms(gradients).any()
+
+    def _number_of(self, optimizer: Optimizer) -> int | None:
+        """The optimizer's number; None before its first step, and if parameters have been added since the last."""
+        number = self._numbers.get(optimizer)
+        same = number is not None and len(self._parameters[number]) == len(parameters(optimizer))
+        return number if same else None
 
     def _number(self, optimizer: Optimizer, params: list[Tensor]) -> int:
-        """The optimizer's number; it gets a new one when parameters are added."""
-        number = self._numbers.get(optimizer)
-        if number is None or len(self._parameters[number]) != len(params):
-            start = self._starts.pop(optimizer, None)
+        """As ``_number_of``, or a new one."""
+        number = self._number_of(optimizer)
+        if number is None:
             number = self._numbers[optimizer] = len(self._parameters)
             self._parameters.append(params)
-            self._write(
-                kind=type(optimizer).__name__,
-                names=names(optimizer),
-                shapes=[list(param.shape) for param in params],
-                start=start,
-                horovod=getattr(sys.modules.get("horovod.torch"), "__name__", None) == "horovod.torch",
-            )
+            record = {
+                "kind": type(optimizer).__name__,
+                "names": names(optimizer),
+                "shapes": [list(param.shape) for param in params],
+                "horovod": getattr(sys.modules.get("horovod.torch"), "__name__", None) == "horovod.torch",
+            }
+            self._file.write(encoded(record, self._starts.pop(optimizer).to(precision(params))))
         return number
 
 

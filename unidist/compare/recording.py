@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from unidist.compare.sketch import Sketch
+from unidist.compare.encoding import decoded
 
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """An optimizer with its parameters and their weights before its first step."""
+    """An optimizer with its parameters, and sketches of their weights before its first step."""
 
     kind: str
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
-    start: Sequence[Sketch]
+    start: Tensor
     #: Whether Horovod itself had been imported.
     horovod: bool = False
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """The parameters' numbers of elements."""
+        return torch.tensor([math.prod(shape) for shape in self.shapes], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,8 @@ class StepRecord:
 
     optimizer: int
     losses: Sequence[float]
-    gradients: Sequence[Sketch]
-    weights: Sequence[Sketch]
+    gradients: Tensor
+    weights: Tensor
 
 
 @dataclass
@@ -72,7 +78,7 @@ def read(directory: Path, ranks: int) -> Recording:
     Raises:
         ValueError: a rank has no records, or took no step.
     """
-    paths = [directory / f"rank-{rank}.jsonl" for rank in range(ranks)]
+    paths = [directory / f"rank-{rank}.records" for rank in range(ranks)]
     found = [_rank(path) if path.exists() else None for path in paths]
     whole = [rank for rank in found if rank is not None]
     if len(whole) < ranks:
@@ -91,12 +97,12 @@ def read(directory: Path, ranks: int) -> Recording:
 
 def _rank(path: Path) -> RankRecord:
     rank = RankRecord()
-    for line in path.read_text().splitlines():
-        entry = json.loads(line)
-        if "idle" in entry:
+    for record, sketches in decoded(path):
+        if sketches is None:
             rank.idle += 1
-        elif "kind" in entry:
-            rank.optimizers.append(OptimizerRecord(**entry))
+        elif "kind" in record:
+            rank.optimizers.append(OptimizerRecord(start=sketches, **record))
         else:
-            rank.steps.append(StepRecord(**entry))
+            gradients, weights = sketches.chunk(2)
+            rank.steps.append(StepRecord(gradients=gradients, weights=weights, **record))
     return rank

@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from unidist.compare.difference import at, matches
 from unidist.compare.recording import Recording
-from unidist.compare.sketch import Sketch, distance, gap, norm
+from unidist.compare.sketch import distances, gap, norms
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,13 @@ def final(left: Recording, right: Recording) -> Final | None:
     return Final(*max(found), math.sqrt(squares[0] / squares[1]) if squares[1] else math.sqrt(squares[0]))
 
 
-def whole(sketches: Sequence[Sketch]) -> float:
+def whole(sketches: Tensor) -> float:
     """The norm of all tensors, taken as one."""
-    return math.hypot(*map(norm, sketches))
+    return math.hypot(*norms(sketches).tolist())
 
 
-def _relative_distance(left: Sequence[Sketch], right: Sequence[Sketch], order: Sequence[int]) -> float:
-    between = math.hypot(*(distance(a, right[index]) for a, index in zip(left, order)))
+def _relative_distance(left: Tensor, right: Tensor, order: Sequence[int]) -> float:
+    between = math.hypot(*distances(left.double(), right.double()[list(order)]).tolist())
     return _relative_to_larger(between, whole(left), whole(right))
 
 

@@ -3,6 +3,8 @@
 A sketch is the norm, and the dot products with four fixed random directions. The mean square of the differences of two
 tensors' products estimates the square of the tensors' distance, within a factor of 2 or so. A sum would miss two
 elements that are swapped, and a norm a change of direction.
+
+Sketches of several tensors are a tensor with a row for each, float64 and on the CPU.
 """
 
 from __future__ import annotations
@@ -10,40 +12,69 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-Sketch: TypeAlias = Sequence[float]
 DIRECTIONS = 4
-#: Elements that are processed at a time; the directions take 32 bytes of memory for each.
+#: Elements of one tensor that are processed at a time; the directions take 32 bytes of memory for each.
 BLOCK = 2**15
-
-
-def sketches(tensors: Sequence[Tensor | None]) -> list[list[float]]:
-    """A sketch of each tensor; None counts as zeros. The script's random generators are not used."""
-    if not tensors:
-        return []
-    device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
-    found: list[list[float]] = torch.stack([_sketch(tensor).to(device) for tensor in tensors]).tolist()
-    return found
+#: Elements of several tensors that are processed at a time.
+BATCH = 2**16
+#: Tensors with fewer elements are processed with others of about their size.
+SMALL = 4096
 
 
 @torch.no_grad()
-def _sketch(tensor: Tensor | None) -> Tensor:
-    if tensor is None:
-        return torch.zeros(1 + DIRECTIONS, dtype=torch.float64, device="cpu")
-    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    flat = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
-    squares = torch.zeros(1, dtype=torch.float64, device=flat.device)
-    products = torch.zeros(DIRECTIONS, dtype=torch.float64, device=flat.device)
-    for number, block in enumerate(torch.split(flat, BLOCK)):
+def sketches(tensors: Sequence[Tensor | None]) -> Tensor:
+    """A sketch of each tensor; None counts as zeros. The script's random generators are not used."""
+    found = torch.zeros((len(tensors), 1 + DIRECTIONS), dtype=torch.float64, device="cpu")
+    alike: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor is not None:
+            flat = _flat(tensor)
+            size = flat.numel()
+            width = size if size >= SMALL else 2 ** (size - 1).bit_length()
+            alike.setdefault((width, flat.dtype, flat.device), []).append((number, flat))
+    parts: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
+    # Many small tensors are processed together, as the calls take more time than the numbers.
+    for (width, _, device), group in alike.items():
+        together = max(1, BATCH // max(1, width))
+        for first in range(0, len(group), together):
+            numbers, rows = zip(*group[first : first + together])
+            parts.setdefault(device, []).append((list(numbers), _of_rows(_matrix(rows))))
+    for pairs in parts.values():
+        order = [number for numbers, _ in pairs for number in numbers]
+        found[order] = torch.cat([rows for _, rows in pairs]).cpu()
+    return found
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return (torch.view_as_real(dense) if dense.dtype.is_complex else dense).reshape(-1)
+
+
+def _matrix(rows: Sequence[Tensor]) -> Tensor:
+    """The rows, with zeros behind the shorter ones."""
+    if len(rows) == 1:
+        return rows[0].unsqueeze(0)
+    same = len({row.numel() for row in rows}) == 1
+    return torch.stack(tuple(rows)) if same else pad_sequence(list(rows), batch_first=True)
+
+
+def _of_rows(rows: Tensor) -> Tensor:
+    """The sketch of each row of a matrix."""
+    device = rows.device
+    squares = torch.zeros(len(rows), 1, dtype=torch.float64, device=device)
+    products = torch.zeros(len(rows), DIRECTIONS, dtype=torch.float64, device=device)
+    for number, block in enumerate(torch.split(rows, BLOCK, dim=1)):
         part = block.double()
-        squares += (part * part).sum()
+        squares += (part * part).sum(1, keepdim=True)
         # Not a matrix product, which cuBLAS refuses if the script requires deterministic algorithms.
-        products += _weights(number, flat.device) * (_directions(flat.device)[:, : len(part)] * part).sum(1)
-    return torch.cat([squares.sqrt(), products])
+        directions = _directions(device)[:, : part.shape[1]]
+        products += _weights(number, device) * (directions * part.unsqueeze(1)).sum(2)
+    return torch.cat([squares.sqrt(), products], dim=1)
 
 
 @cache
@@ -68,20 +99,26 @@ def _draw(seed: int, *shape: int) -> Tensor:
     return drawn
 
 
-def norm(sketch: Sketch) -> float:
-    """The tensor's norm."""
-    return sketch[0]
+def norms(sketches: Tensor) -> Tensor:
+    """The tensors' norms."""
+    return sketches[:, 0]
 
 
-def distance(left: Sketch, right: Sketch) -> float:
-    """An estimate of the norm of the tensors' difference; 0 if they are equal, inf if only one is finite."""
-    products = [gap(x, y) for x, y in zip(left[1:], right[1:])]
-    estimate = math.hypot(*products) / math.sqrt(len(products))
-    return max(estimate, gap(left[0], right[0]))
+def distances(left: Tensor, right: Tensor) -> Tensor:
+    """Estimates of the norms of the tensors' differences; 0 if they are equal, inf if only one is finite."""
+    between = gaps(left, right)
+    estimates = between[:, 1:].square().mean(1).sqrt()
+    return torch.maximum(estimates, between[:, 0])
+
+
+def gaps(left: Tensor, right: Tensor) -> Tensor:
+    """The distances of numbers; two nan are equal, and the distance of nan to a number is inf."""
+    equal = (left == right) | (left.isnan() & right.isnan())
+    return torch.where(equal, 0.0, (left - right).abs().nan_to_num(nan=math.inf, posinf=math.inf))
 
 
 def gap(left: float, right: float) -> float:
-    """The distance of two numbers; two nan are equal, and the distance of nan to a number is inf."""
+    """As ``gaps``, of two numbers."""
     if left == right or (math.isnan(left) and math.isnan(right)):
         return 0.0
     between = abs(left - right)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -11,13 +12,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-FileKind = Literal["python", "notebook", "shell"]
+FileKind = Literal["python", "notebook", "shell", "yaml", "json", "makefile", "dockerfile", "requirements", "text"]
 #: Directories without code of the user's.
 SKIPPED = {".git", ".hg", ".svn", ".tox", ".nox", ".venv", "venv", "__pycache__", "node_modules", "site-packages"}
 SUFFIXES: dict[str, FileKind] = {
     ".py": "python", ".pyi": "python", ".pyw": "python", ".ipynb": "notebook", ".sh": "shell", ".bash": "shell",
-    ".zsh": "shell", ".slurm": "shell", ".sbatch": "shell", ".pbs": "shell", ".lsf": "shell",
+    ".zsh": "shell", ".ksh": "shell", ".slurm": "shell", ".sbatch": "shell", ".pbs": "shell", ".lsf": "shell",
+    ".qsub": "shell", ".job": "shell", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".mk": "makefile",
+    ".dockerfile": "dockerfile",
 }  # fmt: skip
+#: Files that are known by their names.
+NAMES: dict[re.Pattern[str], FileKind] = {
+    re.compile(r"(gnu)?makefile"): "makefile",
+    re.compile(r"(docker|container)file(\..+)?"): "dockerfile",
+    re.compile(
+        r"(.*(requirements|constraints).*\.(txt|in)|setup\.cfg|pyproject\.toml|pipfile|tox\.ini)"
+    ): "requirements",
+}
 
 
 def find_files(paths: Iterable[Path]) -> Iterator[Path]:
@@ -64,7 +75,10 @@ def vendored_horovod(path: Path) -> Path | None:
 
 
 def kind(path: Path) -> FileKind | None:
-    """The kind of a file, by its suffix, or without a suffix by its first line."""
+    """The kind of a file, by its name or suffix, or without a suffix by its first line."""
+    for pattern, what in NAMES.items():
+        if pattern.fullmatch(path.name.lower()):
+            return what
     if path.suffix:
         return SUFFIXES.get(path.suffix.lower())
     try:

@@ -1,14 +1,13 @@
-"""Job scripts: the torchrun line that can replace each launch by horovodrun or mpirun.
+"""Launches by horovodrun or mpirun in shell commands: the line that can replace each.
 
-The replacement is optional: unidist runs under horovodrun and mpirun as well.
+For mpirun the replacement is optional, as unidist runs under it as well. horovodrun is a part of Horovod.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import dropwhile
 from typing import NamedTuple
 
 from unidist.migrate.shell import ShellCommand, Word, find_commands, on_one_line, unquoted
@@ -27,11 +26,59 @@ class LaunchLine:
     #: What to check or to change by hand.
     notes: tuple[str, ...]
 
+    @property
+    def by_horovodrun(self) -> bool:
+        """Whether it needs Horovod's launcher."""
+        return re.search(r"\bhorovodrun\b", self.command) is not None
 
-def find_launches(text: str) -> list[LaunchLine]:
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What launch lines refer to."""
+
+    #: Whether a script, as written in the launch line, imports Horovod after its migration; None if it is not found.
+    imports_horovod: Callable[[str], bool | None] = lambda script: False
+    #: Whether it uses ``hvd.elastic``, which the drop-in does not have.
+    is_elastic: Callable[[str], bool] = lambda script: False
+    #: The text of a file of hosts, or None.
+    host_file: Callable[[str], str | None] = lambda path: None
+    #: Whether Kubeflow's MPI operator starts the command, on one host, with the others in an environment variable.
+    mpi_operator: bool = False
+
+
+def find_launches(text: str, surroundings: Surroundings | None = None) -> list[LaunchLine]:
     """The launches in a shell script: all by horovodrun, and those of Python by mpirun or mpiexec."""
+    job = _job(text, surroundings or Surroundings())
+    return [launch for command in find_commands(text) if (launch := _launch(command, job))]
+
+
+# The job around the launches.
+
+
+@dataclass(frozen=True)
+class _Job:
+    surroundings: Surroundings
+    #: Whether it is one of Slurm's.
+    slurm: bool
+    nodes: int
+    #: The number of tasks that it asks for, if that is given.
+    tasks: int | None
+    #: Variables that are assigned once, by name.
+    variables: dict[str, str]
+
+
+def _job(text: str, surroundings: Surroundings) -> _Job:
     nodes = max(map(int, BATCH_NODES.findall(text)), default=1)
-    return [launch for command in find_commands(text) if (launch := _launch(command, nodes))]
+    directives = dict(
+        re.findall(r"^#SBATCH(?:\s.*)?\s(-n|--ntasks|--ntasks-per-node)(?:\s*|=)(\d+)", text, re.MULTILINE)
+    )
+    all_tasks = directives.get("--ntasks", directives.get("-n"))
+    per_node = directives.get("--ntasks-per-node")
+    tasks = int(all_tasks) if all_tasks else int(per_node) * nodes if per_node else None
+    found = re.findall(r"^\s*(?:export\s+)?(\w+)=(\"[^\"$`]*\"|'[^']*'|[^\s\"'$`;&|]*)\s*(?:#.*)?$", text, re.MULTILINE)
+    names = [name for name, _ in found]
+    variables = {name: unquoted(value) for name, value in found if names.count(name) == 1}
+    return _Job(surroundings, "#SBATCH" in text or "SLURM_" in text, nodes, tasks, variables)
 
 
 # Launchers and their options.
@@ -42,6 +89,8 @@ STARTS_NO_LAUNCHER = {
     "echo", "printf", "grep", "egrep", "pgrep", "pkill", "killall", "which", "type", "command", "hash", "man",
     "whereis", "pip", "pip3",
 }  # fmt: skip
+#: Commands that start another one in this shell.
+OUTSIDE = {"exec", "time", "nohup", "env", "nice"}
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 PYTHON = re.compile(r"(python|pypy)[\d.]*")
 PYTHON_VARIABLE = re.compile(r'"?\$\{?\w*(python|py\b|py_)\w*\}?"?', re.IGNORECASE)
@@ -133,7 +182,7 @@ class _Options:
     notes: list[str] = field(default_factory=list)
 
 
-def _launch(command: ShellCommand, batch_nodes: int) -> LaunchLine | None:
+def _launch(command: ShellCommand, job: _Job) -> LaunchLine | None:
     text = on_one_line(command.words)
     if command.is_broken:
         named = re.search(r"(?<![\w.-])(horovodrun|mpirun|mpiexec)\s", text)
@@ -145,7 +194,7 @@ def _launch(command: ShellCommand, batch_nodes: int) -> LaunchLine | None:
     if command.words[index].name != "horovodrun" and not re.search(r"python|pypy|\.py\b", text, re.IGNORECASE):
         return None
     try:
-        torchrun, notes = _replacement(command.words, index, batch_nodes)
+        torchrun, notes = _replacement(command.words, index, job)
     except _NoReplacement as why:
         return LaunchLine(command.line, text, None, tuple(map(str, why.args)))
     return LaunchLine(command.line, text, torchrun, tuple(notes))
@@ -161,20 +210,101 @@ def _launcher_index(words: Sequence[Word]) -> int | None:
     return started[0] if started and words[first].name not in STARTS_NO_LAUNCHER else None
 
 
-def _replacement(words: Sequence[Word], index: int, batch_nodes: int) -> tuple[str | None, list[str]]:
+def _replacement(words: Sequence[Word], index: int, job: _Job) -> tuple[str | None, list[str]]:
     options, start = _read_options(words, index + 1)
-    program, notes = _program(words[start:])
-    layout = _layout(options, words[index].name == "horovodrun", batch_nodes)
+    _look_up_hosts(options, job)
+    script, _ = _script(words[start:])
+    if script is not None and job.surroundings.is_elastic(script):
+        raise _NoReplacement(f"{script} uses hvd.elastic, which needs Horovod and its launcher")
+    stays = script is not None and bool(job.surroundings.imports_horovod(script))
+    program, notes = _program(words[start:], job.surroundings)
     prefix = _prefix(words[:index], options.assignments)
+    horovod = words[index].name == "horovodrun"
+    # By mpirun as before, if only the program changes.
+    same = f"{on_one_line(words[:start])} {_with_drop_in(words[start:], job.surroundings)}" if stays else None
+    if job.surroundings.mpi_operator:
+        line = f"{prefix}{_mpirun(options, words[start:], job)}" if horovod else None
+        return line, [
+            *options.notes,
+            *notes,
+            f"in a PyTorchJob, whose operator sets torchrun's options: torchrun {program}",
+        ]
+    if job.slurm and (line := _under_slurm(options, words, index, start, program, job)):
+        return line, [*options.notes, *notes]
+    layout = _layout(options, horovod, job.nodes)
     lines = [f"{prefix}torchrun {how} {program}" for how in layout.options]
     notes = [*layout.notes, *options.notes, *notes]
     if options.exported and len(layout.hosts) != 1:
         notes.append(f"set on every host: {', '.join(options.exported)}")
     if not layout.hosts:
-        return None, [*notes, f"on every host, with the words in capitals filled in: {lines[0]}"]
+        notes.append(f"on every host, with the words in capitals filled in: {lines[0]}")
+        if horovod and (options.hosts or options.host_file):
+            notes.append(f"or, with Open MPI, from here: {prefix}{_mpirun(options, words[start:], job)}")
+        return None if horovod else same, notes
     if len(lines) > 1:
         return None, [*notes, *(f"on {host}: {line}" for host, line in zip(layout.hosts, lines))]
     return lines[0], notes
+
+
+def _look_up_hosts(options: _Options, job: _Job) -> None:
+    """Replace a variable that is assigned in the job, or a file of hosts that can be read, by the hosts."""
+    name = re.fullmatch(r'"?\$\{?(\w+)\}?"?', options.hosts)
+    if name and re.fullmatch(r"[\w.,:-]+", hosts := job.variables.get(name[1], "")):
+        options.hosts = hosts
+    text = job.surroundings.host_file(unquoted(options.host_file)) if options.host_file and not options.hosts else None
+    entries = re.findall(r"^\s*([\w.-]+)(?:(?::|\s+(?:slots|max_slots)\s*=\s*)(\d+))?.*$", text or "", re.MULTILINE)
+    if entries:
+        options.hosts, options.host_file = ",".join(f"{host}:{slots or 1}" for host, slots in entries), ""
+
+
+def _under_slurm(
+    options: _Options, words: Sequence[Word], index: int, start: int, script: str, job: _Job
+) -> str | None:
+    """The line for a job of Slurm: a process for each task, or torchrun on each node; None if it is of one node."""
+    count = _number(options.count)
+    variable = re.search(r"\bSLURM_(NTASKS|NPROCS)\b", options.count)
+    # What starts a container runs on every node.
+    inner = next(
+        (i for i, word in enumerate(words[:index]) if not ASSIGNMENT.match(word.text) and word.text not in OUTSIDE),
+        index,
+    )
+    outer, container = _prefix(words[:inner], options.assignments), on_one_line(words[inner:index])
+    container = f"{container} " if container else ""
+    if variable or (count is not None and count == job.tasks and job.nodes > 1):
+        return f"{outer}srun {container}{_with_drop_in(words[start:], job.surroundings)}"
+    if job.nodes == 1 and not (options.host_file or "SLURM" in options.hosts or "SLURM" in options.count):
+        return None
+    each = str(count // job.nodes) if count and job.nodes > 1 and count % job.nodes == 0 else "PROCESSES"
+    first = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    return (
+        f"{outer}srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 {container}torchrun --nnodes $SLURM_NNODES "
+        f'--nproc-per-node {options.per_node or each} --rdzv-backend c10d --rdzv-endpoint {first}:{PORT}" {script}'
+    )
+
+
+def _mpirun(options: _Options, program: Sequence[Word], job: _Job) -> str:
+    """Open MPI's line with the same processes."""
+    where = [
+        *(["-np", options.count] if options.count else []),
+        *(["-H", options.hosts] if options.hosts else []),
+        *(["--hostfile", options.host_file] if options.host_file else []),
+        *(f"-x {name}" for name in options.exported),
+    ]
+    return " ".join(["mpirun", *where, "--bind-to none --map-by slot", _with_drop_in(program, job.surroundings)])
+
+
+def _with_drop_in(program: Sequence[Word], surroundings: Surroundings) -> str:
+    """The program as it is written; if it imports Horovod, on the drop-in."""
+    text = on_one_line(program)
+    script, after = _script(program)
+    if script is None or not surroundings.imports_horovod(script):
+        return text
+    rest = list(program[after:])
+    return (
+        f"{on_one_line(program[:after])} -m unidist.hvd {on_one_line(rest)}"
+        if after
+        else f"python -m unidist.hvd {text}"
+    )
 
 
 def _prefix(before: Sequence[Word], assignments: Sequence[str]) -> str:
@@ -372,25 +502,37 @@ def _number(written: str) -> int | None:
 # The program.
 
 
-def _program(words: Sequence[Word]) -> tuple[str, list[str]]:
+def _program(words: Sequence[Word], surroundings: Surroundings) -> tuple[str, list[str]]:
     """The program in torchrun's form, and notes."""
     if any(word.text == ":" for word in words):
         raise _NoReplacement("it starts several programs in one world")
     first = words[0]
-    if first.name.endswith(".py"):
-        return on_one_line(words), []
     whole = f"--no-python {on_one_line(words)}"
-    if not (PYTHON.fullmatch(first.name) or PYTHON_VARIABLE.fullmatch(first.text)):
+    if not (first.name.endswith(".py") or PYTHON.fullmatch(first.name) or PYTHON_VARIABLE.fullmatch(first.text)):
         if VARIABLE.fullmatch(first.text):
             raise _NoReplacement(f"the program is in {first.text}: torchrun wants the script, without python")
         return whole, [f"every rank starts {first.text}; better, pass torchrun the Python script that it starts"]
-    notes = [f"use the torchrun of {first.text}"] if re.search(r"[/$]", first.text) else []
-    rest = list(dropwhile(lambda word: word.text == "-u", words[1:]))
-    script = next((word for word in rest if not word.is_redirection), None)
-    if not script or script.text == "-":
+    script, start = _script(words)
+    if script is None or script == "-":
         raise _NoReplacement("Python reads its program from standard input: write it to a file")
-    if script is rest[0] and script.text in ("-m", "-um"):
-        return f"-m {on_one_line(rest[1:])}", notes
-    if script.text.startswith("-"):
-        return whole, [f"because of Python's option {script.text}, torchrun starts the whole command on every rank"]
-    return on_one_line(rest), notes
+    notes = [f"use the torchrun of {first.text}"] if start and re.search(r"[/$]", first.text) else []
+    if start and words[start].text.startswith("-") and words[start].text not in ("-m", "-um"):
+        option = words[start].text
+        return whole, [f"because of Python's option {option}, torchrun starts the whole command on every rank"]
+    imports_horovod = surroundings.imports_horovod(script)
+    if imports_horovod is None:
+        notes.append(f"-m unidist.hvd before {script} if it still imports horovod: it is not among these files")
+    module = start > 0 and words[start].text in ("-m", "-um")
+    program = f"-m {on_one_line(words[start + 1 :])}" if module else on_one_line(words[start:])
+    return (f"-m unidist.hvd {program}" if imports_horovod else program), notes
+
+
+def _script(words: Sequence[Word]) -> tuple[str | None, int]:
+    """The script or module that a command starts, and the index of the first word after Python and its ``-u``."""
+    if words[0].name.endswith(".py"):
+        return words[0].value, 0
+    start = next((i for i in range(1, len(words)) if words[i].text != "-u"), len(words))
+    if start == len(words) or words[start].is_redirection:
+        return next((word.value for word in words[start:] if not word.is_redirection), None), start
+    script = words[start + 1 : start + 2] if words[start].text in ("-m", "-um") else words[start : start + 1]
+    return next((word.value for word in script), None), start

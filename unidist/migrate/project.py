@@ -18,7 +18,9 @@ from unidist.migrate import files
 from unidist.migrate.context import Elsewhere, Options
 from unidist.migrate.file_report import FileReport, Remark
 from unidist.migrate.files import FileKind
-from unidist.migrate.jobs import find_launches
+from unidist.migrate.fragments import LONGEST
+from unidist.migrate.job_report import job_remarks, python_remarks
+from unidist.migrate.jobs import Surroundings
 from unidist.migrate.module import DEFAULT_OPTIONS, Level, imports_drop_in, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
 from unidist.migrate.workers import results_in_order
@@ -27,7 +29,10 @@ _HOROVOD = re.compile(
     rb"horovod|unidist\.hvd|from unidist import .*hvd|Horovod(?:Strategy|Plugin|Accelerator)|HOROVOD_\w*(?:RANK|SIZE)"
     rb"|OMPI_COMM_WORLD_\w*(?:RANK|SIZE)|PMIX?_RANK"
 )
-_NAMES_LAUNCHER = re.compile(rb"horovodrun|mpirun|mpiexec")
+_NAMES_LAUNCHER = re.compile(rb"horovodrun|mpirun|mpiexec|orterun")
+#: In files that are neither Python nor notebooks: also what installs Horovod.
+_NAMES_JOB = re.compile(rb"horovod|HOROVOD_|mpirun|mpiexec|orterun|MPIJob")
+_ELASTIC = re.compile(rb"\bhvd\.elastic\b|horovod\.torch\.elastic|from horovod\.torch import .*\belastic\b")
 _FROM = re.compile(r"^[ \t]*from\s+(?!horovod\b)([.\w]+)\s+import\s+(?:\(([^)]*)\)|([^\n#]+))", re.MULTILINE)
 _IMPORT = re.compile(r"^[ \t]*import\s+([.\w]+)", re.MULTILINE)
 #: Packages whose modules are not the program's own.
@@ -143,11 +148,16 @@ def _with_horovod(paths: Iterable[Path]) -> Iterator[Path]:
 
 def _names_horovod(path: Path) -> bool:
     """Whether a file names Horovod, or a launcher; also if it cannot be read, which its report says."""
+    what = files.kind(path)
     try:
+        if what not in ("python", "notebook") and path.stat().st_size > LONGEST:
+            return False
         data = path.read_bytes()
     except OSError:
         return True
-    return bool((_NAMES_LAUNCHER if files.kind(path) == "shell" else _HOROVOD).search(data))
+    if what in ("python", "notebook"):
+        return bool(_HOROVOD.search(data) or (what == "python" and _NAMES_LAUNCHER.search(data)))
+    return bool(_NAMES_JOB.search(data) or (what is None and _HOROVOD.search(data)))
 
 
 def _died(path: Path, status: int) -> FileReport:
@@ -188,14 +198,15 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
     """One file's report; None if it does not name Horovod. A directory is a copy of Horovod's own sources."""
     if path.is_dir():
         return FileReport(path, "unchanged", [Remark(1, f"{path.name}/", *_VENDORED)])
-    what = files.kind(path) or "python"
     try:
         data = path.read_bytes()
     except OSError as error:
         return _failed(path, 1, f"it cannot be read: {error.strerror}", "make it readable, then migrate again")
-    if what == "shell":
-        return _job_script_report(path, data) if _NAMES_LAUNCHER.search(data) else None
-    if not _HOROVOD.search(data):
+    what = files.kind(path) or ("python" if _is_python(data) else "text")
+    if what not in ("python", "notebook"):
+        remarks = job_remarks(path, data.decode("utf-8", errors="replace"), what, _surroundings(path, level, exports))
+        return FileReport(path, "unchanged", remarks, is_code=False) if remarks else None
+    if not _HOROVOD.search(data) and not (what == "python" and _NAMES_LAUNCHER.search(data)):
         return None
     try:
         text, encoding = files.decode(data, what)
@@ -206,9 +217,71 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
     rules = partial(
         migrate_module, level=level, exported=exports.of(path), elsewhere=exports.elsewhere(path), options=options
     )
-    report = _migrate_text(path, text, what, rules)
+    report = (
+        _migrate_text(path, text, what, rules)
+        if _HOROVOD.search(data)
+        else FileReport(path, "unchanged", is_code=False)
+    )
     report.encoding = encoding
-    return report
+    if what == "python":
+        found = python_remarks(path, text, _surroundings(path, level, exports))
+        lines = {remark.line for remark in found}
+        others = [remark for remark in report.remarks if remark.line not in lines]
+        report.remarks = sorted([*others, *found], key=lambda remark: remark.line)
+    return report if report.remarks or _HOROVOD.search(data) else None
+
+
+def _is_python(data: bytes) -> bool:
+    """Whether a file of unknown kind, which was named on the command line, is a Python module that imports Horovod."""
+    text = data.decode("latin-1")
+    if not _IMPORTS.search(text):
+        return False
+    try:
+        ast.parse(data)
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _surroundings(path: Path, level: Level, exports: Exports) -> Surroundings:
+    """The scripts and files that the launch lines in a file name: beside it, or in a directory above."""
+    roots = [path.resolve().parent]
+    while not (roots[-1] / ".git").exists() and len(roots) < 4 and roots[-1] != roots[-1].parent:
+        roots.append(roots[-1].parent)
+
+    def find(name: str) -> Path | None:
+        parts = Path(name).parts if "$" not in name else ()
+        # The paths in an image begin with other directories.
+        ends = [Path(*parts[start:]) for start in range(len(parts)) if parts[start] != "/"]
+        found = (root / end for end in ends for root in roots)
+        return next((each for each in found if each.is_file()), None)
+
+    def imports_horovod_after(script: str) -> bool | None:
+        file = find(script if script.endswith(".py") else f"{script.replace('.', '/')}.py")
+        return None if file is None else _still_imports_horovod(file, level, exports)
+
+    def is_elastic(script: str) -> bool:
+        file = find(script)
+        return file is not None and _ELASTIC.search(file.read_bytes()) is not None
+
+    def host_file(name: str) -> str | None:
+        file = find(name)
+        return None if file is None else file.read_bytes()[:LONGEST].decode("utf-8", errors="replace")
+
+    return Surroundings(imports_horovod_after, is_elastic, host_file)
+
+
+def _still_imports_horovod(path: Path, level: Level, exports: Exports) -> bool:
+    """Whether a script imports Horovod itself, migrated or not."""
+    try:
+        text, _ = files.decode(path.read_bytes(), "python")
+    except (OSError, UnicodeDecodeError, SyntaxError, LookupError):
+        return True
+    if not imports_horovod(text):
+        return False
+    with suppress(Exception), _no_garbage_collection():
+        text, _ = migrate_module(text, level, exports.of(path))
+    return imports_horovod(text)
 
 
 def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate) -> FileReport:
@@ -244,21 +317,6 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _job_script_report(path: Path, data: bytes) -> FileReport:
-    remarks = []
-    for launch in find_launches(data.decode("utf-8", errors="replace")):
-        why = "; ".join(["unidist runs under this launcher as well as under torchrun", *launch.notes])
-        remarks.append(
-            Remark(
-                launch.line,
-                launch.command.splitlines()[0],
-                why,
-                launch.torchrun or "no single torchrun line can replace it",
-            )
-        )
-    return FileReport(path, "unchanged", remarks, is_code=False)
 
 
 def _failed(path: Path, line: int, why: str, remedy: str) -> FileReport:
