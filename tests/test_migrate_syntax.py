@@ -17,6 +17,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProv
 
 from tests.support.migrate_scripts import script
 from tests.support.worlds import LEGACY, ROOT
+from unidist.migrate import syntax
 from unidist.migrate.parsing import _parts, parse
 from unidist.migrate.project import Exports, migrate_files
 from unidist.migrate.syntax import SyntaxTree, full_name
@@ -71,6 +72,12 @@ def test_names_and_positions_are_those_of_libcst(text: str) -> None:
             assert tree.imported(node) == (expected(node, QualifiedNameSource.IMPORT) if full_name(node) else set()), (
                 node
             )
+
+
+def test_fields_that_the_first_node_of_a_class_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syntax, "_fields_of", {})
+    names = [node.value for node in SyntaxTree("f'{a}{b:{c}}'").nodes if isinstance(node, cst.Name)]
+    assert names == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import cached_property, wraps
 from typing import Any, TypeVar, overload
 
@@ -298,7 +299,9 @@ def _fields(node: cst.CSTNode) -> list[str]:
     if found is None:
         visitor = _Fields(node)
         node.visit(visitor)
-        found = _fields_of[node.__class__] = visitor.names
+        # An f-string's format, which comes last, is visited only where there is one.
+        others = [each.name for each in fields(node) if not isinstance(getattr(node, each.name), str)]
+        found = _fields_of[node.__class__] = list(dict.fromkeys([*visitor.names, *others]))
     return found
 
 
