@@ -45,10 +45,10 @@ def test_worlds_of_its_own(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     peers = {name for module, name in PEERS.items() if find_spec(module)}
     expected = {
-        "gloo under torchrun, 2 ranks": {"unidist", "DDP", *peers},
-        "mpi under openmpi, 2 ranks": {"unidist", "DDP", "DDP on gloo"},
-        "horovod under horovodrun, 2 ranks": {"unidist", "hvd", *peers & {"ignite"}},
-        "horovod under openmpi, 2 ranks": {"unidist", "hvd", *peers & {"ignite"}},
+        "gloo under torchrun, 2 ranks": {"unidist", "replicate", "DDP", *peers},
+        "mpi under openmpi, 2 ranks": {"unidist", "replicate", "DDP", "DDP on gloo"},
+        "horovod under horovodrun, 2 ranks": {"unidist", "replicate", "hvd", *peers & {"ignite"}},
+        "horovod under openmpi, 2 ranks": {"unidist", "replicate", "hvd", *peers & {"ignite"}},
     }
     steps = [case for case in cases(data) if case["suite"] == "step"]
     assert {case["world"]: set(case["samples"]) for case in steps} == expected

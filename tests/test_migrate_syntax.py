@@ -17,6 +17,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProv
 
 from tests.support.migrate_scripts import script
 from tests.support.worlds import LEGACY, ROOT
+from unidist.migrate import syntax
 from unidist.migrate.parsing import _parts, parse
 from unidist.migrate.project import Exports, migrate_files
 from unidist.migrate.syntax import SyntaxTree, full_name
@@ -71,6 +72,12 @@ def test_names_and_positions_are_those_of_libcst(text: str) -> None:
             assert tree.imported(node) == (expected(node, QualifiedNameSource.IMPORT) if full_name(node) else set()), (
                 node
             )
+
+
+def test_fields_that_the_first_node_of_a_class_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syntax, "_fields_of", {})
+    names = [node.value for node in SyntaxTree("f'{a}{b:{c}}'").nodes if isinstance(node, cst.Name)]
+    assert names == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -147,7 +154,7 @@ def test_many_files_have_the_same_reports_as_one_at_a_time(tmp_path: Path) -> No
 
 
 def test_a_long_file(tmp_path: Path) -> None:
-    """10,000 lines in less than 360 MB, of which importing torch takes 230: half a gigabyte is enough for 20,000."""
+    """10,000 lines in less than 400 MB, of which importing torch takes 230: half a gigabyte is enough for 20,000."""
     functions = "\n".join(
         f"def work_{number}(model, data, rate={number}):\n"
         "    total = 0.0\n    for index, (x, y) in enumerate(data):\n"
@@ -159,13 +166,14 @@ def test_a_long_file(tmp_path: Path) -> None:
     path = tmp_path / "long.py"
     path.write_text(f"{functions}\n{(ROOT / 'tests/legacy/plain.py').read_text()}")
     code = (
-        "import resource, sys\nfrom pathlib import Path\nfrom unidist.migrate.project import Exports, migrate_file\n"
+        "import sys\nfrom pathlib import Path\nfrom unidist.migrate.project import Exports, migrate_file\n"
         "report = migrate_file(Path(sys.argv[1]), 'native', Exports())\n"
         "assert report.status == 'changed' and 'replicate' in report.after, report.remarks\n"
-        "print(len(report.before.splitlines()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)\n"
+        "status = Path('/proc/self/status').read_text()\n"  # ru_maxrss is that of the process that started this one
+        "print(len(report.before.splitlines()), int(status.split('VmHWM:')[1].split()[0]) // 1024)\n"
     )
     command = [sys.executable, "-c", code, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     lines, megabytes = map(int, done.stdout.split())
-    assert lines > 10_000 and megabytes < 360
+    assert lines > 10_000 and megabytes < 400

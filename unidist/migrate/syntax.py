@@ -299,8 +299,9 @@ def _fields(node: cst.CSTNode) -> list[str]:
     if found is None:
         visitor = _Fields(node)
         node.visit(visitor)
-        last = {field.name for field in fields(node)} & {"format_spec"}  # visited only if there is one
-        found = _fields_of[node.__class__] = [*(each for each in visitor.names if each not in last), *last]
+        # An f-string's format, which comes last, is visited only where there is one.
+        others = [each.name for each in fields(node) if not isinstance(getattr(node, each.name), str)]
+        found = _fields_of[node.__class__] = list(dict.fromkeys([*visitor.names, *others]))
     return found
 
 
