@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from unidist.backends.addresses import Host
 from unidist.bench.measure import OURS, Case
 from unidist.hvd.bootstrap import WELCOME, accept, introduce, new_key, welcomed
 from unidist.hvd.connection import Connection, frame
@@ -90,7 +89,8 @@ def _cases_of(rounds: int, size: int, per_host: int, world: str) -> Iterator[Cas
 
 
 def _processes(size: int, per_host: int) -> list[Process]:
-    return [Process(Host(str(rank // per_host), "simulated", ()), 0, 0) for rank in range(size)]
+    here = Process.current()
+    return [here._replace(host=here.host._replace(id=str(rank // per_host))) for rank in range(size)]
 
 
 def _reached(processes: Sequence[Process]) -> dict[int, list[int]]:

@@ -40,7 +40,7 @@ _HELLO_BYTES = _KEY_BYTES + _RANKS.size
 #: The response to a hello: either this, or why the start has failed.
 WELCOME = b"\x01"
 #: How much longer a rank waits than those that connect to it wait for theirs, so that it learns whom they miss.
-_LONGER_S = 5.0
+_LONGER_S = 2.0
 #: How long a stranger may take for a hello, and how many may wait beside the ranks.
 _HELLO_S = 10.0
 _MAX_STRANGERS = 256
@@ -134,6 +134,8 @@ def _explained_errors(rank: int, size: int, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = " The hosts of a job must be able to open connections to each other on any port."
+        if isinstance(error, TimeoutError):
+            remedy = f" Has it stopped?{remedy}"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = open_files.advice(size)
         raise BackendError(f"rank {rank} of {size} {what}: {error}.{remedy}") from error
