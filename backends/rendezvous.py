@@ -165,7 +165,7 @@ def in_time(call: Callable[[], T], timeout: timedelta) -> T:
     try:
         result, error = done.get(timeout=timeout.total_seconds())
     except queue.Empty:
-        raise TimeoutError("the key-value store does not answer") from None
+        raise TimeoutError("the key-value store, which rank 0 or torchrun serves, does not answer") from None
     if error is not None:
         raise error
     return cast(T, result)
@@ -254,7 +254,7 @@ def _connect(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
     try:
         return in_time(partial(dist.TCPStore, address, port, is_master=False, timeout=timeout), timeout)
     except TimeoutError as error:
-        raise TimeoutError(f"there is no key-value store at {address}:{port}, or it has stopped") from error
+        raise TimeoutError(f"no key-value store of rank 0 or torchrun answers at {address}:{port}") from error
 
 
 def _at_horovod(launch: Launch, timeout: timedelta) -> dist.Store:

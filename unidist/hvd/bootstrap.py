@@ -68,19 +68,18 @@ def open_control(
     parent = parents(processes)
     children = [child for child in range(1, size) if parent[child] == rank]
     server, offer = _listen(rank, children, hosts)
-    with server or nullcontext():
+    connections: dict[int, Connection] = {}
+    missing: list[int] = []
+    with server or nullcontext(), _explained_errors(rank, size, "cannot accept the other ranks' connections"):
         offers = [json.loads(text) for text in backend.exchange(json.dumps(offer), options.start)]
         for other, text in enumerate(offers):
             if isinstance(text, str):
                 raise BackendError(f"rank {other} (host {hosts[other].name}) cannot accept connections: {text}")
         key = bytes.fromhex(offers[0][2])
-        connections: dict[int, Connection] = {}
-        missing: list[int] = []
-        # A leader waits for those of its host first, and introduces itself then.
-        longer = _LONGER_S if rank == 0 and any(parent) else 0.0
         if server is not None:
-            with _explained_errors(rank, size, "cannot accept the other ranks' connections"):
-                connections, missing = accept(server, key, children, options.start + longer, options.deadline)
+            # Leaders wait for those of their host first.
+            longer = _LONGER_S if rank == 0 and any(parent) else 0.0
+            connections, missing = accept(server, key, children, options.start + longer, options.deadline)
     try:
         if rank == 0:
             if missing:
@@ -90,19 +89,20 @@ def open_control(
             what = f"cannot connect to rank {parent[rank]} (host {hosts[parent[rank]].name}) at {address}:{port}"
             with _explained_errors(rank, size, what):
                 link = introduce(address, port, key, rank, options.start + 2 * _LONGER_S, missing)
-                up = welcomed(link, rank, options.deadline)
+                connections[parent[rank]] = welcomed(link, rank, options.deadline)
     except BaseException as error:
         for connection in connections.values():
             connection.answer(str(error).encode())
             connection.close()
         raise
-    for connection in connections.values():  # heartbeats are expected from now on
-        connection.answer(WELCOME)
-    if rank == 0:
-        return CoordinatorThread(endpoint, options, connections, processes, coordinator)
-    if children:
-        return LeaderThread(endpoint, options, {**connections, 0: up}, processes, rank)
-    return RankThread(endpoint, options, {parent[rank]: up}, processes)
+    for child in children:  # heartbeats are expected from now on
+        connections[child].answer(WELCOME)
+    with _explained_errors(rank, size, "cannot start its control thread"):
+        if rank == 0:
+            return CoordinatorThread(endpoint, options, connections, processes, coordinator)
+        if children:
+            return LeaderThread(endpoint, options, connections, processes, rank)
+        return RankThread(endpoint, options, connections, processes)
 
 
 def _listen(
