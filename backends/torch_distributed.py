@@ -321,6 +321,15 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
         for tensor in tensors:
             tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
+    def _check_default_group(self) -> None:
+        try:
+            super()._check_default_group()  # type: ignore[no-untyped-call]
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(
+                "a wrapped model can be copied and pickled where its ranks are those of torch's default process group, "
+                "which hvd.init() does not make: copy or pickle the model inside, .module, and wrap that on every rank."
+            ) from error
+
     def will_sync_module_buffers(self) -> bool:
         # DDP returns False for the forward pass after no_sync(), and True for the first inside it.
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
