@@ -364,6 +364,19 @@ def test_rounds_go_once_to_those_who_have_joined() -> None:
     assert world.deliver() == [((1,), Rounds(0, 3, (0, 1, 1))), ((1,), Rounds(number, 1, (0,)))]
 
 
+def test_rounds_that_arrive_after_the_last_join_are_dropped() -> None:
+    world = World(3)
+    for rank in (0, 1, 2):
+        world.coordinator.join(rank, 0.0)
+    world.deliver()
+    world.coordinator.begin_rounds(Rounds(0, 1, (0, 0)))  # the announcement and the join have crossed
+    world.coordinator.outgoing()
+    world.coordinator.join(0, 0.0)
+    world.coordinator.begin_rounds(Rounds(0, 20, (0,)))
+    world.coordinator.join(1, 0.0)
+    assert world.deliver()[1:] == [((0,), Rounds(0, 20, (0,))), ((1,), Rounds(0, 20, (0,)))]
+
+
 # ------------------------------------------------------------------------------------ loss and stalls
 def test_a_shutdown_is_sent_to_all_once() -> None:
     world = World(3)

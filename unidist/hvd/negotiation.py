@@ -186,7 +186,7 @@ class Coordinator:
     def begin_rounds(self, message: Rounds) -> None:
         """A rank has begun rounds of gradient reductions: those that have joined make them, too."""
         process_set = self._sets.get(message.set_id)
-        if process_set is None:
+        if process_set is None or not self.joined:  # it was sent before its rank knew that all have joined
             return
         log = self._rounds.setdefault(message.set_id, deque(maxlen=_HISTORY))
         last = log[-1][0] if log else message.first - 1
