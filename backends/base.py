@@ -159,6 +159,23 @@ class Backend(ABC):
     def world_size(self) -> int:
         """The world size according to the library."""
 
+    def exchange(self, value: str, timeout: float) -> list[str]:
+        """Every rank's ``value``, in rank order, at a start: a rank may be gone. Collective.
+
+        On torch.distributed it goes through the store of the rendezvous. Elsewhere the library's own timeout counts.
+
+        Args:
+            value: a short text.
+            timeout: seconds.
+
+        Raises:
+            BackendError: not all ranks came in time; it names them.
+        """
+        data = torch.tensor(list(value.encode()), dtype=torch.uint8)
+        sizes = self.all_gather(torch.tensor([data.numel()]), [1] * self.topology.world_size).tolist()
+        parts = torch.split(self.all_gather(data, sizes), sizes)
+        return [bytes(part.tolist()).decode() for part in parts]
+
     @abstractmethod
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         """Make a group of some global ranks (ascending). Collective over the world, members or not.

@@ -334,7 +334,7 @@ def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, 
         f"{topology.local_rank},{topology.local_size},{topology.node_rank},{topology.cross_rank},{topology.cross_size}"
     )
     slots = []
-    for rank, row in enumerate(rendezvous.exchange(store, "slot", launch, mine)):
+    for rank, row in enumerate(world.exchange("slot", mine, start.timeout or rendezvous.START_TIMEOUT)):
         local_rank, local_size, node, cross_rank, cross_size = map(int, row.split(","))
         # Horovod tells nodes apart by name; two hosts may have the same one, and two nodes may be on one host.
         name = f"{world.hosts[rank].name}-node{node}"

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from http.client import HTTPException
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -24,7 +28,10 @@ from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, LaunchError, UnidistError
 from unidist.topology import Launch, Slot, Topology, locate
 
+T = TypeVar("T")
 START_TIMEOUT = timedelta(seconds=300)
+#: How much longer the others wait for rank 0 to say who has not come.
+_LONGER = timedelta(seconds=2)
 #: One store for all calls of ``init`` in a process: the address may be usable only once.
 _stores: dict[tuple[Launch, str | None], dist.Store] = {}
 #: Connects to the launcher's server without the proxies of the environment.
@@ -39,6 +46,11 @@ class World(NamedTuple):
     topology: Topology
     #: Of all ranks, in rank order.
     hosts: list[Host]
+
+    def exchange(self, key: str, value: str, timeout: timedelta) -> list[str]:
+        """Every rank's ``value``, in rank order. Collective; a key can be used once. Raises as ``exchange``."""
+        names = [host.name for host in self.hosts]
+        return exchange(dist.PrefixStore(key, self.store), self.topology.rank, names, value, timeout)
 
     @property
     def address(self) -> str:
@@ -58,8 +70,10 @@ def join(start: Start) -> World:
         base = _base_store(launch, start.init_method, timeout)
         base.set_timeout(timeout)
         store = dist.PrefixStore(f"unidist/{start.session}", base)
-        _claim_rank(store, launch)
-        texts = exchange(store, "host", launch, json.dumps(own_row(launch)))
+        in_time(partial(_claim_rank, store, launch), timeout)
+        texts = exchange(
+            dist.PrefixStore("host", store), launch.rank, [""] * launch.world_size, json.dumps(own_row(launch)), timeout
+        )
         rows = [(Slot(*slot), Host(id, name, tuple(found))) for slot, (id, name, found) in map(json.loads, texts)]
         return world_of(store, launch, rows)
     except UnidistError:
@@ -85,15 +99,76 @@ def world_of(store: dist.Store, launch: Launch, rows: Sequence[tuple[Slot, Host]
     return World(store, locate(launch, [slot for slot, _ in rows]), [host for _, host in rows])
 
 
-def exchange(store: dist.Store, key: str, launch: Launch, value: str) -> list[str]:
-    """Every rank's ``value``, in rank order. Collective; a key can be used once."""
-    store.set(f"{key}/{launch.rank}", value)
-    # Rank 0 publishes one list, so that the store has requests in proportion to the ranks.
-    if launch.rank == 0:
-        values = [store.get(f"{key}/{rank}").decode() for rank in range(launch.world_size)]
-        store.set(f"{key}/all", json.dumps(values))
-    found: list[str] = json.loads(store.get(f"{key}/all"))
-    return found
+def exchange(store: dist.Store, rank: int, hosts: Sequence[str], value: str, timeout: timedelta) -> list[str]:
+    """Every rank's ``value``, in rank order. Collective; once for a store.
+
+    Args:
+        store: without other keys.
+        rank: this rank.
+        hosts: the name of each rank's host, or empty.
+        value: of this rank.
+        timeout: for all ranks to come.
+
+    Raises:
+        BackendError: some did not; it names them.
+    """
+    keys = [str(other) for other in range(len(hosts))]
+
+    def missing() -> list[int]:
+        return [other for other, key in enumerate(keys) if not store.check([key])]
+
+    def meet() -> list[Any]:
+        store.set(keys[rank], value)
+        # Rank 0 publishes one list, so that the store has requests in proportion to the ranks.
+        if rank == 0:
+            late: list[int] = []
+            try:
+                store.wait(keys, timeout)
+            except RuntimeError:
+                late = missing()
+            store.set("all", json.dumps(late or [store.get(key).decode() for key in keys]))
+        try:
+            store.wait(["all"], timeout + _LONGER)
+        except RuntimeError:
+            return missing() or [0]
+        found: list[Any] = json.loads(store.get("all"))
+        return found
+
+    found: list[Any] = [0]  # whose process has the store
+    with suppress(RuntimeError, TimeoutError):
+        found = in_time(meet, timeout + 2 * _LONGER)
+        if isinstance(found[0], str):
+            return found
+    named = ", ".join(f"{other} (host {hosts[other]})" if hosts[other] else str(other) for other in found[:8])
+    more = f", ... ({len(found)} in all)" if len(found) > 8 else ""
+    raise BackendError(
+        f"rank {rank} of {len(hosts)} did not meet ranks {named}{more} within {timeout.total_seconds():.0f} s. Have "
+        "they stopped or ended, or not reached this call? UNIDIST_TIMEOUT is how long ranks wait, in seconds."
+    )
+
+
+def in_time(call: Callable[[], T], timeout: timedelta) -> T:
+    """The result of a call of torch's stores, made in a thread: they wait for ever for a server that has stopped.
+
+    Raises:
+        TimeoutError: there is none.
+    """
+    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((call(), None))
+        except BaseException as error:
+            done.put((None, error))
+
+    threading.Thread(target=run, name="unidist-start", daemon=True).start()
+    try:
+        result, error = done.get(timeout=timeout.total_seconds())
+    except queue.Empty:
+        raise TimeoutError("the key-value store, which rank 0 or torchrun serves, does not answer") from None
+    if error is not None:
+        raise error
+    return cast(T, result)
 
 
 def open_on_free_port(address: str, timeout: timedelta = START_TIMEOUT) -> dist.TCPStore:
@@ -136,7 +211,8 @@ def _open(launch: Launch, init_method: str | None, timeout: timedelta) -> dist.S
         url = init_method
         if url.startswith("env://"):
             _require_master(launch)
-        store: dist.Store = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout))[0]
+        meeting = dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout)
+        store: dist.Store = in_time(partial(next, meeting), timeout)[0]
         return store
     if launch.launcher.name in ("none", "arguments"):
         return dist.HashStore()
@@ -159,18 +235,26 @@ def _at_master(launch: Launch, timeout: timedelta) -> dist.Store:
     addr, port = _require_master(launch)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun's agent is the server, and counts its restarts.
-        store = dist.TCPStore(addr, port, is_master=False, timeout=timeout)
+        store = _connect(addr, port, timeout)
         return dist.PrefixStore(f"restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if launch.rank != 0:
+        return _connect(addr, port, timeout)
     try:
-        return dist.TCPStore(
-            addr, port, is_master=launch.rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
-        )
+        return dist.TCPStore(addr, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     except dist.DistNetworkError as error:
-        if launch.rank == 0 and "EADDRINUSE" in str(error):
+        if "EADDRINUSE" in str(error):
             raise BackendError(
                 f"port {port} of {addr} is in use: set MASTER_PORT to a free one on every rank."
             ) from error
         raise
+
+
+def _connect(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A client of rank 0's store; torch's constructor tries for longer than its timeout."""
+    try:
+        return in_time(partial(dist.TCPStore, address, port, is_master=False, timeout=timeout), timeout)
+    except TimeoutError as error:
+        raise TimeoutError(f"no key-value store of rank 0 or torchrun answers at {address}:{port}") from error
 
 
 def _at_horovod(launch: Launch, timeout: timedelta) -> dist.Store:
@@ -183,7 +267,7 @@ def _at_horovod(launch: Launch, timeout: timedelta) -> dist.Store:
         _ask(urllib.request.Request(url, data=f"{host}:{store.port}".encode(), method="PUT"), timeout)
         return store
     host, port = _ask(urllib.request.Request(url), timeout).rsplit(":", 1)
-    return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+    return _connect(host, int(port), timeout)
 
 
 def _address_for_horovodrun(server: str) -> str:
@@ -216,12 +300,13 @@ def _at_mpi(launch: Launch, timeout: timedelta) -> dist.Store:
     """Broadcast rank 0's address by MPI, unless MASTER_ADDR and MASTER_PORT are set."""
     if launch.master_addr is not None and launch.master_port is not None:
         return _at_master(launch, timeout)
-    world = mpi.world(launch)
-    hosts = world.allgather(this_host())
+    world = mpi.world(launch, timeout)
     store, endpoint = None, None
-    if launch.rank == 0:
-        address = listen_address(hosts[0], hosts)
-        store = open_on_free_port(address, timeout)
-        endpoint = (address, store.port)
-    host, port = world.bcast(endpoint, root=0)
-    return store or dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    with mpi.watchdog(timeout, "all ranks to come to MPI's first collective calls"):
+        hosts = world.allgather(this_host())
+        if launch.rank == 0:
+            address = listen_address(hosts[0], hosts)
+            store = open_on_free_port(address, timeout)
+            endpoint = (address, store.port)
+        host, port = world.bcast(endpoint, root=0)
+    return store or _connect(host, port, timeout)

@@ -11,6 +11,8 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -82,6 +84,8 @@ class TorchBackend(Backend):
             # A user's own NCCL group takes no CPU tensors.
             self._world["cpu"] = self._make_group(self.ranks(None))
         self._restore_hook = self._explain_lost_ranks()
+        self._rendezvous = world
+        self._exchanges = count()
 
     @classmethod
     def start(cls, name: str, start: Start) -> TorchBackend:
@@ -153,6 +157,10 @@ class TorchBackend(Backend):
 
     def world_size(self) -> int:
         return dist.get_world_size() if self._default else self.topology.world_size
+
+    def exchange(self, value: str, timeout: float) -> list[str]:
+        key = f"exchange/{next(self._exchanges)}"
+        return self._rendezvous.exchange(key, value, timedelta(seconds=timeout))
 
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         return Group(ranks, self._make_group(ranks))
@@ -321,6 +329,15 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
         for tensor in tensors:
             tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
+    def _check_default_group(self) -> None:
+        try:
+            super()._check_default_group()  # type: ignore[no-untyped-call]
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(
+                "a wrapped model can be copied and pickled where its ranks are those of torch's default process group, "
+                "which hvd.init() does not make: copy or pickle the model inside, .module, and wrap that on every rank."
+            ) from error
+
     def will_sync_module_buffers(self) -> bool:
         # DDP returns False for the forward pass after no_sync(), and True for the first inside it.
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -359,7 +376,7 @@ def _library(name: str, start: Start) -> str:
     """
     if name != "mpi" or dist.is_mpi_available():
         return name
-    mpi.world(start.launch)  # loads the launcher's library
+    mpi.world(start.launch, start.timeout)  # loads the launcher's library
     from unidist.backends.mpi import process_group
 
     process_group.register()

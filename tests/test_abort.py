@@ -1,4 +1,4 @@
-"""A rank that has stopped, and the others, which wait for it in a library: ``Backend.abort`` frees them."""
+"""A rank that has stopped, and the others, which wait for it: at the start, and in a library."""
 
 import re
 import subprocess
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.support.worlds import PYTHON, ROOT, environment, free_port
+from tests.support.worlds import PYTHON, ROOT, environment, free_port, run_world
 
 RANKS = 3
 
@@ -43,3 +43,56 @@ def test_abort_frees_the_ranks_that_wait_for_a_stopped_one(what: str) -> None:
         for process in ranks:
             process.kill()
             process.communicate()
+
+
+#: Seconds of UNIDIST_TIMEOUT, and how much longer a start may take to fail.
+TIMEOUT, GRACE = 4, 10
+
+
+@pytest.mark.parametrize(
+    ("call", "victim"),
+    [
+        ("unidist.backends.rendezvous._base_store", 0),  # nobody listens
+        ("unidist.backends.rendezvous.exchange", 0),  # who listens does not answer
+        ("unidist.hvd.session.open_control", 0),
+        ("unidist.hvd.session.open_control", 1),
+        ("unidist.hvd.bootstrap.accept", 0),
+        ("unidist.hvd.bootstrap.introduce", 1),
+    ],
+)
+def test_a_rank_that_stops_in_the_start_is_named_in_time(call: str, victim: int) -> None:
+    env = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env |= {"UNIDIST_TIMEOUT": str(TIMEOUT), "UNIDIST_BACKEND": "gloo"}
+    ranks = [
+        subprocess.Popen(
+            [PYTHON, "tests/programs/stopped_start.py", call, str(victim)],
+            cwd=ROOT, env=environment("python", {**env, "RANK": str(rank)}), stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        for rank, process in enumerate(ranks):
+            if rank == victim:
+                continue
+            output, _ = process.communicate(timeout=60)
+            found = re.search(rf"rank {rank} raised BackendError after ([\d.]+) s: (.*)", output)
+            assert found and float(found[1]) < TIMEOUT + GRACE, output
+            # Where nobody listens, rank 0's address is all that is known.
+            assert re.search(rf"ranks? {victim}\b|127.0.0.1:\d+", found[2]), output
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("call", ["unidist.backends.mpi.launch._start", "unidist.backends.rendezvous.this_host"])
+def test_a_rank_that_stops_in_the_start_of_mpi_ends_the_job(call: str) -> None:
+    env = {"UNIDIST_TIMEOUT": str(TIMEOUT)}
+    result = run_world(
+        "openmpi", 3, ["tests/programs/stopped_start.py", call, "1"], backend="gloo", env=env, timeout=60
+    )
+    assert result.returncode != 0 and result.seconds < 45, result.output
+    what = "MPI's start" if call.endswith("_start") else "MPI's first collective calls"
+    assert f"has waited {TIMEOUT} s for" in result.output and what in result.output, result.output
+    assert "btl_tcp_if_exclude" in result.output and "has begun" not in result.output, result.output

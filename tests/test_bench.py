@@ -80,10 +80,10 @@ def test_the_drop_in_beside_horovod(tmp_path: Path) -> None:
 
 def test_the_coordinator_with_simulated_ranks(tmp_path: Path) -> None:
     data = tmp_path / "control.json"
-    done = bench("control", "--ranks", "4,33", "--rounds", "4", "--json", str(data))
+    done = bench("control", "--ranks", "4,33", "--per-host", "5", "--rounds", "4", "--json", str(data))
     assert done.returncode == 0, done.stdout + done.stderr
     found = cases(data)
-    assert {case["world"] for case in found} == {"4 ranks", "33 ranks"}
+    assert {case["world"] for case in found} == {"4 ranks", "33 ranks", "33 ranks, 5 per host"}
     assert {case["name"] for case in found} == {*control.ROWS, "join, one after another"}
     sent = {case["world"]: case["samples"]["unidist"][0] for case in found if case["unit"] == "B"}
     assert sent["33 ranks"] < 10 * 33 / 4 * sent["4 ranks"]  # in proportion to the ranks, not to their cube

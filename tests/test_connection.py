@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from unidist.errors import BackendError
-from unidist.hvd.connection import Connection, accept, frame, introduce, new_key, welcomed
+from unidist.hvd.bootstrap import WELCOME, accept, introduce, new_key, welcomed
+from unidist.hvd.connection import Connection, frame
 
 pytestmark = pytest.mark.unit
 KEY = new_key()
@@ -34,13 +35,15 @@ def close_all() -> Iterator[None]:
 def serve(size: int, timeout: float = 10.0) -> tuple[socket.socket, Callable[[], dict[int, Connection]]]:
     """A server whose ``accept`` runs in a thread, and what waits for its result."""
     server = socket.create_server(("127.0.0.1", 0))
-    found: list[dict[int, Connection] | Exception] = []
+    found: list[tuple[dict[int, Connection], list[int]]] = []
 
     def run() -> None:
-        try:
-            found.append(accept(server, KEY, size, timeout, 30.0))
-        except Exception as error:
-            found.append(error)
+        connections, missing = accept(server, KEY, range(1, size), timeout, 30.0)
+        for connection in connections.values():
+            connection.answer(f"missing: {missing}".encode() if missing else WELCOME)
+            if missing:
+                connection.close()
+        found.append((connections, missing))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -48,11 +51,10 @@ def serve(size: int, timeout: float = 10.0) -> tuple[socket.socket, Callable[[],
     def result() -> dict[int, Connection]:
         thread.join(20)
         server.close()
-        (what,) = found
-        if isinstance(what, Exception):
-            raise what
-        _opened.extend(what.values())
-        return what
+        ((connections, missing),) = found
+        _opened.extend(connections.values())
+        assert not missing
+        return connections
 
     return server, result
 
@@ -75,9 +77,9 @@ STRANGERS: dict[str, Callable[[socket.socket], object]] = {
     "resets": reset,
     "asks for a page": lambda link: link.sendall(b"GET / HTTP/1.0\r\n\r\n"),
     "half a key": lambda link: link.sendall(KEY[:9]),
-    "another key": lambda link: link.sendall(new_key() + struct.pack("<I", 1)),
-    "no such rank": lambda link: link.sendall(KEY + struct.pack("<I", 7)),
-    "rank 0": lambda link: link.sendall(KEY + struct.pack("<I", 0)),
+    "another key": lambda link: link.sendall(new_key() + struct.pack("<II", 1, 1)),
+    "no such rank": lambda link: link.sendall(KEY + struct.pack("<II", 7, 7)),
+    "rank 0": lambda link: link.sendall(KEY + struct.pack("<II", 0, 0)),
 }
 
 
@@ -108,7 +110,7 @@ def test_a_rank_that_is_there_already_is_refused() -> None:
     with ThreadPoolExecutor() as pool:
         first = pool.submit(rank, server, 1)
         time.sleep(0.2)
-        with pytest.raises(ConnectionRefusedError, match="rank 0 has refused rank 1"):
+        with pytest.raises(ConnectionRefusedError, match="rank 1 was refused"):
             rank(server, 1)
         with pytest.raises(OSError):
             rank(server, 2, key=new_key())
@@ -118,8 +120,19 @@ def test_a_rank_that_is_there_already_is_refused() -> None:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     server, result = serve(4, timeout=1.0)
-    _opened.append(introduce("127.0.0.1", server.getsockname()[1], KEY, 2, 10.0))
-    with pytest.raises(BackendError, match=r"ranks 1, 3 did not connect to rank 0 at port \d+ within 1 s"):
+    with pytest.raises(BackendError, match=r"missing: \[1, 3\]"):  # the ranks that came learn it
+        rank(server, 2)
+    with pytest.raises(AssertionError):
+        result()
+
+
+def test_a_leader_says_whom_it_misses() -> None:
+    server, result = serve(3)
+    _opened.append(introduce("127.0.0.1", server.getsockname()[1], KEY, 1, 10.0))
+    link = introduce("127.0.0.1", server.getsockname()[1], KEY, 2, 10.0, [7, 8])
+    with pytest.raises(BackendError, match=r"missing: \[7\]"):
+        welcomed(link, 2, 30.0)
+    with pytest.raises(AssertionError):
         result()
 
 

@@ -3,7 +3,6 @@
 from tests.faults.campaign import KINDS, MOMENTS, draw, line, run_all, summary
 from tests.support.worlds import shown
 
-#: One that stops no rank inside MPI's own start, which no other rank can end.
 SEED = 22
 
 

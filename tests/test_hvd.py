@@ -360,7 +360,7 @@ def test_a_message_that_cannot_be_read_ends_the_session_on_all_ranks() -> None:
         hvd.init()
         hvd.allreduce(torch.ones(1))
         if hvd.rank() == 1:
-            current_session()._control._connection.send(frame(b"\\xff"))
+            current_session()._control._connections[0].send(frame(b"\\xff"))
         try:
             while True:
                 hvd.allreduce(torch.ones(1), name="after")

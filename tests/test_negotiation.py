@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unidist.hvd.host_submissions import Forwarded, HostSubmissions
 from unidist.hvd.messages import (
     AllJoined,
     AnnounceRounds,
     Complete,
     Execute,
     Failed,
+    Join,
     Name,
     ProcessSetAdded,
     ProcessSetRemoved,
@@ -39,10 +41,13 @@ class World:
     Args:
         size: number of ranks.
         fusion: threshold in bytes.
+        per_host: ranks on each host; those of all but the first have a leader.
     """
 
-    def __init__(self, size: int, fusion: int = 0) -> None:
+    def __init__(self, size: int, fusion: int = 0, per_host: int = 100) -> None:
         self.size = size
+        self.hosts = [HostSubmissions(range(at, min(at + per_host, size))) for at in range(0, size, per_host)]
+        self.leaders = {rank: self.hosts[rank // per_host] for rank in range(per_host, size)}
         self.coordinator = Coordinator(size, fusion, lambda signature, values, size: b"+".join(values))
         self.caches = [ResponseCache() for _ in range(size)]
         #: What each rank has received: groups of names, or messages.
@@ -53,7 +58,28 @@ class World:
     def submit(self, rank: int, *requests: Request, now: float = 0.0) -> None:
         message = self.caches[rank].submit(requests)
         self.cached[rank] += message.cached.bit_count() + len(message.numbered)
-        self.coordinator.submit(rank, decode(encode(message)), now)
+        self.send(rank, message, now)
+
+    def send(self, rank: int, message: Any, now: float = 0.0) -> None:
+        if rank in self.leaders:
+            self.forward(self.leaders[rank].forward(rank, message), now)
+        else:
+            self.forward([((rank,), message)], now)
+
+    def forward(self, messages: Forwarded, now: float = 0.0) -> None:
+        for ranks, message in messages:
+            received = decode(encode(message))
+            if isinstance(received, Submit):
+                self.coordinator.submit(ranks, received, now)
+            else:
+                assert received == Join()
+                self.coordinator.join(ranks[0], now)
+
+    def release(self) -> None:
+        """Time passes: leaders hold nothing any more."""
+        for leader in self.leaders.values():
+            self.forward(leader.take(range(self.size)))
+            assert not leader.holds
 
     def deliver(self) -> list[tuple[tuple[int, ...], Any]]:
         """Send what the coordinator has decided; the ranks of each message, and the groups or the message."""
@@ -204,7 +230,7 @@ def test_a_message_that_cannot_be_read_is_an_error() -> None:
         with pytest.raises(ValueError):
             decode(data)
     with pytest.raises(ValueError, match="unknown id"):
-        World(2).coordinator.submit(1, Submit(cached=4), 0.0)
+        World(2).coordinator.submit([1], Submit(cached=4), 0.0)
 
 
 # ------------------------------------------------------------------------------------ process sets
@@ -338,6 +364,19 @@ def test_rounds_go_once_to_those_who_have_joined() -> None:
     assert world.deliver() == [((1,), Rounds(0, 3, (0, 1, 1))), ((1,), Rounds(number, 1, (0,)))]
 
 
+def test_rounds_that_arrive_after_the_last_join_are_dropped() -> None:
+    world = World(3)
+    for rank in (0, 1, 2):
+        world.coordinator.join(rank, 0.0)
+    world.deliver()
+    world.coordinator.begin_rounds(Rounds(0, 1, (0, 0)))  # the announcement and the join have crossed
+    world.coordinator.outgoing()
+    world.coordinator.join(0, 0.0)
+    world.coordinator.begin_rounds(Rounds(0, 20, (0,)))
+    world.coordinator.join(1, 0.0)
+    assert world.deliver()[1:] == [((0,), Rounds(0, 20, (0,))), ((1,), Rounds(0, 20, (0,)))]
+
+
 # ------------------------------------------------------------------------------------ loss and stalls
 def test_a_shutdown_is_sent_to_all_once() -> None:
     world = World(3)
@@ -384,13 +423,18 @@ KINDS = [SUM, SUM._replace(op="max"), Signature("broadcast", ("int64",), ((2,),)
 
 
 @settings(deadline=None, max_examples=300)
-@given(seed=st.integers(0, 10**9), size=st.integers(1, 5), operations=st.integers(1, 12), fusion=st.integers(0, 100))
-def test_all_ranks_execute_the_same_in_the_same_order(seed: int, size: int, operations: int, fusion: int) -> None:
+@given(
+    seed=st.integers(0, 10**9), size=st.integers(1, 7), operations=st.integers(1, 12), fusion=st.integers(0, 100),
+    per_host=st.integers(1, 7),
+)  # fmt: skip
+def test_all_ranks_execute_the_same_in_the_same_order(
+    seed: int, size: int, operations: int, fusion: int, per_host: int
+) -> None:
     """In several turns, whatever the order in which each rank submits, and in which the coordinator receives it; with a
-    name and without, with a value on some ranks, with a signature that differs on one.
+    name and without, with a value on some ranks, with a signature that differs on one; over hosts with leaders.
     """
     draw = random.Random(seed)
-    world = World(size, fusion)
+    world = World(size, fusion, per_host)
     plan = {name: draw.choice(KINDS) for name in [f"op{i}" for i in range(operations)]}
     for turn in range(4):
         names: dict[Name, Signature] = {**plan, **{100 * turn + i: draw.choice(KINDS) for i in range(3)}}
@@ -412,6 +456,8 @@ def test_all_ranks_execute_the_same_in_the_same_order(seed: int, size: int, oper
         while any(queues):
             rank = draw.choice([rank for rank in range(size) if queues[rank]])
             world.submit(rank, *[queues[rank].pop(0) for _ in range(draw.randint(1, len(queues[rank])))])
+            if draw.random() < 0.1 or not any(queues):
+                world.release()
             if draw.random() < 0.5 or not any(queues):
                 world.deliver()
         received = [each[at:] for each, at in zip(world.received, before)]
@@ -431,13 +477,13 @@ def test_all_ranks_execute_the_same_in_the_same_order(seed: int, size: int, oper
 
 
 @settings(deadline=None, max_examples=200)
-@given(seed=st.integers(0, 10**9), size=st.integers(2, 5))
-def test_joins_at_any_time_leave_nobody_waiting(seed: int, size: int) -> None:
+@given(seed=st.integers(0, 10**9), size=st.integers(2, 7), per_host=st.integers(1, 4))
+def test_joins_at_any_time_leave_nobody_waiting(seed: int, size: int, per_host: int) -> None:
     """Each rank makes some of the allreduces, in one order, and joins; all that were submitted are executed by all
     ranks. Twice, with the same names.
     """
     draw = random.Random(seed)
-    world = World(size)
+    world = World(size, 0, per_host)
     for _ in range(3):
         steps = [draw.randint(0, 6) for _ in range(size)]
         queues: list[list[Request | None]] = [[*(request(f"step{i}") for i in range(n)), None] for n in steps]
@@ -447,12 +493,88 @@ def test_joins_at_any_time_leave_nobody_waiting(seed: int, size: int) -> None:
             rank = draw.choice([rank for rank in range(size) if queues[rank]])
             item = queues[rank].pop(0)
             if item is None:
-                world.coordinator.join(rank, 0.0)
+                world.send(rank, Join())
                 last = rank
             else:
                 world.submit(rank, item)
+            if draw.random() < 0.2 or not any(queues):
+                world.release()
             assert all(ranks == tuple(range(size)) for ranks, _ in world.deliver())
         for each, at in zip(world.received, before):
             done = [name for what in each[at:] if isinstance(what, list) for group in what for name in group]
             assert sorted(done) == sorted(f"step{i}" for i in range(max(steps)))
             assert each[-1] == AllJoined(last) and each[at:].count(AnnounceRounds()) == 1
+
+
+# ------------------------------------------------------------------------------------ leaders
+def test_a_leader_sends_what_all_of_its_host_submit_once() -> None:
+    leader = HostSubmissions([4, 5, 6])
+    assert leader.forward(5, Submit(0b1011)) == [] == leader.forward(4, Submit(0b0010))
+    assert leader.forward(6, Submit(0b0110)) == [((4, 5, 6), Submit(0b0010))]
+    assert leader.holds
+    assert leader.forward(4, Submit(0b1001)) == []
+    assert leader.take([4, 5, 6]) == [((4, 5), Submit(0b1001)), ((6,), Submit(0b0100))]
+    assert leader.take([4, 5, 6]) == [] and not leader.holds
+    # The last of them waits for nobody.
+    assert leader.forward(6, Submit(0b1001)) == [((6,), Submit(0b1001))]
+    assert leader.forward(6, Submit(0b1000)) == []
+
+
+def test_a_leader_holds_nothing_for_long_that_does_not_come_from_all() -> None:
+    leader = HostSubmissions([4, 5])
+    for turn in range(5):
+        sent = leader.forward(4, Submit(1))
+        assert sent == [((4,), Submit(1))] * (turn > 1)  # in the first turns nobody knows
+        leader.take([4, 5])
+        if turn == 0:
+            leader.forget()
+    leader.forget()  # a rank that had joined is back
+    assert leader.forward(4, Submit(1)) == [] and leader.forward(5, Submit(1)) == [((4, 5), Submit(1))]
+
+
+def test_a_leader_keeps_the_order_of_what_may_change_the_process_sets() -> None:
+    removal = Submit(requests=(request(9, Signature("remove_process_set", root=1)),))
+    numbered = Submit(1, numbered=((3, 0, b"1"),))
+    for message in (removal, Join(), Rounds(0, 1, (0,))):
+        leader = HostSubmissions([4, 5])
+        assert leader.forward(4, numbered) == [((4,), numbered._replace(cached=0))]
+        assert leader.forward(4, message) == [((4,), Submit(1)), ((4,), message)]
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 10**9), per_host=st.integers(1, 4))
+def test_process_sets_across_hosts(seed: int, per_host: int) -> None:
+    """Operations of a set that is removed after all have submitted them are executed, before that they fail."""
+    draw = random.Random(seed)
+    world = World(6, 0, per_host)
+    ranks = sorted(draw.sample(range(6), draw.randint(2, 6)))
+
+    def together(*requests: Request, receivers: list[int] = ranks) -> list[tuple[tuple[int, ...], Any]]:
+        queues = {rank: list(requests) for rank in receivers}
+        while queues:
+            rank = draw.choice(list(queues))
+            world.submit(rank, queues[rank].pop(0))
+            if not queues[rank]:
+                del queues[rank]
+            if draw.random() < 0.1 or not queues:
+                world.release()
+        return world.deliver()
+
+    everybody = list(range(6))
+    ((_, added),) = together(request(0, Signature("add_process_set", ranks=tuple(ranks))), receivers=everybody)
+    inside = [request(f"op{i}", set_id=added.set_id) for i in range(3)]
+    for _ in range(4):
+        assert sorted(groups(together(*inside))) == [(each.name,) for each in inside]
+        for leader in world.leaders.values():
+            if draw.random() < 0.3:
+                leader.forget()
+    for rank in ranks:
+        world.submit(rank, *inside)
+    late = draw.choice(ranks)
+    world.submit(late, request("late", set_id=added.set_id))
+    sent = together(request(1, Signature("remove_process_set", root=added.set_id)), receivers=everybody)
+    done = [each for ranks_, each in sent if isinstance(each, list)]
+    assert [group for each in done for group in each] == [(each.name,) for each in inside]
+    failed = [each.name for _, each in sent if isinstance(each, Failed)]
+    assert failed == ["late"]
+    assert world.coordinator.stalled(1e9, 0.0) == []

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -14,12 +17,42 @@ from typing import Any
 from unidist.errors import BackendError, UnidistError, WorldSizeError
 from unidist.topology import EXPLICIT, NONE, Launch
 
+#: Of a start, unless ``init`` has one.
+_TIMEOUT = timedelta(seconds=300)
+#: Waits for the end of its input; seconds, the process that it ends then, and what it says.
+_WATCHDOG = """
+import os, select, signal, sys
+if not select.select([0], [], [], float(sys.argv[1]))[0]:
+    os.write(2, sys.argv[3].encode())
+    os.kill(int(sys.argv[2]), signal.SIGKILL)
+"""
 #: Time for the launcher to read the error: MPICH's drops what is still in the pipe when a rank aborts.
 _READ_S = 1.0
 
 
-def world(launch: Launch) -> Any:
+@contextmanager
+def watchdog(timeout: timedelta, what: str) -> Iterator[None]:
+    """End this process, and with it the job, if the calls of MPI inside wait for longer, which nothing interrupts.
+
+    Another process does it, because MPI's start keeps Python's lock.
+    """
+    seconds = timeout.total_seconds()
+    message = (
+        f"unidist: pid {os.getpid()} has waited {seconds:g} s for {what}, and ends. Has a rank stopped? If MPI has "
+        "chosen a network in which the hosts do not reach each other, exclude it: mpirun --mca btl_tcp_if_exclude "
+        "lo,docker0 (Open MPI), mpiexec -iface eth0 (MPICH). UNIDIST_TIMEOUT is how long ranks wait, in seconds.\n"
+    )
+    argv = [sys.executable, "-I", "-S", "-c", _WATCHDOG, str(seconds), str(os.getpid()), message]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE):  # its end closes the input, and waits
+        yield
+
+
+def world(launch: Launch, timeout: timedelta | None = None) -> Any:
     """mpi4py's COMM_WORLD. Collective at the first call, which starts MPI.
+
+    Args:
+        launch: this process's.
+        timeout: of MPI's start, after which this process is ended. Default: 300 s.
 
     Raises:
         BackendError: mpi4py is missing, or cannot load this launcher's MPI library, or this is not an MPI launcher.
@@ -31,7 +64,11 @@ def world(launch: Launch) -> Any:
             "script.py' (Open MPI), 'mpiexec -n 2 python script.py' (MPICH), 'horovodrun -np 2 --mpi python "
             "script.py' or 'srun -n 2 --mpi=pmix python script.py' (--mpi=pmi2 for MPICH)."
         )
-    comm, error = _world(launch)
+    if "mpi4py.MPI" in sys.modules:
+        comm, error = _world(launch)
+    else:
+        with watchdog(timeout or _TIMEOUT, "MPI's start"):
+            comm, error = _world(launch)
     if error is not None:
         raise error
     return comm

@@ -68,8 +68,17 @@ class Outcome:
     invalid: str = ""
 
     @property
+    def left_to_mpirun(self) -> bool:
+        """Whether survivors wait in MPI_Finalize for a rank that has stopped after its last collective: not ours."""
+        case = self.case
+        return (case.kind, case.moment, case.launcher) == ("SIGSTOP", "end", "openmpi") and self._hang
+
+    @property
     def hung(self) -> bool:
-        # A stopped rank that has nothing more to say is its launcher's matter.
+        return self._hang and not self.left_to_mpirun
+
+    @property
+    def _hang(self) -> bool:
         return any(how == "hung" for how, _ in self.survivors.values())
 
     @property
@@ -246,7 +255,8 @@ def line(outcome: Outcome) -> str:
     case = outcome.case
     ends = ", ".join(f"{rank}: {how} {seconds:.1f} s" for rank, (how, seconds) in sorted(outcome.survivors.items()))
     marks = [
-        "HUNG" * outcome.hung, f"{outcome.orphans} ORPHANS" * bool(outcome.orphans),
+        "HUNG" * outcome.hung, "LEFT TO MPIRUN" * outcome.left_to_mpirun,
+        f"{outcome.orphans} ORPHANS" * bool(outcome.orphans),
         f"BROKEN {outcome.broken}" * bool(outcome.broken), "NOT NAMED" * (outcome.named is False),
         outcome.invalid and f"INVALID {outcome.invalid}",
     ]  # fmt: skip
@@ -264,11 +274,13 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
             cells.append(f"{sum(not each.bad for each in here)}/{len(here)}")
         lines.append(f"{kind:12}" + "".join(f"{cell:>12}" for cell in cells))
     ends = Counter(how for each in outcomes for how, _ in each.survivors.values())
-    slowest = max((seconds for each in outcomes for _, seconds in each.survivors.values()), default=0.0)
+    ours = [each for each in outcomes if not each.left_to_mpirun]
+    slowest = max((seconds for each in ours for _, seconds in each.survivors.values()), default=0.0)
     asked = [each.named for each in outcomes if each.named is not None]
     lines += [
         f"{len(outcomes)} cases; survivors: " + ", ".join(f"{count} {how}" for how, count in ends.most_common()),
-        f"slowest survivor {slowest:.1f} s; hung in {sum(each.hung for each in outcomes)} cases, the victim named in "
+        f"slowest survivor {slowest:.1f} s; hung in {sum(each.hung for each in outcomes)} cases, and in "
+        f"{sum(each.left_to_mpirun for each in outcomes)} more that are left to mpirun; the victim named in "
         f"{sum(asked)} of {len(asked)} in which a survivor raised; orphans in "
         f"{sum(bool(each.orphans) for each in outcomes)}, broken files in "
         f"{sum(bool(each.broken) for each in outcomes)}, invalid {sum(bool(each.invalid) for each in outcomes)}",

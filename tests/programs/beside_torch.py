@@ -1,10 +1,12 @@
 """The drop-in and a script's own process group side by side: ``beside_torch.py first | later | never``."""
 
+import copy
 import sys
 
 import torch
 import torch.distributed as dist
 
+import unidist
 import unidist.hvd as hvd
 
 when = sys.argv[1]
@@ -37,6 +39,12 @@ if when == "first":
 hvd.init()
 assert dist.is_initialized() == (when == "first")
 check_drop_in()
+try:  # DDP finds its ranks again in the default group only
+    copy.deepcopy(unidist.wrap_model(torch.nn.Linear(3, 2)))
+except RuntimeError as error:
+    assert "the model inside, .module" in str(error)
+else:
+    raise SystemExit("copied")
 if when == "later":
     train_with_ddp()
     check_drop_in()

@@ -16,12 +16,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from unidist.bench.measure import OURS, Case
-from unidist.hvd.connection import Connection, accept, frame, introduce, new_key, welcomed
-from unidist.hvd.control import ControlOptions, Process, StallTimeouts, _CoordinatorThread
+from unidist.hvd.bootstrap import WELCOME, accept, introduce, new_key, welcomed
+from unidist.hvd.connection import Connection, frame
+from unidist.hvd.control import ControlOptions, CoordinatorThread, Process, StallTimeouts, parents
 from unidist.hvd.messages import (
     AnnounceRounds,
     Complete,
     Execute,
+    Forward,
     Heartbeat,
     Join,
     Leave,
@@ -37,6 +39,7 @@ from unidist.hvd.response_cache import ResponseCache
 
 RANKS = (8, 32, 128, 512, 1024)
 QUICK_RANKS = (8, 128)
+PER_HOST = 8
 #: Operations of a training step: the parameters of a ResNet-50 have 161 gradients.
 OPERATIONS = 160
 _SHAPES = ((64, 3, 7, 7), (64,), (64, 64, 1, 1), (256,), (128, 256, 1, 1), (512, 512, 3, 3), (2048,), (1000, 2048))
@@ -65,22 +68,46 @@ ROWS = {
 }
 
 
-def cases(rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[str]) -> Iterator[Case]:
-    """CPU time of rank 0 in one turn of each row, and the bytes that it sends while all ranks join."""
+def cases(
+    rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[str], per_host: int = PER_HOST
+) -> Iterator[Case]:
+    """CPU time of rank 0 in one turn of each row, and the bytes that it sends while all ranks join: with all ranks on
+    its host, and with ``per_host`` on each.
+    """
     for size in ranks or (QUICK_RANKS if quick else RANKS):
-        world = f"{size} ranks"
-        with _World(size) as simulated:
-            for row, (kind, messages) in ROWS.items():
-                seconds = [simulated.turn(kind, messages) for _ in range(rounds + 3)][3:]
-                yield Case("control", world, row, {OURS: seconds})
-            yield Case("control", world, "join, one after another", {OURS: [float(simulated.join())]}, unit="B")
+        yield from _cases_of(rounds, size, size, f"{size} ranks")
+        if size > per_host:
+            yield from _cases_of(rounds, size, per_host, f"{size} ranks, {per_host} per host")
+
+
+def _cases_of(rounds: int, size: int, per_host: int, world: str) -> Iterator[Case]:
+    with _World(size, per_host) as simulated:
+        for row, (kind, messages) in ROWS.items():
+            seconds = [simulated.turn(kind, messages) for _ in range(rounds + 3)][3:]
+            yield Case("control", world, row, {OURS: seconds})
+        yield Case("control", world, "join, one after another", {OURS: [float(simulated.join())]}, unit="B")
+
+
+def _processes(size: int, per_host: int) -> list[Process]:
+    here = Process.current()
+    return [here._replace(host=here.host._replace(id=str(rank // per_host))) for rank in range(size)]
+
+
+def _reached(processes: Sequence[Process]) -> dict[int, list[int]]:
+    """By each rank that connects to rank 0: those that it speaks for."""
+    reached: dict[int, list[int]] = {}
+    for rank, parent in enumerate(parents(processes)):
+        if rank != 0:
+            reached.setdefault(parent or rank, []).append(rank)
+    return reached
 
 
 class _World:
     """Rank 0 and its control thread here, the other ranks in another process."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, per_host: int) -> None:
         self.size = size
+        self._per_host = per_host
         self._cache = ResponseCache()
         self._submitted: list[Request] = []
         self._left = 0
@@ -95,11 +122,14 @@ class _World:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            self._tell([self.size, server.getsockname()[1], key.hex()])
-            connections = accept(server, key, self.size, 60.0, _NO_DEADLINE)
-        options = ControlOptions(1e-3, StallTimeouts(0, 0), _NO_DEADLINE)
+            self._tell([self.size, self._per_host, server.getsockname()[1], key.hex()])
+            processes = _processes(self.size, self._per_host)
+            connections, _ = accept(server, key, _reached(processes).keys(), 60.0, _NO_DEADLINE)
+            for connection in connections.values():
+                connection.answer(WELCOME)
+        options = ControlOptions(1e-3, StallTimeouts(0, 0), _NO_DEADLINE, _NO_DEADLINE)
         coordinator = Coordinator(self.size, 64 * 2**20, lambda signature, values, size: values[0])
-        self._control = _CoordinatorThread(self, options, connections, [Process.current()] * self.size, coordinator)
+        self._control = CoordinatorThread(self, options, connections, processes, coordinator)
         self._control.start()
         return self
 
@@ -157,25 +187,36 @@ class _World:
 
 
 class _Ranks:
-    """All ranks but 0. They receive and submit the same, so one cache serves them."""
+    """All ranks but 0, and their leaders. They receive and submit the same, so one cache serves them."""
 
-    def __init__(self, size: int, port: int, key: bytes) -> None:
-        links = [introduce(_LOOPBACK, port, key, rank, 60.0) for rank in range(1, size)]
-        self.connections = [welcomed(link, rank, _NO_DEADLINE) for rank, link in enumerate(links, 1)]
+    def __init__(self, size: int, per_host: int, port: int, key: bytes) -> None:
+        reached = _reached(_processes(size, per_host))
+        links = {rank: introduce(_LOOPBACK, port, key, rank, 60.0) for rank in reached}
+        self.connections = {welcomed(links[rank], rank, _NO_DEADLINE): ranks for rank, ranks in reached.items()}
         self.cache = ResponseCache()
         self.selector = selectors.DefaultSelector()
         for connection in self.connections:
             self.selector.register(connection, selectors.EVENT_READ)
 
+    def send(self, message: Any, but: int = 0) -> None:
+        """Each rank sends a message, but for one; a leader sends what all of its host submit by ids as one."""
+        data = encode(message)
+        for connection, ranks in self.connections.items():
+            if len(ranks) == 1:
+                framed = frame(data) * (ranks[0] != but)
+            elif isinstance(message, Submit) and message == Submit(message.cached):
+                framed = frame(encode(Forward(sum(1 << rank for rank in ranks), data)))
+            else:
+                framed = b"".join(frame(encode(Forward(1 << rank, data))) for rank in ranks if rank != but)
+            connection.send(framed)
+
     def turn(self, kind: str, messages: int) -> None:
         requests = _requests(kind)
         each = len(requests) // messages
-        framed = [frame(encode(self.cache.submit(requests[at : at + each]))) for at in range(0, len(requests), each)]
-        for data in framed:
-            for connection in self.connections:
-                connection.send(data)
+        for message in [self.cache.submit(requests[at : at + each]) for at in range(0, len(requests), each)]:
+            self.send(message)
         left = dict.fromkeys(self.connections, len(requests))
-        first = self.connections[0]
+        first = next(iter(left))
 
         def received(connection: Connection, data: bytes) -> None:
             message = decode(data)
@@ -201,17 +242,14 @@ class _Ranks:
             message = decode(data)
             if isinstance(message, AnnounceRounds):
                 announced.add(connection)
-            elif not isinstance(message, Heartbeat | Rounds):
+            elif not isinstance(message, Heartbeat | Rounds | Forward):
                 joined.add(connection)
 
-        waiting = list(self.connections)
-        waiting.pop(0).send(frame(encode(Join())))
+        next(iter(self.connections)).send(frame(encode(Join())))  # rank 1, or the first leader
         self.receive(received, lambda: len(announced) == len(self.connections))
-        rounds = frame(encode(Rounds(0, 1, (0,) * 8)))
-        for connection in waiting:
-            connection.send(rounds)
-        for connection in waiting:
-            connection.send(frame(encode(Join())))
+        first = next(iter(self.connections.values()))[0]
+        self.send(Rounds(0, 1, (0,) * 8), but=first)
+        self.send(Join(), but=first)
         self.receive(received, lambda: len(joined) == len(self.connections))
         return total
 
@@ -225,8 +263,8 @@ class _Ranks:
 
 
 def _main() -> None:
-    size, port, key = json.loads(sys.stdin.readline())
-    ranks = _Ranks(size, port, bytes.fromhex(key))
+    size, per_host, port, key = json.loads(sys.stdin.readline())
+    ranks = _Ranks(size, per_host, port, bytes.fromhex(key))
     for line in sys.stdin:
         kind, messages = json.loads(line)
         received = 0

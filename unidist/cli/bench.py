@@ -55,6 +55,13 @@ def _numbers(context: click.Context, option: click.Parameter, text: str | None) 
     help="Processes of each world; several for startup and control.  [default: 2; startup: 2, 4, 8, 16; control: 8 "
     "to 1,024]",
 )
+@click.option(
+    "--per-host",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Ranks on each simulated host (control).",
+)
 @click.option("--backend", "backends", multiple=True, type=click.Choice(list(BACKENDS)), help="Only worlds on these.")
 @click.option("--json", "json_path", type=FILE, help="Write all figures here.")
 @click.option("--plot", "plot_path", type=FILE, help="Draw them here (.png, .svg, .pdf).")
@@ -64,6 +71,7 @@ def command(
     quick: bool,
     rounds: int | None,
     asked: tuple[int, ...],
+    per_host: int,
     backends: tuple[str, ...],
     json_path: Path | None,
     plot_path: Path | None,
@@ -106,7 +114,7 @@ def command(
             return
         cases = measured
     else:
-        cases, failed = _measure_in_worlds(wanted, rounds, quick, asked, backends)
+        cases, failed = _measure_in_worlds(wanted, rounds, quick, asked, per_host, backends)
     limits = machine.limits() if "collectives" in wanted and not world else {}
     facts = machine.describe()
     report = {"machine": facts, "limits": limits, "cases": [case.as_json() for case in cases]}
@@ -135,7 +143,7 @@ def _measure_here(wanted: Sequence[str], rounds: int, quick: bool, world: str | 
 
 
 def _measure_in_worlds(
-    wanted: Sequence[str], rounds: int, quick: bool, asked: Sequence[int], backends: Sequence[str]
+    wanted: Sequence[str], rounds: int, quick: bool, asked: Sequence[int], per_host: int, backends: Sequence[str]
 ) -> tuple[list[Case], list[str]]:
     """The suites in worlds of our own: what they measured, and what went wrong."""
     cases: list[Case] = []
@@ -161,8 +169,9 @@ def _measure_in_worlds(
         for name in [name for name in wanted if name in OUTSIDE]:
             status.update(name)
             try:
+                more = {"per_host": per_host} if name == "control" else {}
                 for case in import_module(f"unidist.bench.{name}").cases(
-                    max(1, rounds // 4), quick, asked, backends or list(BACKENDS)
+                    max(1, rounds // 4), quick, asked, backends or list(BACKENDS), **more
                 ):
                     cases.append(case)
                     status.update(f"{name}: {case.name}, {case.world}")

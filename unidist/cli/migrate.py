@@ -57,8 +57,8 @@ def command(
 
     PATH: Python files, notebooks, job files, or directories of them. Prints the counts, and for each file its diff
     and what to review; files change only with --write. A file in which something cannot be migrated safely uses the
-    drop-in, unidist.hvd. Job files (shell
-    scripts, YAML, Makefiles, Dockerfiles, ...) do not change: the report shows what can replace each launch line.
+    drop-in, unidist.hvd. Job files (shell scripts, YAML, Makefiles, Dockerfiles, ...) do not change: the report shows
+    what can replace each launch line.
 
     The exit status is 1 if a file could not be read or written, and with --check if there is something to migrate.
     """

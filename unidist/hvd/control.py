@@ -1,5 +1,8 @@
 """The control plane: on each rank a thread that sends what the rank submits and receives what it executes. Rank 0's
-runs the coordinator, too; the others have a connection to it.
+runs the coordinator, too.
+
+The ranks of rank 0's host have a connection to it. Of each other host one rank has, the leader; the others are
+connected to their leader, which passes messages on, and sends what all of them submit once.
 
 A rank that sends nothing for too long is lost: stopped, or its host cannot be reached. All threads send heartbeats.
 """
@@ -7,6 +10,7 @@ A rank that sends nothing for too long is lost: stopped, or its host cannot be r
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import math
 import os
@@ -16,19 +20,17 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from unidist import collectives, open_files
 from unidist.backends import addresses
-from unidist.backends.base import Backend
-from unidist.errors import BackendError
-from unidist.hvd.connection import Connection, accept, frame, introduce, new_key, welcomed
-from unidist.hvd.messages import Failure, Heartbeat, Join, Leave, Rounds, Shutdown, Submit, decode, encode
-from unidist.hvd.negotiation import Coordinator, format_ranks
-from unidist.topology import Topology
+from unidist.hvd.connection import Connection, frame
+from unidist.hvd.host_submissions import Forwarded, HostSubmissions
+from unidist.hvd.messages import Failure, Forward, Heartbeat, Join, Leave, Rounds, Shutdown, Submit, decode, encode
+from unidist.hvd.negotiation import Coordinator, among, format_ranks
 
 _log = logging.getLogger("unidist")
 #: How long a thread that ends waits for the others to receive what was sent.
@@ -39,6 +41,10 @@ _TICK_S = 1.0
 _GRACE_S = 3.0
 #: Submissions are gathered for so many cycles at most, while more of them come.
 _MAX_CYCLES = 5
+#: How long a leader keeps what not all ranks of its host have submitted.
+_HOLD_S = 0.005
+#: Sets of ranks to which the way is remembered.
+_MAX_ROUTES = 256
 
 
 class StallTimeouts(NamedTuple):
@@ -56,6 +62,8 @@ class ControlOptions(NamedTuple):
     stall: StallTimeouts
     #: Seconds without a sign of life after which a rank is lost.
     deadline: float
+    #: Seconds that ranks may take to come to the start.
+    start: float
 
 
 class Endpoint(Protocol):
@@ -90,6 +98,16 @@ class Process(NamedTuple):
             namespace = os.stat("/proc/self/ns/pid").st_ino
         return cls(addresses.this_host(), os.getpid(), namespace)
 
+    def to_json(self) -> str:
+        """For ``from_json`` on another rank."""
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Process:
+        """The process of ``to_json``."""
+        (id_, name, found), pid, namespace = json.loads(text)
+        return cls(addresses.Host(id_, name, tuple(found)), pid, namespace)
+
     def is_running(self) -> bool | None:
         """Whether a process is neither stopped nor ended (one in a debugger is not); None: it cannot be seen."""
         here = Process.current()
@@ -102,59 +120,11 @@ class Process(NamedTuple):
         return state not in "TZX"
 
 
-def open_control(
-    backend: Backend, endpoint: Endpoint, coordinator: Coordinator, options: ControlOptions
-) -> ControlThread:
-    """Connect every rank with rank 0, and start the threads. Collective.
-
-    Args:
-        backend: the running backend, which exchanges the addresses.
-        endpoint: this rank's session.
-        coordinator: used on rank 0 only.
-        options: settings, the same on every rank.
-
-    Raises:
-        BackendError: not all ranks connected.
-    """
-    topology = backend.topology
-    if topology.world_size == 1:
-        return _CoordinatorThread(endpoint, options, {}, [Process.current()], coordinator)
-    processes: list[Process] = collectives.all_gather_object(Process.current())
-    hosts = [process.host for process in processes]
-    server: socket.socket | None = None
-    offer: Any = None
-    try:
-        if topology.rank == 0:
-            address = addresses.listen_address(hosts[0], hosts[1:])
-            server = addresses.create_server(address, max(topology.world_size, 128))
-            offer = (address, server.getsockname()[1], new_key())
-    except Exception as error:
-        offer = str(error)  # the others wait for it
-    offer = collectives.broadcast_object(offer)
-    if isinstance(offer, str):
-        raise BackendError(f"rank 0 (host {hosts[0].name}) cannot accept the other ranks' connections: {offer}")
-    address, port, key = offer
-    timeout = max(options.deadline, 30.0)
-    if server is not None:
-        with server, _explained_errors(topology, f"{address}:{port}"):
-            connections = accept(server, key, topology.world_size, timeout, options.deadline)
-        return _CoordinatorThread(endpoint, options, connections, processes, coordinator)
-    with _explained_errors(topology, f"{address}:{port}"):
-        link = introduce(address, port, key, topology.rank, timeout)
-        connection = welcomed(link, topology.rank, options.deadline)
-    return _RankThread(endpoint, options, connection, processes[0])
-
-
-@contextmanager
-def _explained_errors(topology: Topology, where: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        remedy = " The hosts of a job must be able to open connections to each other on any port."
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            remedy = open_files.advice(topology.world_size)
-        rank = f"rank {topology.rank} of {topology.world_size}"
-        raise BackendError(f"{rank} cannot connect at rank 0's address {where}: {error}.{remedy}") from error
+def parents(processes: Sequence[Process]) -> list[int]:
+    """The rank that each rank connects to: its host's lowest one, the leader, and a leader to rank 0."""
+    leaders: dict[str, int] = {}
+    lowest = [leaders.setdefault(process.host.id, rank) for rank, process in enumerate(processes)]
+    return [leader if leader != rank else 0 for rank, leader in enumerate(lowest)]
 
 
 class ControlThread(ABC):
@@ -163,11 +133,24 @@ class ControlThread(ABC):
     Args:
         endpoint: this rank's session.
         options: settings.
+        connections: to other ranks, by rank.
+        processes: where all ranks run.
     """
 
-    def __init__(self, endpoint: Endpoint, options: ControlOptions) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        options: ControlOptions,
+        connections: dict[int, Connection],
+        processes: Sequence[Process],
+    ) -> None:
         self._endpoint = endpoint
         self._options = options
+        self._connections = connections
+        self._processes = processes
+        #: When something was received from each connection, and what each rank was doing then.
+        self._heard = dict.fromkeys(connections, time.monotonic())
+        self._activity: dict[int, str] = {}
         self._posted: deque[Any] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -180,8 +163,12 @@ class ControlThread(ABC):
         self._gathered = 0
         self._send_at = self._send_by = 0.0
         self._tick = min(_TICK_S, options.deadline / 6)
+        #: When ``_after_events`` has something to do though nothing has arrived.
+        self._due = math.inf
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        for rank, connection in connections.items():
+            self._selector.register(connection, selectors.EVENT_READ, rank)
         self._thread = threading.Thread(target=self._run, name="unidist-hvd-control", daemon=True)
 
     def start(self) -> None:
@@ -212,18 +199,17 @@ class ControlThread(ABC):
     # --------------------------------------------------------------------------------
     @abstractmethod
     def _send(self, message: Any) -> None:
-        """Send a message to the coordinator."""
+        """Send a message of this rank to the coordinator."""
 
     @abstractmethod
-    def _receive(self, key: selectors.SelectorKey, events: int) -> None:
-        """A connection can be read or written."""
+    def _process(self, rank: int, message: Any, data: bytes) -> None:
+        """Do what a message says; ``data`` is the message as it was received from ``rank``."""
 
     @abstractmethod
-    def _check(self, now: float, *, delayed: bool) -> None:
-        """Send heartbeats, and look for ranks that are silent; ``delayed``: this thread could not run."""
+    def _lose(self, rank: int, why: str, abort_after: float = _GRACE_S) -> None:
+        """The connection to a rank has failed; collective calls that wait for it are aborted after some seconds."""
 
-    @abstractmethod
-    def _after_events(self) -> None:
+    def _after_events(self) -> None:  # noqa: B027 - a rank may have nothing to do
         """All that has arrived has been received."""
 
     @abstractmethod
@@ -239,7 +225,7 @@ class ControlThread(ABC):
             checked = time.monotonic()
             while not self._closing:
                 now = time.monotonic()
-                until = min(checked + self._tick, self._send_at) if self._gathered else checked + self._tick
+                until = min(checked + self._tick, self._due, self._send_at if self._gathered else math.inf)
                 for key, events in self._selector.select(max(until - now, 0.0)):
                     if key.fileobj is self._wake_reader:
                         with suppress(BlockingIOError):
@@ -291,108 +277,7 @@ class ControlThread(ABC):
         self._gathered = count
         return True
 
-
-class _RankThread(ControlThread):
-    """Of a rank other than 0."""
-
-    def __init__(self, endpoint: Endpoint, options: ControlOptions, connection: Connection, process: Process) -> None:
-        super().__init__(endpoint, options)
-        self._connection: Connection | None = connection
-        self._rank_0 = process
-        self._heard = time.monotonic()
-        self._selector.register(connection, selectors.EVENT_READ)
-
-    def _send(self, message: Any) -> None:
-        if self._connection is None:
-            return
-        try:
-            self._connection.send(frame(encode(message)))
-            if self._connection.has_unsent:
-                _watch(self._selector, self._connection)
-        except OSError as error:
-            self._lose(*_why_lost(error))
-
-    def _receive(self, key: selectors.SelectorKey, events: int) -> None:
-        if self._connection is None:
-            return
-        try:
-            if events & selectors.EVENT_WRITE:
-                self._connection.flush()
-                _watch(self._selector, self._connection)
-            messages = self._connection.receive() if events & selectors.EVENT_READ else []
-        except EOFError:
-            self._lose("is gone: it has ended, or shut Horovod down")
-            return
-        except OSError as error:
-            self._lose(*_why_lost(error))
-            return
-        self._heard = time.monotonic()
-        for data in messages:
-            message = decode(data)
-            if not isinstance(message, Heartbeat):
-                self._endpoint.process(message)
-
-    def _check(self, now: float, *, delayed: bool) -> None:
-        self._send(Heartbeat(self._endpoint.activity()))
-        if delayed or self._connection is None:
-            self._heard = now
-        elif now - self._heard > self._options.deadline:
-            if self._rank_0.is_running():
-                self._heard = now
-            else:
-                self._lose(f"has given no sign of life for {self._options.deadline:.0f} s", 0.0)
-
-    def _after_events(self) -> None:
-        pass
-
-    def _lose(self, why: str, abort_after: float = _GRACE_S) -> None:
-        self._disconnect()
-        self._endpoint.process(Shutdown(f"rank 0 (host {self._rank_0.host.name}) {why}", abort_after))
-
-    def _fail(self, reason: str) -> None:
-        self._send(Failure(reason))
-        self._disconnect()
-        self._endpoint.process(Shutdown(reason, 0.0))
-
-    def _leave(self) -> None:
-        self._send(Leave())
-        if self._connection is not None:
-            _drain(self._selector, {0: self._connection})
-            self._connection = None
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._selector.unregister(self._connection)
-            self._connection.close()
-            self._connection = None
-
-
-class _CoordinatorThread(ControlThread):
-    """Of rank 0."""
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        options: ControlOptions,
-        connections: dict[int, Connection],
-        processes: Sequence[Process],
-        coordinator: Coordinator,
-    ) -> None:
-        super().__init__(endpoint, options)
-        self._connections = connections
-        self._processes = processes
-        self._coordinator = coordinator
-        self._heard = dict.fromkeys(connections, time.monotonic())
-        self._activity: dict[int, str] = {}
-        self._stalls_checked = time.monotonic()
-        self._warned: set[str] = set()
-        for rank, connection in connections.items():
-            self._selector.register(connection, selectors.EVENT_READ, rank)
-
-    def _send(self, message: Any) -> None:
-        self._process(0, message)
-        self._after_events()
-
+    # -------------------------------------------------------------------------------- connections
     def _receive(self, key: selectors.SelectorKey, events: int) -> None:
         rank = key.data
         connection = self._connections.get(rank)
@@ -404,7 +289,7 @@ class _CoordinatorThread(ControlThread):
                 _watch(self._selector, connection, rank)
             messages = connection.receive() if events & selectors.EVENT_READ else []
         except EOFError:
-            self._lose(rank, "is gone")
+            self._lose(rank, "is gone: it has ended, or shut Horovod down")
             return
         except OSError as error:
             self._lose(rank, *_why_lost(error))
@@ -412,15 +297,231 @@ class _CoordinatorThread(ControlThread):
         self._heard[rank] = time.monotonic()
         for data in messages:
             try:
-                self._process(rank, decode(data))
+                message = decode(data)
             except ValueError as error:
-                self._lose(rank, f"has sent a message that cannot be read: {error}", 0.0)
+                self._lose_unreadable(rank, error)
                 return
+            if isinstance(message, Heartbeat):
+                self._activity[rank] = message.activity
+            else:
+                self._process(rank, message, data)
 
-    def _process(self, rank: int, message: Any) -> None:
-        if isinstance(message, Submit):
-            self._coordinator.submit(rank, message, time.monotonic())
-        elif isinstance(message, Heartbeat):
+    def _send_to(self, rank: int, framed: bytes) -> None:
+        """Send messages of ``frame``; nothing to a rank that is lost."""
+        connection = self._connections.get(rank)
+        if connection is None:
+            return
+        try:
+            connection.send(framed)
+            if connection.has_unsent:
+                _watch(self._selector, connection, rank)
+        except OSError as error:
+            self._lose(rank, *_why_lost(error))
+
+    def _check(self, now: float, *, delayed: bool) -> None:
+        """Send heartbeats, and look for ranks that are silent; ``delayed``: this thread could not run."""
+        heartbeat = frame(encode(Heartbeat(self._endpoint.activity())))
+        for rank in list(self._connections):
+            self._send_to(rank, heartbeat)
+        if delayed:
+            self._heard = dict.fromkeys(self._connections, now)
+        for rank in [rank for rank in self._connections if now - self._heard[rank] > self._options.deadline]:
+            if self._processes[rank].is_running():
+                self._heard[rank] = now
+            else:
+                self._lose(rank, f"has given no sign of life for {self._options.deadline:.0f} s", 0.0)
+
+    def _lose_unreadable(self, rank: int, error: ValueError) -> None:
+        self._lose(rank, f"has sent a message that cannot be read: {error}", 0.0)
+
+    def _describe_loss(self, rank: int, why: str) -> str:
+        activity = self._activity.get(rank, "")
+        return f"rank {rank} (host {self._processes[rank].host.name}) {why}" + f"; last seen {activity}" * bool(
+            activity
+        )
+
+    def _disconnect(self, rank: int) -> None:
+        connection = self._connections.pop(rank, None)
+        if connection is not None:
+            self._selector.unregister(connection)
+            connection.close()
+
+
+class RankThread(ControlThread):
+    """Of a rank that has one connection: to its leader, or to rank 0."""
+
+    def _send(self, message: Any) -> None:
+        framed = frame(encode(message))
+        for rank in list(self._connections):
+            self._send_to(rank, framed)
+
+    def _process(self, rank: int, message: Any, data: bytes) -> None:
+        self._endpoint.process(message)
+
+    def _lose(self, rank: int, why: str, abort_after: float = _GRACE_S) -> None:
+        self._disconnect(rank)
+        self._endpoint.process(Shutdown(self._describe_loss(rank, why), abort_after))
+
+    def _fail(self, reason: str) -> None:
+        self._endpoint.process(Shutdown(reason, 0.0))
+        self._send(Failure(reason))
+        _drain(self._selector, self._connections)
+
+    def _leave(self) -> None:
+        self._send(Leave())
+        _drain(self._selector, self._connections)
+
+
+class LeaderThread(ControlThread):
+    """Of a leader: it has connections to rank 0 and to the other ranks of its host.
+
+    Args:
+        rank: the leader's own.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        options: ControlOptions,
+        connections: dict[int, Connection],
+        processes: Sequence[Process],
+        rank: int,
+    ) -> None:
+        super().__init__(endpoint, options, connections, processes)
+        self._rank = rank
+        self._submissions = HostSubmissions((rank, *self._others()))
+        #: Messages for rank 0, and what it has been told that the other ranks do.
+        self._outgoing = bytearray()
+        self._reported: dict[int, str] = {}
+
+    def _others(self) -> list[int]:
+        """The ranks of this host that are connected."""
+        return [rank for rank in self._connections if rank != 0]
+
+    def _send(self, message: Any) -> None:
+        self._forward(self._submissions.forward(self._rank, message))
+
+    def _process(self, rank: int, message: Any, data: bytes) -> None:
+        if rank != 0:
+            self._forward(self._submissions.forward(rank, message))
+            if isinstance(message, Leave):
+                self._disconnect(rank)
+            return
+        ranks = -1  # all
+        if isinstance(message, Forward):
+            ranks, data = message
+        framed = frame(data)
+        for other in self._others():
+            if ranks >> other & 1:
+                self._send_to(other, framed)
+        if ranks >> self._rank & 1:
+            self._endpoint.process(decode(data))
+
+    def _forward(self, forwarded: Forwarded) -> None:
+        for ranks, message in forwarded:
+            self._outgoing += frame(encode(Forward(sum(1 << rank for rank in ranks), encode(message))))
+
+    def _after_events(self) -> None:
+        now = time.monotonic()
+        if now >= self._due:
+            self._forward(self._submissions.take((self._rank, *self._others())))
+        if not self._submissions.holds:
+            self._due = math.inf
+        elif self._due == math.inf:
+            self._due = now + _HOLD_S
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._outgoing:
+            framed, self._outgoing = bytes(self._outgoing), bytearray()
+            self._send_to(0, framed)
+
+    def _check(self, now: float, *, delayed: bool) -> None:
+        super()._check(now, delayed=delayed)
+        self._submissions.forget()
+        changed: dict[str, int] = {}
+        for rank in self._others():
+            activity = self._activity.get(rank, "")
+            if activity != self._reported.get(rank, ""):
+                self._reported[rank] = activity
+                changed[activity] = changed.get(activity, 0) | 1 << rank
+        for activity, mask in changed.items():
+            self._outgoing += frame(encode(Forward(mask, encode(Heartbeat(activity)))))
+
+    def _lose(self, rank: int, why: str, abort_after: float = _GRACE_S) -> None:
+        self._disconnect(rank)
+        shutdown = Shutdown(self._describe_loss(rank, why), abort_after)
+        if rank != 0:
+            self._outgoing += frame(encode(shutdown))
+            return
+        self._tell_others(shutdown)
+        self._endpoint.process(shutdown)
+
+    def _tell_others(self, message: Any) -> None:
+        framed = frame(encode(message))
+        for rank in self._others():
+            self._send_to(rank, framed)
+
+    def _fail(self, reason: str) -> None:
+        self._endpoint.process(Shutdown(reason, 0.0))
+        self._send_to(0, frame(encode(Failure(reason))))
+        self._tell_others(Shutdown(f"rank {self._rank}: {reason}", 0.0))
+        _drain(self._selector, self._connections)
+
+    def _leave(self) -> None:
+        self._forward([((self._rank,), Leave())])
+        self._flush()
+        self._tell_others(Shutdown(f"rank {self._rank} has shut down"))
+        _drain(self._selector, self._connections)
+
+
+class CoordinatorThread(ControlThread):
+    """Of rank 0.
+
+    Args:
+        coordinator: decides what executes.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        options: ControlOptions,
+        connections: dict[int, Connection],
+        processes: Sequence[Process],
+        coordinator: Coordinator,
+    ) -> None:
+        super().__init__(endpoint, options, connections, processes)
+        self._coordinator = coordinator
+        #: The ranks that each connection reaches, and a bit for each of them.
+        self._behind = {rank: [rank] for rank in connections}
+        for rank, parent in enumerate(parents(processes)):
+            if parent != 0:
+                self._behind[parent].append(rank)
+        self._masks = {rank: sum(1 << each for each in ranks) for rank, ranks in self._behind.items()}
+        self._routes = lru_cache(_MAX_ROUTES)(self._find_routes)
+        self._stalls_checked = time.monotonic()
+        self._warned: set[str] = set()
+
+    def _send(self, message: Any) -> None:
+        self._process(0, message, b"")
+        self._after_events()
+
+    def _process(self, rank: int, message: Any, data: bytes) -> None:
+        try:
+            ranks = [rank]
+            if isinstance(message, Forward):
+                ranks = among(self._behind[rank], message.ranks)
+                message = decode(message.message)
+            if isinstance(message, Submit):
+                self._coordinator.submit(ranks, message, time.monotonic())
+            else:
+                for each in ranks:
+                    self._process_one(each, message)
+        except ValueError as error:
+            self._lose_unreadable(rank, error)
+
+    def _process_one(self, rank: int, message: Any) -> None:
+        if isinstance(message, Heartbeat):
             self._activity[rank] = message.activity
         elif isinstance(message, Rounds):
             self._coordinator.begin_rounds(message)
@@ -431,6 +532,8 @@ class _CoordinatorThread(ControlThread):
             self._coordinator.shutdown(f"rank {rank} has shut down")
         elif isinstance(message, Failure):
             self._coordinator.shutdown(f"rank {rank}: {message.reason}", abort_after=0.0)
+        elif isinstance(message, Shutdown):
+            self._coordinator.shutdown(message.reason, abort_after=message.abort_after)
         else:
             raise ValueError(f"a {type(message).__name__} is none for the coordinator")
 
@@ -438,34 +541,26 @@ class _CoordinatorThread(ControlThread):
         """Send what the coordinator has decided."""
         while outgoing := self._coordinator.outgoing():
             for ranks, message in outgoing:
-                framed = frame(encode(message)) if self._connections else b""
-                for rank in ranks:
-                    if rank in self._connections:
-                        self._send_to(rank, framed)
-                if 0 in ranks:
+                mask, whole, partly = self._routes(tuple(ranks))
+                data = encode(message) if whole or partly else b""
+                framed = frame(data)
+                for rank in whole:
+                    self._send_to(rank, framed)
+                framed = frame(encode(Forward(mask, data))) if partly else b""
+                for rank in partly:
+                    self._send_to(rank, framed)
+                if mask & 1:
                     self._endpoint.process(message)
 
-    def _send_to(self, rank: int, framed: bytes) -> None:
-        connection = self._connections[rank]
-        try:
-            connection.send(framed)
-            if connection.has_unsent:
-                _watch(self._selector, connection, rank)
-        except OSError as error:
-            self._lose(rank, *_why_lost(error))
+    def _find_routes(self, ranks: tuple[int, ...]) -> tuple[int, list[int], list[int]]:
+        """A bit for each of some ranks; the connections that reach no other ranks, and those that reach others too."""
+        mask = sum(1 << rank for rank in ranks)
+        reached = {rank: behind & mask for rank, behind in self._masks.items() if behind & mask}
+        whole = [rank for rank, found in reached.items() if found == self._masks[rank]]
+        return mask, whole, [rank for rank, found in reached.items() if found != self._masks[rank]]
 
     def _check(self, now: float, *, delayed: bool) -> None:
-        heartbeat = frame(encode(Heartbeat()))
-        for rank in list(self._connections):
-            if rank in self._connections:
-                self._send_to(rank, heartbeat)
-        if delayed:
-            self._heard = dict.fromkeys(self._connections, now)
-        for rank in [rank for rank in self._connections if now - self._heard[rank] > self._options.deadline]:
-            if self._processes[rank].is_running():
-                self._heard[rank] = now
-            else:
-                self._lose(rank, f"has given no sign of life for {self._options.deadline:.0f} s", 0.0)
+        super()._check(now, delayed=delayed)
         if now - self._stalls_checked >= _TICK_S:
             self._stalls_checked = now
             self._check_stalls(now)
@@ -499,22 +594,14 @@ class _CoordinatorThread(ControlThread):
 
     def _lose(self, rank: int, why: str, abort_after: float = _GRACE_S) -> None:
         self._disconnect(rank)
-        host, activity = self._processes[rank].host.name, self._activity.get(rank, "")
-        seen = f"; last seen {activity}" if activity else ""
-        self._coordinator.shutdown(f"rank {rank} (host {host}) {why}{seen}", abort_after=abort_after)
-
-    def _disconnect(self, rank: int) -> None:
-        connection = self._connections.pop(rank, None)
-        if connection is not None:
-            self._selector.unregister(connection)
-            connection.close()
+        self._coordinator.shutdown(self._describe_loss(rank, why), abort_after=abort_after)
 
     def _fail(self, reason: str) -> None:
         message = Shutdown(f"rank 0: {reason}", 0.0)
+        self._endpoint.process(message)
         for connection in self._connections.values():
             with suppress(OSError):
                 connection.send(frame(encode(message)))
-        self._endpoint.process(message)
         _drain(self._selector, self._connections)
 
     def _leave(self) -> None:

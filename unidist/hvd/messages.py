@@ -99,6 +99,16 @@ class Heartbeat(NamedTuple):
     activity: str = ""
 
 
+# ------------------------------------------------------------------------------------ between a leader and rank 0
+class Forward(NamedTuple):
+    """A message from some ranks of a leader's host, or to some ranks."""
+
+    #: A bit for each.
+    ranks: int
+    #: As encoded.
+    message: bytes
+
+
 # ------------------------------------------------------------------------------------ to the ranks
 class Execute(NamedTuple):
     """Operations of one process set that execute now, in groups that are fused: id and number of each.
@@ -155,14 +165,14 @@ class AllJoined(NamedTuple):
 
 
 class Shutdown(NamedTuple):
-    """No operation can execute any more."""
+    """No operation can execute any more; also from a leader that has lost a rank of its host."""
 
     reason: str
     #: Seconds after which collective calls that wait for a rank are aborted.
     abort_after: float = math.inf
 
 
-_PICKLED, _SUBMIT, _EXECUTE, _COMPLETE, _HEARTBEAT = range(5)
+_PICKLED, _SUBMIT, _EXECUTE, _COMPLETE, _HEARTBEAT, _FORWARD = range(6)
 _CLASSES = (
     Request, Definition, Signature, Submit, Join, Leave, Failure, Rounds, Heartbeat, Execute, Complete, Failed,
     ProcessSetAdded, ProcessSetRemoved, AnnounceRounds, AllJoined, Shutdown,
@@ -173,6 +183,7 @@ _SUBMIT_HEAD = struct.Struct("<II")
 _NUMBERED = struct.Struct("<IQH")
 _EXECUTE_HEAD = struct.Struct("<II?")
 _COMPLETE_HEAD = struct.Struct("<IIQ")
+_FORWARD_HEAD = struct.Struct("<H")
 
 
 def encode(message: Any) -> bytes:
@@ -187,6 +198,9 @@ def encode(message: Any) -> bytes:
         ) + message.value
     if isinstance(message, Heartbeat):
         return bytes((_HEARTBEAT,)) + message.activity[:_MAX_ACTIVITY].encode(errors="replace")
+    if isinstance(message, Forward):
+        ranks = _mask_bytes(message.ranks)
+        return bytes((_FORWARD,)) + _FORWARD_HEAD.pack(len(ranks)) + ranks + message.message
     return bytes((_PICKLED,)) + pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
@@ -207,6 +221,9 @@ def decode(data: bytes) -> Any:
             return Complete(set_id, (id_, number), body[_COMPLETE_HEAD.size :])
         if kind == _HEARTBEAT:
             return Heartbeat(body.decode())
+        if kind == _FORWARD:
+            at = _FORWARD_HEAD.size + _FORWARD_HEAD.unpack_from(body)[0]
+            return Forward(int.from_bytes(body[_FORWARD_HEAD.size : at], "little"), body[at:])
         message = pickle.loads(body) if kind == _PICKLED else None
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -215,8 +232,12 @@ def decode(data: bytes) -> Any:
     return message
 
 
+def _mask_bytes(mask: int) -> bytes:
+    return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+
+
 def _encode_submit(message: Submit) -> bytes:
-    cached = message.cached.to_bytes((message.cached.bit_length() + 7) // 8, "little")
+    cached = _mask_bytes(message.cached)
     parts = [bytes((_SUBMIT,)), _SUBMIT_HEAD.pack(len(cached), len(message.numbered)), cached]
     for id_, number, value in message.numbered:
         parts += (_NUMBERED.pack(id_, number, len(value)), value)

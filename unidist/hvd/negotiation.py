@@ -141,17 +141,22 @@ class Coordinator:
         self._abort_after = math.inf
 
     # -------------------------------------------------------------------------------- from the ranks
-    def submit(self, rank: int, message: Submit, now: float) -> None:
-        """A rank has submitted operations."""
+    def submit(self, ranks: Sequence[int], message: Submit, now: float) -> None:
+        """Ranks have submitted operations, each of them the same.
+
+        Raises:
+            ValueError: an id has not been given.
+        """
         if self.shutdown_reason:
             return
         if message.cached:
-            self._submit_cached(rank, message.cached, now)
-        for id_, number, value in message.numbered:
-            set_id, name, signature = self._definitions[id_][1:]
-            self._submit_named(rank, set_id, number if name is None else name, signature, value, id_, now)
-        for set_id, name, signature, value in message.requests:
-            self._submit_named(rank, set_id, name, signature, value, -1, now)
+            self._submit_cached(ranks, message.cached, now)
+        for rank in ranks if message.numbered or message.requests else ():
+            for id_, number, value in message.numbered:
+                set_id, name, signature = self._definitions[id_][1:]
+                self._submit_named(rank, set_id, number if name is None else name, signature, value, id_, now)
+            for set_id, name, signature, value in message.requests:
+                self._submit_named(rank, set_id, name, signature, value, -1, now)
 
     def join(self, rank: int, now: float) -> None:
         """A rank has no more data: it takes part in allreduces with zeros until all have joined."""
@@ -181,7 +186,7 @@ class Coordinator:
     def begin_rounds(self, message: Rounds) -> None:
         """A rank has begun rounds of gradient reductions: those that have joined make them, too."""
         process_set = self._sets.get(message.set_id)
-        if process_set is None:
+        if process_set is None or not self.joined:  # it was sent before its rank knew that all have joined
             return
         log = self._rounds.setdefault(message.set_id, deque(maxlen=_HISTORY))
         last = log[-1][0] if log else message.first - 1
@@ -244,19 +249,21 @@ class Coordinator:
 
     def _stalled(self, set_id: int, name: str, seconds: float, ranks: int) -> Stalled:
         process_set = self._sets[set_id]
-        return Stalled(name, seconds, _among(process_set.ranks, ranks), _among(process_set.active, ~ranks))
+        return Stalled(name, seconds, among(process_set.ranks, ranks), among(process_set.active, ~ranks))
 
     # -------------------------------------------------------------------------------- matching
-    def _submit_cached(self, rank: int, bits: int, now: float) -> None:
+    def _submit_cached(self, ranks: Sequence[int], bits: int, now: float) -> None:
         if bits >> len(self._definitions):
-            raise ValueError(f"rank {rank} has submitted an operation of an unknown id")
+            raise ValueError("an operation of an unknown id")
         for id_ in _ids(bits & (self._by_name | self._removed)):
             _, set_id, name, signature = self._definitions[id_]
             assert name is not None
-            self._submit_named(rank, set_id, name, signature, b"", id_, now)
+            for rank in ranks:
+                self._submit_named(rank, set_id, name, signature, b"", id_, now)
         bits &= ~(self._by_name | self._removed)
         if bits:
-            self._bits[rank] |= bits
+            for rank in ranks:
+                self._bits[rank] |= bits
             for set_id, process_set in self._sets.items():
                 if bits & process_set.ids:
                     self._match(set_id, process_set, bits & process_set.ids)
@@ -290,7 +297,7 @@ class Coordinator:
     ) -> None:
         process_set = self._sets.get(set_id)
         if process_set is None:
-            self._fail((rank,), set_id, name, signature, f"process set {set_id} has been removed")
+            self._fail((rank,), set_id, name, signature, _removed(set_id))
             return
         entry = self._pending.get((set_id, name))
         if entry is None:
@@ -327,7 +334,7 @@ class Coordinator:
             return
         del self._pending[entry.set_id, entry.name]
         error = ""
-        ranks = _among(process_set.ranks, entry.ranks)
+        ranks = among(process_set.ranks, entry.ranks)
         if entry.different:
             error = _describe_mismatch({rank: entry.different.get(rank, entry.signature) for rank in ranks})
         elif len(ranks) < len(process_set.ranks):
@@ -399,8 +406,7 @@ class Coordinator:
             definitions = [self._definitions[id_] for id_ in _ids(item[1])]
             operations += [(definition.name or "", definition.signature) for definition in definitions]
         for name, signature in operations:
-            why = f"process set {set_id} has been removed"
-            self._fail(self._removed_sets[set_id], set_id, name, signature, why)
+            self._fail(self._removed_sets[set_id], set_id, name, signature, _removed(set_id))
 
     def _fusible(self, entry: _Pending, new: list[Definition]) -> _Fusible:
         return _Fusible(self._operation(entry, new), _fusion_key(entry.signature), tensor_bytes(entry.signature))
@@ -471,10 +477,10 @@ class Coordinator:
         number = signature.root
         removed = self._sets.get(number)
         if removed is not None:
-            why = f"process set {number} has been removed"
+            why = _removed(number)
             for pending in [pending for pending in self._pending.values() if pending.set_id == number]:
                 del self._pending[number, pending.name]
-                ranks = _among(removed.ranks, pending.ranks)
+                ranks = among(removed.ranks, pending.ranks)
                 self._fail(ranks, number, pending.name, pending.signature, why)
             for rank in removed.ranks:
                 for id_ in _ids(self._bits[rank] & removed.ids):
@@ -488,7 +494,11 @@ class Coordinator:
         self._outgoing.append((everybody, ProcessSetRemoved(entry.name, number)))
 
 
-def _among(ranks: Sequence[int], bits: int) -> list[int]:
+def _removed(set_id: int) -> str:
+    return f"process set {set_id} has been removed"
+
+
+def among(ranks: Sequence[int], bits: int) -> list[int]:
     """Those whose bit is set."""
     return [rank for rank in ranks if bits >> rank & 1]
 

@@ -23,8 +23,9 @@ from unidist import context, knobs
 from unidist.backends.base import Backend, Group
 from unidist.errors import CollectiveError
 from unidist.hvd import execution
+from unidist.hvd.bootstrap import open_control
 from unidist.hvd.common.exceptions import HorovodInternalError
-from unidist.hvd.control import ControlOptions, StallTimeouts, open_control
+from unidist.hvd.control import ControlOptions, StallTimeouts
 from unidist.hvd.messages import (
     AllJoined,
     AnnounceRounds,
@@ -52,6 +53,10 @@ from unidist.hvd.timeline import Timeline
 _CLOSE_TIMEOUT_S = 5.0
 #: Seconds without a sign of life after which a rank is lost, unless ``init`` has a timeout.
 _DEADLINE_S = 30.0
+#: How much later than a rank that has stopped one is lost that submits nothing, so that the better reason comes first.
+_LATER_S = 2.0
+#: Seconds that ranks may take to come to ``init``, unless it has a timeout, or HOROVOD_GLOO_TIMEOUT_SECONDS is set.
+_START_S = 300.0
 #: How much later than a collective call fails the control thread may learn that a rank is lost.
 _VERDICT_S = 3.0
 #: Numbers of operations without a name, between two joins.
@@ -474,11 +479,13 @@ def open_session() -> None:
     warn = knobs.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60)
     stall = StallTimeouts(
         0.0 if knobs.horovod_flag(env, "HOROVOD_STALL_CHECK_DISABLE") else warn,
-        knobs.horovod_number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", seconds or 0),
+        knobs.horovod_number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", seconds + _LATER_S if seconds else 0),
     )
     fusion = knobs.horovod_number(env, "HOROVOD_FUSION_THRESHOLD", 64 * 2**20, whole=True)
     cycle = knobs.horovod_number(env, "HOROVOD_CYCLE_TIME", 1) / 1000
-    _session = Session(context.current(), fusion, ControlOptions(cycle, stall, seconds or _DEADLINE_S), timeline)
+    start = seconds or knobs.horovod_number(env, "HOROVOD_GLOO_TIMEOUT_SECONDS", 0) or _START_S
+    options = ControlOptions(cycle, stall, seconds or _DEADLINE_S, start)
+    _session = Session(context.current(), fusion, options, timeline)
     # DYNAMIC means: at start_timeline(), which is always possible here.
     if _session.topology.rank == 0 and (path := env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
         timeline.open(path, knobs.horovod_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
