@@ -24,7 +24,7 @@ unit: $(VENV)/pip.stamp
 	$(BIN)/pytest -m unit
 
 test: lint unit $(VENV)/test.stamp
-	$(BIN)/pytest -m "not unit" -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+	$(BIN)/pytest -m "not unit" -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 
 N ?= 30
 faults: $(VENV)/test.stamp

@@ -17,6 +17,8 @@ WORLDS += [
 WORLDS += [("openmpi", "mpi", 3)]
 #: Beside torch's default process group, as the drop-in begins. A second MPI library is shown at two ranks.
 BESIDE_WORLDS = [("torchrun", "gloo", 3), ("mpich", "mpi", 2)]
+#: What has to do with process groups. The rest uses the same calls.
+BESIDE_FILES = ["test_collectives.py", "test_world.py", "test_wrap_model.py", "test_replicate.py", "test_join.py"]
 
 
 @pytest.mark.parametrize(("launcher", "backend", "size"), WORLDS)
@@ -26,5 +28,6 @@ def test_contract(launcher: str, backend: str, size: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("launcher", "backend", "size"), BESIDE_WORLDS)
 def test_contract_beside_the_default_group(launcher: str, backend: str, size: int, tmp_path: Path) -> None:
-    line = run_suite("contract", launcher, size, backend, tmp_path, {BESIDE: "1", "UNIDIST_TIMEOUT": "60"})
+    env = {BESIDE: "1", "UNIDIST_TIMEOUT": "60"}
+    line = run_suite("contract", launcher, size, backend, tmp_path, env, BESIDE_FILES)
     shown.setdefault("contract suite", []).append(f"{line}, beside the default group")

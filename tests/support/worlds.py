@@ -110,15 +110,22 @@ def mpich_for_mpi4py() -> Path:
 
 
 def run_suite(
-    suite_name: str, launcher: str, size: int, backend: str, outcomes: Path, env: Mapping[str, str] | None = None
+    suite_name: str,
+    launcher: str,
+    size: int,
+    backend: str,
+    outcomes: Path,
+    env: Mapping[str, str] | None = None,
+    files: Sequence[str] = (),
 ) -> str:
-    """Run the tests of a directory inside one world; returns a line about the outcome.
+    """Run the tests of a directory, or of some files in it, inside one world; returns a line about the outcome.
 
     Raises:
         AssertionError: a test failed, or the ranks did not run the same tests.
     """
     options = "-q --color=no -p no:cacheprovider -p tests.support.in_world"
-    suite = ["-m", "pytest", f"tests/{suite_name}", *options.split()]
+    paths = [f"tests/{suite_name}/{file}" for file in files] or [f"tests/{suite_name}"]
+    suite = ["-m", "pytest", *paths, *options.split()]
     # An MPI rank that fails must end the others.
     argv = ["-m", "mpi4py", *suite] if launcher in ("openmpi", "mpich") else suite
     result = run_world(launcher, size, argv, backend=backend, env={IN_WORLD: str(outcomes), **(env or {})}, timeout=300)
