@@ -228,7 +228,7 @@ def test_what_is_refused() -> None:
     model = unidist.wrap_model(make_model())
     with pytest.raises(TypeError, match="not int"), unidist.join(3):
         pass
-    with pytest.raises(TypeError, match=r"pass what unidist.wrap_model returned; a copy"), unidist.join(model.module):
+    with pytest.raises(TypeError, match=r"given to unidist\.replicate; a copy"), unidist.join(model.module):
         pass
     with (
         pytest.raises(ValueError, match="static_graph"),
