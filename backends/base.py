@@ -116,6 +116,9 @@ class ReplicatedModel(Protocol):
     def set_overlap(self, overlap: bool) -> None:
         """Whether reductions start during the backward pass. The same on every rank."""
 
+    def close(self) -> None:
+        """Average nothing from now on."""
+
 
 class Backend(ABC):
     """A backend that has been started."""

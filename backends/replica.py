@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Collection
-from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,12 @@ from unidist.backends.base import ModelOptions
 from unidist.backends.data_parallel import AveragingPass, LocalPass, ModelGradients, Reducer
 from unidist.backends.wrapper import frozen_parameters, refuse_join, refuse_unfrozen
 
+#: How many models have been made, by the ranks that train them.
+_made = Counter[tuple[int, ...]]()
 #: The passes of all models that have not ended.
 _running: list[_ReplicaPass] = []
+#: The parameters of all models, as long as they are watched, by the ranks that train them and the model's number.
+_watched: weakref.WeakValueDictionary[tuple[tuple[int, ...], int], _Watched] = weakref.WeakValueDictionary()
 
 
 class Replica:
@@ -50,20 +55,24 @@ class Replica:
         self._watched.average = average
 
     def set_overlap(self, overlap: bool) -> None:
-        """Whether reductions start during the backward pass: with several models only if their order is sure."""
+        """Whether reductions start during the backward pass: if no other model may take part in it."""
         if self._watched.gradients is not None:
             self._watched.gradients.overlap = overlap
+
+    def close(self) -> None:
+        """Average nothing from now on."""
+        self._passes.close()
 
 
 class _Watched:
     """The parameters of one model. It refers to nothing that refers to it, so its hooks end with the ``Replica``."""
 
-    _made = count()
-
     def __init__(self, model: nn.Module, options: ModelOptions, reducer: Reducer | None) -> None:
         self.options = options
-        #: In the order in which models are made, which is the same on every rank.
-        self.number = next(self._made)
+        #: Models are numbered in the order in which they are made, which is the same on all ranks that train them.
+        self.number = _made[options.ranks]
+        _made[options.ranks] += 1
+        _watched[options.ranks, self.number] = self
         self.frozen = frozen_parameters(model)
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.sync = True
@@ -81,12 +90,19 @@ class _Watched:
             refuse_join(self.options)
         if self.gradients is None:
             return AtEnd(self._zeros)
-        if any(not bucket.fits() for bucket in self.gradients.buckets):  # model.cuda(), model.half()
-            self.gradients.lay_out()
-        for bucket in self.gradients.buckets:
+        self.prepare(self.gradients)
+        return _ReplicaPass(self, self.gradients) if self.sync else LocalPass(self.gradients)
+
+    @staticmethod
+    def prepare(gradients: ModelGradients) -> None:
+        """Before a pass: the buckets must be free, and fit."""
+        while gradients.unfinished:  # of a pass that failed
+            gradients.unfinished.pop(0)()
+        if any(not bucket.fits() for bucket in gradients.buckets):  # model.cuda(), model.half()
+            gradients.lay_out()
+        for bucket in gradients.buckets:
             if bucket.is_referenced():  # by somebody who keeps gradients of an earlier step
                 bucket.reallocate()
-        return _ReplicaPass(self.gradients, self.number) if self.sync else LocalPass(self.gradients)
 
     def _zeros(self) -> None:
         for param in self.names:
@@ -97,35 +113,56 @@ class _Watched:
 class _ReplicaPass(AveragingPass):
     """A backward pass of one model, of which several may run in the same pass of autograd.
 
-    They end in the order of their numbers: backward passes may reach the models in another order on another rank.
+    Where there are several models, a rank's pass may reach others, or in another order, than another rank's. So the
+    ranks agree at its end which models any of them has reached, and average these in the order of their numbers: a
+    model that a rank's pass has not reached has the gradients there that it had before, which are averaged already.
     """
 
-    def __init__(self, gradients: ModelGradients, number: int) -> None:
+    def __init__(self, watched: _Watched, gradients: ModelGradients) -> None:
         super().__init__(gradients)
-        self._number = number
+        self._watched = watched
         self._task = current_pass()
         _running.append(self)
 
     def finish(self) -> None:
         if self not in _running:
             return  # it has ended with another model's
-        passes = sorted((each for each in _running if each._task == self._task), key=lambda each: each._number)
+        ranks = self._watched.options.ranks
+        passes = {
+            each._watched.number: each
+            for each in _running
+            if each._task == self._task and each._watched.options.ranks == ranks
+        }
         try:
-            for each in passes:
-                each._start_all()
-            for each in passes:
-                each._finish()
+            if not self._gradients.overlap:
+                self._add_others(passes)
+            for number in sorted(passes):
+                passes[number]._start_all()
+            for number in sorted(passes):
+                passes[number]._finish()
         except BaseException:
-            for each in passes:
+            for each in passes.values():
                 each.abandon()
             raise
-        for each in passes:
+        for each in passes.values():
             _running.remove(each)
 
     def abandon(self) -> None:
         if self in _running:
             _running.remove(self)
             super().abandon()
+
+    def _add_others(self, passes: dict[int, _ReplicaPass]) -> None:
+        """Add passes of the models that other ranks have reached. Collective."""
+        ranks = self._watched.options.ranks
+        reached = torch.zeros(_made[ranks], dtype=torch.int32)
+        reached[list(passes)] = 1
+        self._gradients.reducer.maximum(reached)
+        for number in reached.nonzero().flatten().tolist():
+            other = _watched.get((ranks, number))
+            if number not in passes and other is not None and other.gradients is not None:
+                other.prepare(other.gradients)
+                passes[number] = _ReplicaPass(other, other.gradients)
 
     def _start_all(self) -> None:
         self._reductions.start_all(self._start)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,98 @@ def test_a_tensor_that_the_user_says_is_floating_point(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("import horovod.torch as hvd\n\n\ndef f(x):\n    return hvd.allreduce(x)\n")
     assert "cannot be determined" in unidist_migrate("a.py", cwd=tmp_path)
     assert 'unidist.all_reduce(x, op="mean")' in unidist_migrate("--assume-average", "a.py", cwd=tmp_path)
+
+
+HEAD = "import copy\nimport horovod.torch as hvd\nimport torch\n\nhvd.init()\nmodel = torch.nn.Linear(4, 1)\n"
+OPTIMIZER = (
+    "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
+)
+BROADCAST = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
+LOOP = "for x in data:\n    model(x).sum().backward()\n    optimizer.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        # A broadcast after training is not the one of the start.
+        (OPTIMIZER + LOOP + BROADCAST, ["replicate", "for x", "broadcast_model_state"]),
+        # What reads the weights between sees those of rank 0.
+        (BROADCAST + "ema = copy.deepcopy(model)\n" + OPTIMIZER, ["broadcast_model_state", "deepcopy", "replicate"]),
+        (BROADCAST + OPTIMIZER + LOOP, ["replicate", "for x"]),
+        # Another model of the same name.
+        (
+            OPTIMIZER + LOOP + "model = torch.nn.Linear(4, 1)\n" + OPTIMIZER + LOOP,
+            ["replicate", "for x", "Linear", "replicate", "for x"],
+        ),
+    ],
+)
+def test_where_replicate_comes(body: str, expected: list[str]) -> None:
+    code, _ = migrate_module(HEAD + body, "native")
+    assert re.findall("replicate|for x|broadcast_model_state|deepcopy|Linear", code.split("Linear", 1)[1]) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (OPTIMIZER + BROADCAST.replace("root_rank=0", "root_rank=1"), "weights of another rank than 0"),
+        (
+            "named = list(model.named_parameters())\nnamed += list(head.named_parameters())\n"
+            "optimizer = hvd.DistributedOptimizer(make(), named_parameters=named)\n",
+            "not visibly model.named_parameters",
+        ),
+        (
+            "if adam:\n    o = torch.optim.Adam([*model.parameters(), *head.parameters()])\nelse:\n"
+            "    o = torch.optim.SGD(model.parameters(), lr=1)\no = hvd.DistributedOptimizer(o)\n",
+            "which model this one trains",
+        ),
+        (
+            OPTIMIZER + "for x in data:\n    loss = model(x).sum()\n    if not torch.isnan(loss):\n"
+            "        loss.backward()\n    optimizer.step()\n",
+            "a rank may skip this backward pass",
+        ),
+        (
+            OPTIMIZER + "for x in data:\n    try:\n        model(x).sum().backward()\n    except RuntimeError:\n"
+            "        pass\n    optimizer.step()\n",
+            "a rank may skip this backward pass",
+        ),
+        (OPTIMIZER + LOOP + "def f(unidist=1):\n    return unidist\n", "uses the name unidist"),
+    ],
+)
+def test_what_replicate_would_not_do(body: str, why: str) -> None:
+    code, remarks = migrate_module(HEAD + body, "native")
+    assert any(why in each.why for each in remarks) and "replicate" not in code and "hvd.DistributedOptimizer" in code
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    if a:\n        scaler.scale(loss).backward()\n    else:\n        loss.backward()\n    optimizer.step()\n",
+        "    if train:\n        loss.backward()\n    if train:\n        optimizer.step()\n",
+        "    loss.backward()\n    if i % 2:\n        optimizer.step()\n    scheduler.step()\n",
+    ],
+)
+def test_conditions_that_are_the_same_on_all_ranks(body: str) -> None:
+    code, _ = migrate_module(
+        f"{HEAD}{OPTIMIZER}for i, x in enumerate(data):\n    loss = model(x).sum()\n{body}", "native"
+    )
+    assert "unidist.replicate(model)" in code
+
+
+@pytest.mark.parametrize("indent", ["", "    "])
+def test_no_sync_where_the_model_has_another_name(indent: str) -> None:
+    """A global model has its name in the loop's function, too; one of another function does not."""
+    loop = (
+        "def train(net, opt):\n    for i, x in enumerate(data):\n        net(x).sum().backward()\n"
+        "        if i % 2 == 1:\n            opt.step()\n\n\n"
+    )
+    make = OPTIMIZER.replace("parameters())\n", "parameters(), backward_passes_per_step=2)\n")
+    body = f"model = torch.nn.Linear(4, 1)\n{make}train(model, optimizer)\n"
+    start = "def main():\n" if indent else ""
+    text = "import horovod.torch as hvd\nimport torch\n\n\n" + loop + start + textwrap.indent(body, indent)
+    code, remarks = migrate_module(text, "native")
+    assert "unidist.replicate(model)" in code
+    assert ("unidist.no_sync(model):" in code) == (not indent) == (not remarks)
 
 
 OPTIMIZER_FILES = {

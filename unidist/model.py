@@ -27,6 +27,8 @@ T = TypeVar("T")
 N = TypeVar("N", bound=nn.Module)
 #: Models that were given to ``replicate``. Nothing is kept in the model, so that its copies are plain models.
 _replicas: weakref.WeakKeyDictionary[nn.Module, ReplicatedModel] = weakref.WeakKeyDictionary()
+#: Their parts that have parameters: they may live longer than the model.
+_parts: weakref.WeakKeyDictionary[nn.Module, ReplicatedModel] = weakref.WeakKeyDictionary()
 
 
 def wrap_model(
@@ -122,19 +124,23 @@ def replicate(
     _check_options(compression, bucket_cap_mb)
     _check_model(model, "replicate")
     own = set(model.parameters())
-    others = {other: replica for other, replica in _replicas.items() if other is not model}
-    for other, replica in others.items():
-        if not own.isdisjoint(replica.params):
-            raise ValueError(
-                f"replicate: this {type(model).__name__} shares parameters with a {type(other).__name__} that is "
-                "replicated already: replicate the one that contains the other."
-            )
-    _replicas.pop(model, None)
+    before = _replicas.get(model)
+    others = {replica for replica in _parts.values() if replica is not before}
+    if not all(own.isdisjoint(replica.params) for replica in others):
+        raise ValueError(
+            f"replicate: this {type(model).__name__} shares parameters with a model that is replicated already: "
+            "replicate the one that contains the other."
+        )
+    if before is not None:
+        before.close()
     _check_same(model, group, layout=True)
     replica = _replicas[model] = current().replicate(model, _options(bucket_cap_mb, compression, group), group)
+    for part in list(model.modules()):
+        if next(part.parameters(recurse=False), None) is not None:
+            _parts[part] = replica
     # A backward pass may reach several models in another order on another rank; whether there are several, too, may
     # depend on when a rank frees one.
-    together = [replica, *(other for other in others.values() if other.options.ranks == replica.options.ranks)]
+    together = [replica, *(other for other in others if other.options.ranks == replica.options.ranks)]
     overlap = all_reduce(torch.tensor(len(together)), "max", group).item() == 1
     for each in together:
         each.set_overlap(overlap)
@@ -159,7 +165,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         with model.no_sync():  # type: ignore[operator]
             yield
         return
-    replica = _replicas.get(model)
+    replica = replica_of(model)
     if replica is None:
         raise ValueError(
             f"no_sync({type(model).__name__}): pass what wrap_model returned, or the model that was given to replicate."
@@ -173,7 +179,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def replica_of(model: object) -> ReplicatedModel | None:
     """What the backend keeps of a model that was given to ``replicate``; None for another."""
-    return _replicas.get(model) if isinstance(model, nn.Module) else None
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    return _replicas.get(inner) if isinstance(inner, nn.Module) else None
 
 
 @overload

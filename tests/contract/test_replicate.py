@@ -106,6 +106,46 @@ def test_several_models_in_another_order_on_each_rank() -> None:
             assert sum(bool(branch.bias.grad) for branch in model.branches) == min(size, 3)
 
 
+def test_backward_passes_of_two_models_in_another_order_on_each_rank() -> None:
+    """A model that a rank's pass does not reach is averaged with what that rank has already."""
+    models = [unidist.replicate(seeded(Parts)) for _ in range(2)]
+    expected = mean_gradient(seeded(Parts), parts_loss)
+    for _ in range(2):
+        for model in models:
+            model.zero_grad()
+        for turn in range(2):
+            which = (unidist.rank() + turn) % 2
+            ((which + 1) * models[which].loss(unidist.rank())).backward()
+        for number, model in enumerate(models):
+            assert_gradient(model, [(number + 1) * grad for grad in expected])
+
+
+def test_a_pass_that_reaches_a_model_on_some_ranks_only() -> None:
+    size, rank = unidist.world_size(), unidist.rank()
+    first, second = (unidist.replicate(seeded(Parts)) for _ in range(2))
+    for _ in range(2):
+        first.zero_grad(), second.zero_grad()
+        loss = first.loss(rank)
+        if rank == size - 1:
+            loss = loss + second.loss(rank)
+        loss.backward()
+        assert_gradient(first, mean_gradient(seeded(Parts), parts_loss))
+        alone = seeded(Parts)
+        (alone.loss(size - 1) / size).backward()
+        assert_gradient(second, [p.grad for p in alone.parameters() if p.grad is not None])
+
+
+def test_parts_that_live_longer_than_the_model() -> None:
+    def build() -> list[nn.Module]:
+        return list(unidist.replicate(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))))
+
+    torch.manual_seed(3)
+    parts = build()
+    alone = copy.deepcopy(nn.Sequential(*parts))
+    nn.Sequential(*parts)(inputs_of(unidist.rank())).sum().backward()
+    assert_gradient(nn.Sequential(*parts), mean_gradient(alone, lambda model, rank: model(inputs_of(rank)).sum()))
+
+
 def test_models_that_are_trained_in_turns() -> None:
     generator, judge = (unidist.replicate(seeded(lambda: nn.Linear(3, 3))) for _ in range(2))
 
@@ -144,6 +184,9 @@ def test_no_sync_of_a_wrapped_model_and_of_none() -> None:
         loss_of(model, unidist.rank()).backward()
     loss_of(model, unidist.rank()).backward()
     assert_gradient(model, [2 * grad for grad in mean_gradient(seeded(), loss_of)])
+    compiled = torch.compile(unidist.replicate(seeded()), backend="eager")
+    with unidist.no_sync(compiled):
+        pass
     with pytest.raises(ValueError, match=r"no_sync\(Linear\).*replicate"), unidist.no_sync(seeded()):
         pass
 
@@ -178,6 +221,28 @@ def test_training_goes_on_after_a_backward_pass_that_failed(whole: bool) -> None
         model.zero_grad()
         model.loss(unidist.rank()).backward()
         assert_gradient(model, mean_gradient(seeded(Parts), parts_loss))
+
+
+def test_a_pass_that_failed_after_its_first_reductions() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            raise ArithmeticError("on purpose")
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 600), nn.Linear(600, 600), nn.Linear(600, 1))
+
+    model = unidist.replicate(seeded(make), bucket_cap_mb=1)
+    for _ in range(3):
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            model[1:](Fails.apply(model[0](inputs_of(unidist.rank())))).pow(2).sum().mul(7).backward()  # type: ignore[operator, index, no-untyped-call]
+        model.zero_grad()
+        loss_of(model, unidist.rank()).backward()
+        assert_gradient(model, mean_gradient(seeded(make), loss_of))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -344,7 +409,7 @@ def test_what_is_refused() -> None:
     model = unidist.replicate(make_model())
     with pytest.raises(ValueError, match=r"Sequential is data-parallel already, by unidist\.replicate"):
         unidist.wrap_model(model)
-    with pytest.raises(ValueError, match="shares parameters with a Sequential"):
+    with pytest.raises(ValueError, match="shares parameters with a model that is replicated"):
         unidist.replicate(nn.Sequential(model[0]))
     with pytest.raises(ValueError, match=r"replicate: this .* is wrapped already: pass its \.module"):
         unidist.replicate(unidist.wrap_model(make_model()))

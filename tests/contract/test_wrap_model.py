@@ -448,7 +448,9 @@ def test_a_frozen_parameter_that_thaws_is_told() -> None:
     inner.requires_grad_(True)
     with torch.no_grad():
         model(my_batch(0)[0])
-    with pytest.raises(unidist.UnidistError, match=r"4 parameters, '0\.weight' the first, .*wrap_model\(unidist\.unwrap"):
+    with pytest.raises(
+        unidist.UnidistError, match=r"4 parameters, '0\.weight' the first, .*wrap_model\(unidist\.unwrap"
+    ):
         train(model, my_batch, steps=1)
     model = unidist.wrap_model(unidist.unwrap(model))
     train(model, my_batch, steps=2)

@@ -13,7 +13,7 @@ import libcst as cst
 import unidist.hvd
 from unidist.migrate.edits import Edits
 from unidist.migrate.names import Names, in_import, symbol_of
-from unidist.migrate.syntax import Statement, SyntaxTree, dotted
+from unidist.migrate.syntax import Statement, SyntaxTree, dotted, full_name
 
 #: The arguments of a call by the names of its parameters.
 Arguments = dict[str, cst.BaseExpression]
@@ -212,6 +212,32 @@ class Context:
         if what is None:
             node, what = self.tree.statement(node) or node, self.first_line(node)
         self.edits.remark(node, what, why, remedy)
+
+    def root_of(self, node: cst.BaseExpression) -> cst.BaseExpression:
+        """``a`` of ``a.b[0].c``."""
+        while isinstance(node, (cst.Attribute, cst.Subscript)):
+            node = node.value
+        return node
+
+    def is_bound_at(self, node: cst.BaseExpression, at: cst.CSTNode) -> bool:
+        """Whether a dotted name, as it is written at its own place, means the same at another."""
+        tree, root = self.tree, self.root_of(node)
+        here, there = tree.function(node), tree.function(at)
+        if tree.is_inside(node, at) or here is there:
+            return True
+        if full_name(root) == "self":
+            return (
+                isinstance(here, cst.FunctionDef)
+                and isinstance(there, cst.FunctionDef)
+                and tree.parent(here) is tree.parent(there)
+            )
+        variable = tree.variable(root)
+        local = (name for name in tree.all(cst.Name, inside=there) if name.value == full_name(root))
+        return (
+            variable is not None
+            and ".<locals>." not in variable
+            and all(tree.variable(name) == variable for name in local if not tree.is_attribute_name(name))
+        )
 
     def keep_comments(self, call: cst.Call, *but: cst.CSTNode) -> None:
         """Keep the comments among a call's arguments, above its statement; those in ``but`` stay where they are."""

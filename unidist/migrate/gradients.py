@@ -17,6 +17,10 @@ from unidist.migrate.syntax import Problem, SyntaxTree, argument, full_name
 
 _ASSIGNED = "a gradient is assigned by hand, and unidist does not average it"
 _SECOND = "backward(create_graph=True) keeps a graph of gradients, which averaging in place would break"
+_SKIPPED = (
+    "a rank may skip this backward pass and still make the step: Horovod averages in step(), unidist in backward(),"
+    " where the others would wait"
+)
 _LBFGS = "LBFGS calls the closure as often as each rank's own loss requires, so ranks would wait for each other"
 #: In-place methods that scale or clip a gradient, in the same way on all ranks.
 _SCALING = {
@@ -53,6 +57,39 @@ def gradient_problems(tree: SyntaxTree) -> Iterator[Problem]:
     for call in tree.method_calls("backward"):
         if _is_given(call, "create_graph", 2 if _is_of_tensor(tree, call) else 3):
             yield call, _SECOND
+        if _may_be_skipped(tree, call):
+            yield call, _SKIPPED
+
+
+def _may_be_skipped(tree: SyntaxTree, backward: cst.Call) -> bool:
+    """Whether a condition or an exception may skip a backward pass, and not the step that follows it."""
+    function = tree.function(backward)
+    steps = [call for call in tree.method_calls("step") if tree.function(call) is function and not _is_schedule(call)]
+    if not steps:
+        return False
+    child: cst.CSTNode = backward
+    for above in tree.parents(backward):
+        if above is function or isinstance(above, (cst.For, cst.While)):
+            return False
+        inside = any(tree.is_inside(step, above) for step in steps)
+        if isinstance(above, cst.Try) and child is above.body and not inside and above.handlers:
+            return True
+        if isinstance(above, (cst.If, cst.IfExp)) and child is not above.test and not inside:
+            guards = {tree.text(each.test) for step in steps for each in tree.parents(step) if isinstance(each, cst.If)}
+            if tree.text(above.test) not in guards and not _has_backward_otherwise(tree, above, child):
+                return True
+        child = above
+    return False
+
+
+def _has_backward_otherwise(tree: SyntaxTree, branch: cst.If | cst.IfExp, taken: cst.CSTNode) -> bool:
+    """Whether the other branch of a condition calls ``backward()``, too."""
+    other = branch.body if taken is branch.orelse else branch.orelse
+    return other is not None and any(tree.method_calls("backward", other))
+
+
+def _is_schedule(call: cst.Call) -> bool:
+    return "sched" in full_name(call.func).lower()
 
 
 # ------------------------------------------------------------------------------------ gradients that are assigned

@@ -11,13 +11,14 @@ import libcst as cst
 
 from unidist.migrate.context import Context, Elsewhere, Options
 from unidist.migrate.file_report import Remark
-from unidist.migrate.names import Names, find_names, is_horovod
+from unidist.migrate.names import Names, find_names, in_import, is_horovod
 from unidist.migrate.reasons import remark_on
 from unidist.migrate.rules import NATIVE_RULES, RULES_OF_ALL_LEVELS
 from unidist.migrate.syntax import SyntaxTree
 
 Level = Literal["native", "hvd"]
 _USED_ELSEWHERE = "other files call Horovod through this variable, so it holds the drop-in"
+_NAME_IS_TAKEN = "the file uses the name unidist for something of its own, so all calls stay on the drop-in"
 _ESCAPES = "the module is passed on and cannot be followed, so all variables that hold it hold the drop-in"
 
 
@@ -58,10 +59,21 @@ def migrate_module(
         unchanged = Context(tree, names)
         return text, [remark_on(unchanged, use) for use in elastic]
     migrate = partial(_migrate, tree, names, exported, elsewhere, options)
+    if level == "native" and (other := _other_unidist(tree)) is not None:
+        after, remarks, _ = migrate("hvd")
+        line = tree.text(tree.statement(other) or other).splitlines()[0]
+        return after, [*remarks, Remark(tree.line(other), line, _NAME_IS_TAKEN, "rename it, then migrate again")]
     after, remarks, reasons = migrate(level)
     if (reasons or imports_drop_in(after)) and not options.partial:
         after, remarks, _ = migrate("hvd")
     return after, sorted([*remarks, *reasons], key=lambda remark: remark.line)
+
+
+def _other_unidist(tree: SyntaxTree) -> cst.Name | None:
+    """Where a module that imports Horovod uses the name ``unidist`` for something of its own."""
+    imports = [node for node in (*tree.all(cst.Import), *tree.all(cst.ImportFrom)) if "horovod" in tree.text(node)]
+    own = (name for name in tree.all(cst.Name) if name.value == "unidist" and not tree.imported(name))
+    return next((name for name in own if not in_import(tree, name)), None) if imports else None
 
 
 def imports_drop_in(code: str) -> bool:

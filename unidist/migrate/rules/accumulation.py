@@ -18,7 +18,12 @@ NoSync = Callable[[cst.CSTNode], str]
 
 
 def change_accumulation(
-    context: Context, passes: cst.BaseExpression | None, optimizer: Flow, no_sync: NoSync, wrap: Statement
+    context: Context,
+    passes: cst.BaseExpression | None,
+    optimizer: Flow,
+    no_sync: NoSync,
+    wrap: Statement,
+    model: cst.BaseExpression,
 ) -> None:
     """Average the gradients in the last pass only; without this the result is the same, with more communication."""
     if passes is None or is_constant(passes, 1):
@@ -28,6 +33,8 @@ def change_accumulation(
         for above in context.tree.parents(wrap)
     )
     found = None if conditional else _inner_loop(context, optimizer) or _modulo(context, optimizer)
+    if found is not None and not context.is_bound_at(model, found[0][0]):
+        found = None
     if found is None:
         context.remark(
             passes, _SLOWER, _REMEDY.format(no_sync(passes)), f"backward_passes_per_step={context.text(passes)}"
@@ -60,9 +67,12 @@ def _inner_loop(context: Context, optimizer: Flow) -> Pass | None:
     if len(backwards) != 1 or len(steps) != 1:
         return None
     loop, step = tree.loop(backwards[0]), tree.statement(steps[0])
+    backward = tree.statement(backwards[0])
     if (
         not isinstance(loop, cst.For)
         or step is None
+        or backward is None
+        or tree.block(backward) is not loop.body
         or tree.is_inside(step, loop)
         or tree.block(step) is not tree.block(loop)
     ):

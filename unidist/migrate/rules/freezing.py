@@ -8,7 +8,22 @@ import libcst as cst
 
 from unidist.migrate.context import Context
 from unidist.migrate.flow import Flow, callees, is_target
-from unidist.migrate.syntax import Problem, Statement
+from unidist.migrate.syntax import Problem, Statement, full_name
+
+#: Calls whose result is a tensor of the script's own.
+_NEW_TENSORS = {
+    "clone",
+    "detach",
+    "tensor",
+    "as_tensor",
+    "from_numpy",
+    "zeros",
+    "ones",
+    "rand",
+    "randn",
+    "rand_like",
+    "zeros_like",
+}
 
 
 def frozen_later(context: Context, flow: Flow, wrap: Statement) -> Iterator[Problem]:
@@ -16,8 +31,9 @@ def frozen_later(context: Context, flow: Flow, wrap: Statement) -> Iterator[Prob
     tree = context.tree
     for node in tree.all(cst.Attribute):
         changes = node.attr.value == "requires_grad_" or (node.attr.value == "requires_grad" and is_target(tree, node))
-        if isinstance(node.value, cst.BinaryOperation):
-            continue  # a sum or a product is not a parameter
+        made = isinstance(node.value, cst.Call) and full_name(node.value.func).split(".")[-1] in _NEW_TENSORS
+        if made or isinstance(node.value, cst.BinaryOperation):
+            continue  # not a parameter
         if changes and not _is_all_before(context, node, wrap) and not _is_of_whole_model(context, node, flow):
             yield node, "some parameters are frozen or unfrozen after DistributedOptimizer, which unidist refuses"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
-from unidist.migrate.flow import assignments, follow, result_variables
+from unidist.migrate.flow import INSPECTING, assignments, follow, references, result_variables
 from unidist.migrate.gradients import gradient_problems
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
 from unidist.migrate.rules.freezing import frozen_later
@@ -44,15 +44,26 @@ def change_optimizers(context: Context) -> None:
             context.kept[use] = f"this optimizer stays on the drop-in: {refusal.why}{where}", refusal.remedy
         context.covered.update(context.uses("broadcast_parameters", "broadcast_optimizer_state"))
         return
-    trained: set[tuple[object, str]] = set()
-    for optimizer in optimizers:
-        model = context.tree.block(optimizer.before), context.text(optimizer.model)
-        replace_optimizer(context, optimizer, is_first=model not in trained)
-        trained.add(model)
+    for index, optimizer in enumerate(optimizers):
+        is_first = not any(_is_same_model(context, other, optimizer) for other in optimizers[:index])
+        replace_optimizer(context, optimizer, is_first=is_first)
     for node in compressions:
         context.edits.replace(node, cst.parse_expression(COMPRESSION[context.names.symbols[node]]))
         context.mark_handled(node)
     change_broadcasts(context)
+
+
+def _is_same_model(context: Context, left: OptimizerPlan, right: OptimizerPlan) -> bool:
+    """Whether two optimizers, one after another, visibly train one model."""
+    tree = context.tree
+    text = context.text(left.model)
+    if context.text(right.model) != text or tree.block(left.before) is not tree.block(right.before):
+        return False
+    return not any(
+        context.text(target) == text
+        and tree.position(left.before) < tree.position(target) < tree.position(right.before)
+        for _, target in assignments(tree)
+    )
 
 
 # ------------------------------------------------------------------------------------ one optimizer
@@ -75,9 +86,9 @@ def _plan(context: Context, call: cst.Call) -> OptimizerPlan:
     target, variables = _assigned_to(context, call)
     adasum, compression = _check_arguments(context, call, arguments)
     model = _trained_model(context, call, arguments)
-    if not is_pure(model) or not _is_bound_at(context, model, statement):
+    if not is_pure(model) or not context.is_bound_at(model, statement):
         raise Refusal(call, f"`{context.text(model)}` may be another model at the line of DistributedOptimizer")
-    broadcast = _broadcast_statement(context, model, statement)
+    broadcast = _broadcast_statement(context, call, model, statement)
     before = max(statement, broadcast or statement, key=tree.position)
     variable = tree.variable(model)
     for problem in frozen_later(context, follow(tree, [variable] if variable else []), before):
@@ -100,18 +111,6 @@ def _is_always_evaluated(context: Context, call: cst.Call) -> bool:
             return False
         child = above
     return False
-
-
-def _is_bound_at(context: Context, model: cst.BaseExpression, statement: Statement) -> bool:
-    """Whether the expression for a model, from another line, means the same at a statement."""
-    tree = context.tree
-    if tree.is_inside(model, statement) or tree.function(model) is tree.function(statement):
-        return True
-    root: cst.BaseExpression = model
-    while isinstance(root, (cst.Attribute, cst.Subscript)):
-        root = root.value
-    variable = tree.variable(root)
-    return full_name(root) == "self" or (variable is not None and ".<locals>." not in variable)
 
 
 def _assigned_to(context: Context, call: cst.Call) -> tuple[cst.BaseExpression | None, list[str]]:
@@ -182,11 +181,16 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
     values = [
         value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
     ]
-    owners = []
+    owners: list[cst.BaseExpression] = []
     for value in values if variable else [inner]:
-        first = value.args[0].value if isinstance(value, cst.Call) and value is not call and value.args else None
-        if (found := owner(first, "parameters")) is not None:
-            owners.append(found)
+        if value is call or is_constant(value, None):
+            continue
+        first = value.args[0].value if isinstance(value, cst.Call) and value.args else None
+        found = owner(first, "parameters")
+        if found is None:
+            owners.clear()
+            break
+        owners.append(found)
     if len({context.text(owner) for owner in owners}) != 1:
         raise Refusal(
             call,
@@ -201,7 +205,7 @@ def _owner_of_parameters(context: Context, named: cst.BaseExpression) -> cst.Bas
     for _ in range(4):
         variable = context.tree.variable(named) if isinstance(named, (cst.Name, cst.Attribute)) else None
         values = [value for value, target in assignments(context.tree) if variable == context.tree.variable(target)]
-        if variable is not None and len(values) == 1:
+        if variable is not None and len(values) == 1 and not _is_changed(context, variable):
             named = values[0]
         if isinstance(named, cst.Call) and full_name(named.func) in ("list", "tuple", "iter", "filter", "sorted"):
             named = named.args[-1 if full_name(named.func) == "filter" else 0].value if named.args else named
@@ -212,21 +216,77 @@ def _owner_of_parameters(context: Context, named: cst.BaseExpression) -> cst.Bas
     return owner(named, "named_parameters")
 
 
-def _broadcast_statement(context: Context, model: cst.BaseExpression, statement: Statement) -> Statement | None:
-    """The statement of the same block that broadcasts the model from rank 0."""
+def _is_changed(context: Context, variable: str) -> bool:
+    """Whether a list is changed in place: ``named += ...``, ``named.extend(...)``."""
+    for use in references(context.tree).get(variable, ()):
+        parent = context.tree.parent(use)
+        method = parent.attr.value if isinstance(parent, cst.Attribute) and parent.value is use else ""
+        if isinstance(parent, cst.AugAssign) or method in ("append", "extend", "insert", "remove", "pop", "clear"):
+            return True
+    return False
+
+
+def _broadcast_statement(
+    context: Context, optimizer: cst.Call, model: cst.BaseExpression, statement: Statement
+) -> Statement | None:
+    """The statement of the same block that broadcasts the model from rank 0, if nothing between uses the model.
+
+    Raises:
+        Refusal: another rank than 0 has the weights.
+    """
     for call in context.calls("broadcast_parameters"):
         found, own = broadcast_model(context, call), context.tree.is_statement(call)
-        if found is None or own is None or context.text(found) != context.text(model):
+        if found is None or context.text(found) != context.text(model):
             continue
         arguments = context.arguments(call) or {}
-        root = arguments.get("root_rank")
+        if not is_constant(arguments.get("root_rank"), 0):
+            raise Refusal(
+                optimizer,
+                f"`{context.first_line(call)}` sends the weights of another rank than 0, whose weights replicate sends",
+                "let rank 0 load the weights, then migrate again",
+            )
         if (
-            set(arguments) <= {"params", "root_rank"}
-            and context.tree.block(own) is context.tree.block(statement)
-            and is_constant(root, 0)
+            own is not None
+            and set(arguments) <= {"params", "root_rank"}
+            and _is_unused_between(context, model, statement, own)
         ):
             return own
     return None
+
+
+def _is_unused_between(context: Context, model: cst.BaseExpression, left: Statement, right: Statement) -> bool:
+    """Whether the statements of a block between two others neither use a model nor call functions that may."""
+    tree = context.tree
+    block = tree.block(left)
+    if block is None or tree.block(right) is not block:
+        return False
+    first, last = sorted(index for index, each in enumerate(block.body) if each is left or each is right)
+    root = context.root_of(model)
+    for each in block.body[first + 1 : last]:
+        if not isinstance(each, cst.SimpleStatementLine):
+            return False
+        harmless = _harmless_calls(context, each)
+        others = (call for call in tree.all(cst.Call, inside=each) if not _is_in_any(context, call, harmless))
+        uses = (name for name in tree.all(cst.Name, inside=each) if tree.variable(name) == tree.variable(root))
+        if any(others) or any(not _is_in_any(context, use, harmless) for use in uses):
+            return False
+    return True
+
+
+def _is_in_any(context: Context, node: cst.CSTNode, calls: list[cst.Call]) -> bool:
+    return any(context.tree.is_inside(node, call) for call in calls)
+
+
+def _harmless_calls(context: Context, statement: cst.CSTNode) -> list[cst.Call]:
+    """Calls that neither change nor copy weights: Horovod's own, and those that make optimizers or print."""
+    calls = context.tree.all(cst.Call, inside=statement)
+    return [
+        call
+        for call in calls
+        if context.symbol(call.func) is not None
+        or full_name(call.func) in INSPECTING
+        or any(name.startswith("torch.optim") for name in context.tree.imported(call.func))
+    ]
 
 
 # ------------------------------------------------------------------------------------ all of a module

@@ -52,7 +52,9 @@ def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) 
     def no_sync(node: cst.CSTNode) -> str:
         return f"{full_name(context.unidist_name(node, 'no_sync'))}({model})"
 
-    change_accumulation(context, each.arguments.get("backward_passes_per_step"), each.flow, no_sync, each.before)
+    change_accumulation(
+        context, each.arguments.get("backward_passes_per_step"), each.flow, no_sync, each.before, each.model
+    )
     predivide = each.arguments.get("gradient_predivide_factor")
     if predivide is not None and not is_constant(predivide, 1):
         context.remark(each.call, _ROUNDING, "nothing", f"gradient_predivide_factor={context.text(predivide)}")
