@@ -104,7 +104,10 @@ def main(library: str, label: str, directory: Path, wanted: set[str]) -> None:
         common_utils.set_rng_seed(1234)
         outcome = run(case, name)
         # The others may have fared otherwise.
-        outcomes_of_all = rendezvous.exchange(dist.PrefixStore(f"outcome/{name}", store), "outcome", launch, outcome)
+        limit = timedelta(seconds=LIMIT)
+        outcomes_of_all = rendezvous.exchange(
+            dist.PrefixStore(f"outcome/{name}", store), rank, [""] * size, outcome, limit
+        )
         if dist.is_initialized():
             dist.destroy_process_group()
         alarm.cancel()
