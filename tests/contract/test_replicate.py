@@ -330,7 +330,7 @@ def test_clipping_and_loss_scaling_see_averages() -> None:
     torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 0.1), norm)
 
 
-def test_a_frozen_parameter_that_thaws_is_told_and_can_be_added() -> None:
+def test_a_parameter_that_is_unfrozen_later_is_an_error_until_replicated_again() -> None:
     model = seeded(Parts)
     model.a.requires_grad_(False)
     unidist.replicate(model)
