@@ -98,12 +98,13 @@ def replicate(
 
     The model stays the object that it is: attributes, state_dict keys, references to it and to its parts, calls of its
     parts. Only its parameters are watched, as by Horovod's ``DistributedOptimizer``; the optimizer is a plain one. A
-    copy (``copy.deepcopy``, ``torch.load``) is not data-parallel. ``wrap_model`` is a little faster with many
-    parameters, and checks more.
+    copy (``copy.deepcopy``, ``torch.load``) is not data-parallel, and neither are parameters that the model gets later:
+    call it again. ``wrap_model`` also names parameters that should be used and are not.
 
     Every backward pass that reaches the model averages all its gradients, so every rank must make equally many, except
     inside ``no_sync`` and ``join``. A parameter that is unused on a rank counts as zero, and if it is unused on all
-    ranks its ``.grad`` is zeros. Buffers are broadcast once, now, and stay each rank's own.
+    ranks its ``.grad`` is zeros. Buffers are broadcast once, now, and stay each rank's own. Of several models, those
+    that the backward pass of any rank reaches are averaged on all ranks, at its end.
 
     Args:
         model: has at least one parameter that requires grad; the same architecture on every rank, on
