@@ -115,7 +115,7 @@ def _calls(code: str) -> Counter[str]:
 
 
 def summary(reports: Sequence[FileReport]) -> dict[str, int]:
-    """The counts in the last line of the report."""
+    """The counts with which the report begins."""
     return {
         "files": len(reports),
         **{status: sum(report.status == status for report in reports) for status in ("changed", "unchanged", "failed")},

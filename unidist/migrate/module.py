@@ -102,7 +102,7 @@ def _migrate(
             context = Context(tree, names, exported, native=True, elsewhere=elsewhere, options=options)
             for rule in NATIVE_RULES:
                 rule(context)
-        held = [*((node, _USED_ELSEWHERE) for node in names.modules[:1] if used_elsewhere)]
+        held = [(node, _USED_ELSEWHERE) for node in names.modules[:1] if used_elsewhere]
         held += [(node, _ESCAPES) for node in names.escapes]
         for node, why in held:
             reasons.append(Remark(tree.line(node), tree.text(node), why, "import unidist where it is used"))

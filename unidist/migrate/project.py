@@ -173,24 +173,25 @@ def find_exports(paths: Iterable[Path]) -> Exports:
             continue
         with suppress(OSError):
             text = path.read_bytes().decode("latin-1")
-            found.imports[path.resolve()] = set()
+            own = path.resolve()
+            found.imports[own] = set()
             for match in _FROM.finditer(text):
                 names = (match[2] or match[3]).split(",")
                 module = match[1].split(".")[-1]
                 names = [name.split(" as ")[0].strip() for name in names]
                 found.names[module].update(names)
                 if match[1].split(".")[0] not in _LIBRARIES:
-                    found.imports[path.resolve()].update({module, *names})
+                    found.imports[own].update({module, *names})
             modules = [match[1].split(".") for match in _IMPORT.finditer(text)]
-            found.imports[path.resolve()].update(parts[-1] for parts in modules if parts[0] not in _LIBRARIES)
+            found.imports[own].update(parts[-1] for parts in modules if parts[0] not in _LIBRARIES)
             if _OF_OPTIMIZER.search(text):
-                found.optimizer_methods.add(path.resolve())
+                found.optimizer_methods.add(own)
             if _GRADIENT.search(text):
-                found.gradients.add(path.resolve())
+                found.gradients.add(own)
             for match in _OF_MODULE.finditer(text):
                 found.names[match[1]].add("hvd")
             for match in _OF_ATTRIBUTE.finditer(text):
-                found.attributes[match[1]].add(path.resolve())
+                found.attributes[match[1]].add(own)
     return found
 
 
@@ -206,7 +207,8 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
     if what not in ("python", "notebook"):
         remarks = job_remarks(path, data.decode("utf-8", errors="replace"), what, _surroundings(path, level, exports))
         return FileReport(path, "unchanged", remarks, is_code=False) if remarks else None
-    if not _HOROVOD.search(data) and not (what == "python" and _NAMES_LAUNCHER.search(data)):
+    names_horovod = _HOROVOD.search(data) is not None
+    if not names_horovod and not (what == "python" and _NAMES_LAUNCHER.search(data)):
         return None
     try:
         text, encoding = files.decode(data, what)
@@ -217,18 +219,14 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
     rules = partial(
         migrate_module, level=level, exported=exports.of(path), elsewhere=exports.elsewhere(path), options=options
     )
-    report = (
-        _migrate_text(path, text, what, rules)
-        if _HOROVOD.search(data)
-        else FileReport(path, "unchanged", is_code=False)
-    )
+    report = _migrate_text(path, text, what, rules) if names_horovod else FileReport(path, "unchanged", is_code=False)
     report.encoding = encoding
     if what == "python":
         found = python_remarks(path, text, _surroundings(path, level, exports))
         lines = {remark.line for remark in found}
         others = [remark for remark in report.remarks if remark.line not in lines]
         report.remarks = sorted([*others, *found], key=lambda remark: remark.line)
-    return report if report.remarks or _HOROVOD.search(data) else None
+    return report if report.remarks or names_horovod else None
 
 
 def _is_python(data: bytes) -> bool:

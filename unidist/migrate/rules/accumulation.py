@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import libcst as cst
 
 from unidist.migrate.context import Context, is_constant
@@ -13,38 +11,36 @@ from unidist.migrate.syntax import Statement, full_name, is_pure
 _SLOWER = "every backward pass now averages the gradients: the result is the same, with more communication"
 _REMEDY = "run all passes but the last in `with {}:`"
 
-#: The code of the context manager that averages nothing, for use at a node.
-NoSync = Callable[[cst.CSTNode], str]
-
 
 def change_accumulation(
-    context: Context,
-    passes: cst.BaseExpression | None,
-    optimizer: Flow,
-    no_sync: NoSync,
-    wrap: Statement,
-    model: cst.BaseExpression,
+    context: Context, passes: cst.BaseExpression | None, optimizer: Flow, model: cst.BaseExpression, before: Statement
 ) -> None:
     """Average the gradients in the last pass only; without this the result is the same, with more communication."""
     if passes is None or is_constant(passes, 1):
         return
     conditional = any(
         isinstance(above, (cst.If, cst.Try)) and not context.text(above).startswith("if __name__ ==")
-        for above in context.tree.parents(wrap)
+        for above in context.tree.parents(before)
     )
     found = None if conditional else _inner_loop(context, optimizer) or _modulo(context, optimizer)
     if found is not None and not context.is_bound_at(model, found[0][0]):
         found = None
     if found is None:
-        context.remark(
-            passes, _SLOWER, _REMEDY.format(no_sync(passes)), f"backward_passes_per_step={context.text(passes)}"
+        what, remedy = (
+            f"backward_passes_per_step={context.text(passes)}",
+            _REMEDY.format(_no_sync(context, passes, model)),
         )
+        context.remark(passes, _SLOWER, remedy, what)
         return
     statements, last = found
     context.needs_contextlib = True
-    context.edits.wrap(
-        statements[0], statements[-1], f"contextlib.nullcontext() if {last} else {no_sync(statements[0])}"
-    )
+    no_sync = _no_sync(context, statements[0], model)
+    context.edits.wrap(statements[0], statements[-1], f"contextlib.nullcontext() if {last} else {no_sync}")
+
+
+def _no_sync(context: Context, node: cst.CSTNode, model: cst.BaseExpression) -> str:
+    """The code of the context manager that averages nothing, for use at a node."""
+    return f"{full_name(context.unidist_name(node, 'no_sync'))}({context.text(model)})"
 
 
 #: The statements of one pass, and the condition under which it is the last.

@@ -26,25 +26,25 @@ _NEW_TENSORS = {
 }
 
 
-def frozen_later(context: Context, flow: Flow, wrap: Statement) -> Iterator[Problem]:
-    """Changes of ``requires_grad`` after the wrapping, unless they are made to all parameters of a model."""
+def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[Problem]:
+    """Changes of ``requires_grad`` after a statement, unless they are made to all parameters of a model."""
     tree = context.tree
     for node in tree.all(cst.Attribute):
         changes = node.attr.value == "requires_grad_" or (node.attr.value == "requires_grad" and is_target(tree, node))
         made = isinstance(node.value, cst.Call) and full_name(node.value.func).split(".")[-1] in _NEW_TENSORS
         if made or isinstance(node.value, cst.BinaryOperation):
             continue  # not a parameter
-        if changes and not _is_all_before(context, node, wrap) and not _is_of_whole_model(context, node, flow):
+        if changes and not _is_all_before(context, node, before) and not _is_of_whole_model(context, node, flow):
             yield node, "some parameters are frozen or unfrozen after DistributedOptimizer, which unidist refuses"
 
 
-def _is_all_before(context: Context, node: cst.CSTNode, wrap: Statement) -> bool:
-    """Whether a node is executed before the wrapping only."""
+def _is_all_before(context: Context, node: cst.CSTNode, before: Statement) -> bool:
+    """Whether a node is executed before a statement only."""
     function = context.tree.function(node)
-    if function is context.tree.function(wrap):
-        return context.tree.position(node) < context.tree.position(wrap)
+    if function is context.tree.function(before):
+        return context.tree.position(node) < context.tree.position(before)
     calls = [call for call in context.tree.all(cst.Call) if function in callees(context.tree, call)]
-    return bool(calls) and all(_is_before(context, call, wrap) for call in calls)
+    return bool(calls) and all(_is_before(context, call, before) for call in calls)
 
 
 def _is_of_whole_model(context: Context, node: cst.Attribute, flow: Flow) -> bool:
@@ -60,8 +60,7 @@ def _is_of_whole_model(context: Context, node: cst.Attribute, flow: Flow) -> boo
     )
 
 
-def _is_before(context: Context, node: cst.CSTNode, wrap: Statement) -> bool:
-    """Whether a use comes before the model is wrapped."""
-    return context.tree.function(node) is context.tree.function(wrap) and context.tree.position(
-        node
-    ) < context.tree.position(wrap)
+def _is_before(context: Context, node: cst.CSTNode, before: Statement) -> bool:
+    """Whether a node is in a statement's function, and before it."""
+    tree = context.tree
+    return tree.function(node) is tree.function(before) and tree.position(node) < tree.position(before)

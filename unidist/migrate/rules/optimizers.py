@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
-from unidist.migrate.flow import INSPECTING, assignments, follow, references, result_variables
+from unidist.migrate.flow import INSPECTING, assignments, assignments_of, follow, references, result_variables
 from unidist.migrate.gradients import gradient_problems
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
 from unidist.migrate.rules.freezing import frozen_later
@@ -178,9 +178,7 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
         return found
     inner = arguments["optimizer"]
     variable = context.tree.variable(inner)
-    values = [
-        value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
-    ]
+    values = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
     owners: list[cst.BaseExpression] = []
     for value in values if variable else [inner]:
         if value is call or is_constant(value, None):
@@ -204,8 +202,8 @@ def _owner_of_parameters(context: Context, named: cst.BaseExpression) -> cst.Bas
     """``model`` of an expression for some of ``model.named_parameters()``."""
     for _ in range(4):
         variable = context.tree.variable(named) if isinstance(named, (cst.Name, cst.Attribute)) else None
-        values = [value for value, target in assignments(context.tree) if variable == context.tree.variable(target)]
-        if variable is not None and len(values) == 1 and not _is_changed(context, variable):
+        values = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
+        if variable and len(values) == 1 and not _is_changed(context, variable):
             named = values[0]
         if isinstance(named, cst.Call) and full_name(named.func) in ("list", "tuple", "iter", "filter", "sorted"):
             named = named.args[-1 if full_name(named.func) == "filter" else 0].value if named.args else named
@@ -390,9 +388,7 @@ def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> li
             )
         return [*_constants(context, call, node.body), *_constants(context, call, node.orelse)]
     variable = context.tree.variable(node)
-    values = [
-        value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
-    ]
+    values = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
     if isinstance(node, cst.Name) and values and variable and not any(value is call for value in values):
         uses = follow(context.tree, [variable]).uses
         if all(context.tree.is_inside(use, call) for use in uses):

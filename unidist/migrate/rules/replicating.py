@@ -47,14 +47,7 @@ class OptimizerPlan:
 def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) -> None:
     """Replace one; ``is_first``: no other one before trains the same model."""
     tree, edits = context.tree, context.edits
-    model = context.text(each.model)
-
-    def no_sync(node: cst.CSTNode) -> str:
-        return f"{full_name(context.unidist_name(node, 'no_sync'))}({model})"
-
-    change_accumulation(
-        context, each.arguments.get("backward_passes_per_step"), each.flow, no_sync, each.before, each.model
-    )
+    change_accumulation(context, each.arguments.get("backward_passes_per_step"), each.flow, each.model, each.before)
     predivide = each.arguments.get("gradient_predivide_factor")
     if predivide is not None and not is_constant(predivide, 1):
         context.remark(each.call, _ROUNDING, "nothing", f"gradient_predivide_factor={context.text(predivide)}")
@@ -66,9 +59,9 @@ def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) 
     if each.target is not None and context.text(inner) == context.text(each.target):
         edits.remove(each.statement)
     else:
-        updated_inner = _UpdatedArgument(context, inner)
         edits.keep_comments(each.statement, each.call, but=[inner])
-        edits.replace(each.call, lambda updated: updated_inner.of(each.call, updated))
+        index = next(index for index, argument in enumerate(each.call.args) if argument.value is inner)
+        edits.replace(each.call, lambda updated: updated.args[index].value)
     if each.broadcast is not None:
         edits.remove(each.broadcast)
         context.mark_handled(each.broadcast)
@@ -110,17 +103,6 @@ def _replicate(context: Context, each: OptimizerPlan) -> cst.Call:
             value = cst.parse_expression(text)
         options.append(keyword("compression", value))
     return cst.Call(context.unidist_name_for(each.call.func, "replicate"), options)
-
-
-class _UpdatedArgument:
-    """An argument of a call, with the changes inside it."""
-
-    def __init__(self, context: Context, node: cst.BaseExpression) -> None:
-        self._node = node
-
-    def of(self, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-        pairs = zip(call.args, updated.args)
-        return next(after.value for before, after in pairs if before.value is self._node)
 
 
 def _remark_on_use(context: Context, each: OptimizerPlan, use: cst.BaseExpression) -> None:
