@@ -2,20 +2,21 @@
 # make unit: the tests that start no world, in under a minute.  make test: everything that CI runs, with Horovod's build.
 # make faults N=200: kills, stops and breaks ranks of the drop-in, and counts what became of the others (tests/faults).
 # make test-torch TORCH=2.15.0: what another PyTorch may break, in an environment of its own, which takes some gigabytes.
+# make test-interop: scripts of more libraries than `make test` installs, in an environment of its own.
 VENV ?= .venv
 # What pip is held to.
 PINS ?= -c constraints.txt
 PYTHON ?= python3
 BIN := $(VENV)/bin
-APT_PACKAGES := g++ cmake make openmpi-bin libopenmpi-dev mpich slurm-wlm munge
-PROGRAMS := g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld slurmd munged
+APT_PACKAGES := g++ cmake make openmpi-bin libopenmpi-dev mpich slurm-wlm munge openssh-server openssh-client iproute2
+PROGRAMS := sshd ip g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld slurmd munged
 # Engines, their process groups, the drop-in, weights, data, checkpoints, comparisons: all that calls PyTorch's own parts.
 TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint compare compare_worlds launch)
 
 # pip beside apt, lint beside the unit tests, and then Horovod's build.
 MAKEFLAGS += -j2
 
-.PHONY: demo unit test faults test-torch test-gpu bench lint system clean
+.PHONY: demo unit test faults test-hosts test-torch test-interop test-gpu bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
@@ -30,11 +31,21 @@ N ?= 30
 faults: $(VENV)/test.stamp
 	$(BIN)/python -m tests.faults.campaign -n $(N) $(if $(SEED),--seed $(SEED))
 
+# Hosts as network namespaces: what `make test` has of them, and what takes longer. As root.
+test-hosts: $(VENV)/test.stamp
+	UNIDIST_TEST_HOSTS=all $(BIN)/pytest tests/test_hosts.py tests/test_leaders.py tests/test_addresses.py
+
 test-torch: TORCH_VENV = .venv-torch-$(TORCH)
 test-torch:
 	@[ -n "$(TORCH)" ] || { echo "Which PyTorch? make test-torch TORCH=2.15.0" >&2; exit 1; }
 	$(MAKE) VENV=$(TORCH_VENV) PINS=torch==$(TORCH) $(TORCH_VENV)/test.stamp
 	$(TORCH_VENV)/bin/pytest $(TORCH_TESTS)
+
+INTEROP_VENV := .venv-interop
+test-interop:
+	$(MAKE) VENV=$(INTEROP_VENV) $(INTEROP_VENV)/test.stamp
+	$(INTEROP_VENV)/bin/pip install -q --disable-pip-version-check $(PINS) transformers deepspeed "ray[train]"
+	$(INTEROP_VENV)/bin/pytest tests/test_interop.py
 
 # On a machine with a GPU. GPU_PYTHON=python3 takes that environment as it is, and installs nothing.
 GPU_PYTHON ?= $(BIN)/python
@@ -51,7 +62,7 @@ lint: $(VENV)/pip.stamp
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* .venv-interop build dist *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { echo "No venv module: apt-get install python3-venv" >&2; exit 1; }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import socket
 import threading
 import time
 import urllib.request
@@ -26,7 +27,7 @@ from unidist.backends.addresses import Host, create_server, listen_address, sour
 from unidist.backends.base import Start
 from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, LaunchError, UnidistError
-from unidist.topology import Launch, Slot, Topology, locate
+from unidist.topology import Launch, Slot, Topology, exported_row, locate
 
 T = TypeVar("T")
 START_TIMEOUT = timedelta(seconds=300)
@@ -178,12 +179,17 @@ def open_on_free_port(address: str, timeout: timedelta = START_TIMEOUT) -> dist.
         address: the address of this host on which it listens.
         timeout: of requests to the store.
     """
-    listening = create_server(address)
+    return serve(address, create_server(address), timeout)
+
+
+def serve(address: str, listening: socket.socket, timeout: timedelta = START_TIMEOUT) -> dist.TCPStore:
+    """A store that this process serves on a socket that listens at an address."""
     return dist.TCPStore(
         address,
         listening.getsockname()[1],
         is_master=True,
         timeout=timeout,
+        multi_tenant=True,  # torch's env:// in this process takes it over
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
         use_libuv=False,  # torch 2.6's takes no socket
@@ -216,9 +222,9 @@ def _open(launch: Launch, init_method: str | None, timeout: timedelta) -> dist.S
         return store
     if launch.launcher.name in ("none", "arguments"):
         return dist.HashStore()
-    return {"master": _at_master, "slurm": _at_master, "horovod": _at_horovod, "mpi": _at_mpi}[
-        launch.launcher.rendezvous
-    ](launch, timeout)
+    # Where unidist has exported torchrun's variables, the ranks have met before.
+    way = "master" if exported_row(os.environ) else launch.launcher.rendezvous
+    return {"master": _at_master, "slurm": _at_master, "horovod": _at_horovod, "mpi": _at_mpi}[way](launch, timeout)
 
 
 def _require_master(launch: Launch) -> tuple[str, int]:

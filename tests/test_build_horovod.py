@@ -30,10 +30,14 @@ WHEEL = f"horovod-{build_horovod.VERSION}-cp311-cp311-linux_x86_64.whl"
 PIP = """
 import io, os, sys, tarfile, time, zipfile
 name = "horovod-0.28.1"
-TEXTS = {"setup.py": b"'RelWithDebInfo'", "cmake/Modules/FindPytorch.cmake": b"(torch.version.cuda is not None)"}
+TEXTS = {
+    "setup.py": b"'RelWithDebInfo'",
+    "cmake/Modules/FindPytorch.cmake": b"(torch.version.cuda is not None)",
+    "horovod/common/gloo/gloo_context.cc": b"assert(global_context.IsEnabled());",
+}
 if sys.argv[1] == "download":
     with tarfile.open(name + ".tar.gz", "w:gz") as tar:
-        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", "cmake/Modules/FindPytorch.cmake", "setup.py"):
+        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", *TEXTS):
             entry = tarfile.TarInfo(f"{name}/{path}")
             text = TEXTS.get(path, b"set(CMAKE_CXX_STANDARD 14)")
             entry.size = len(text)
@@ -47,7 +51,7 @@ else:
         time.sleep(600)
     os.mkdir("wheel")
     with zipfile.ZipFile(f"wheel/{name}-cp311-cp311-linux_x86_64.whl", "w") as wheel:
-        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", "cmake/Modules/FindPytorch.cmake", "setup.py"):
+        for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", *TEXTS):
             wheel.write(sys.argv[-1] + "/" + path, path)
 """
 
@@ -224,7 +228,7 @@ def test_nccl_header_is_looked_for_where_horovod_looks(tmp_path: Path) -> None:
 def test_the_key_says_what_is_in_the_wheel(target: Target, flags: str) -> None:
     python, system = f"cp{sys.version_info.major}{sys.version_info.minor}", os.uname().sysname.lower()
     assert target.key().startswith(f"torch{target.torch}-{python}")
-    assert target.key().endswith(f"-{flags}")
+    assert target.key().endswith(f"-{flags}-r2")
     assert system in target.key() or system == "darwin"
 
 
@@ -302,6 +306,7 @@ def test_the_build_raises_the_standard_and_publishes_one_wheel(
             b"set(CMAKE_CXX_STANDARD 20)",
             b"False",
             b"'Release'",
+            b"assert(global_context.IsEnabled());\n  gloo_iface_ = global_context.gloo_iface_;",
         }
     assert sorted(path.name for path in wheel.parent.iterdir()) == ["build.log", WHEEL, f"{WHEEL}.sha256"]
     assert " 50 % common.cc\n" in capfd.readouterr().err

@@ -88,7 +88,7 @@ def test_need_sets_the_exit_status(srun_env: dict[str, str]) -> None:
 @pytest.mark.unit
 def test_names_are_checked() -> None:
     for pair, message in (
-        ("gloo@ssh", "'ssh' is not a launcher: use one of torchrun, spawn (unidist.spawn), horovodrun"),
+        ("gloo@ssh", "'ssh' is not a launcher: use one of torchrun, spawn (unidist.spawn), unidist-run"),
         ("gloo@mpirun", "'mpirun' is not a launcher: use one of"),
         ("tcp", "'tcp' is not a backend: use one of gloo, nccl, mpi, horovod"),
     ):

@@ -240,6 +240,14 @@ def test_only_the_runner_takes_horovods_name() -> None:
     code = "import horovod; from unidist.hvd import alias; alias.install()"
     refused = run_world("python", 1, ["-c", code])
     assert refused.returncode != 0 and "before that" in refused.output
+    # Where the drop-in's directory is on PYTHONPATH, every program finds it, and what that starts.
+    code = (
+        "import horovod.torch.optimizer as one, horovod, subprocess, sys\n"
+        "assert one.__name__ == 'unidist.hvd.optimizer' and horovod.__version__ == '0.28.1'\n"
+        "subprocess.run([sys.executable, '-c', 'from horovod.torch import mpi_ops; print(mpi_ops)'], check=True)\n"
+    )
+    found = run_world("python", 1, ["-c", code], env={"PYTHONPATH": f"{unidist.hvd.alias.directory()}:{ROOT}"})
+    assert found.returncode == 0 and "<module 'unidist.hvd.mpi_ops'" in found.output, found.output
     for argv in ([], ["nothing.py"]):
         done = run_world("python", 1, ["-m", "unidist.hvd", *argv])
         assert done.returncode != 0 and "usage: python -m unidist.hvd" in done.output
@@ -394,9 +402,11 @@ def test_stalls_are_reported_with_names_and_ranks() -> None:
     assert (
         "stalled: allreduce.lonely has waited" in result.output and "for ranks 2; ranks 0, 1 are ready" in result.output
     ), result.output
-    assert result.output.count("TOLD: allreduce.lonely: ranks 2 did not submit allreduce.lonely within 3") == 2, (
-        result.output
+    # 3 s; on a busy machine the coordinator looks later.
+    told = re.findall(
+        r"TOLD: allreduce.lonely: ranks 2 did not submit allreduce.lonely within ([3-5]) s", result.output
     )
+    assert len(told) == 2, result.output
 
 
 def test_timeline(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ ABOUT_NAMES = [path for path in RULES if re.match("drop_in|elastic|imports|modul
 def test_rule(path: Path) -> None:
     before, rest = path.read_text().split("=== after\n")
     after, report = rest.split("=== report\n")
-    options = DEFAULT_OPTIONS if path.stem.startswith("whole_file") else PARTIAL
+    options = DEFAULT_OPTIONS if path.stem.startswith(("whole_file", "torch")) else PARTIAL
     code, remarks = migrate_module(before, "native", options=options)
     assert code == after
     said = "".join(f"{each.line}: {each.what}\n    {each.why}\n    -> {each.remedy}\n" for each in remarks)
@@ -157,6 +157,21 @@ def test_lines_of_the_new_text(tmp_path: Path) -> None:
     assert f"     6  {text.splitlines()[-1]}" in unidist_migrate("--partial", "a.py", cwd=tmp_path)
     assert f"     7  {text.splitlines()[-1]}" in unidist_migrate("--partial", "--write", "a.py", cwd=tmp_path)
     assert (tmp_path / "a.py").read_text().splitlines()[6] == text.splitlines()[-1]
+
+
+def test_a_call_within_a_statement_of_several_lines_is_shown(tmp_path: Path) -> None:
+    lines = [
+        "import horovod.torch as hvd",
+        "hvd.init()",
+        "x = sum(",
+        "    [",
+        "        hvd.allreduce_async(y),",
+        "    ]",
+        ")",
+    ]
+    text = "\n".join(lines)
+    (tmp_path / "a.py").write_text(text)
+    assert "x = sum( ... hvd.allreduce_async\n" in unidist_migrate("--partial", "a.py", cwd=tmp_path)
 
 
 def test_a_tensor_that_the_user_says_is_floating_point(tmp_path: Path) -> None:
@@ -512,7 +527,8 @@ def test_a_large_file_and_many_files(tmp_path: Path) -> None:
     assert report["summary"] == {
         "files": 1, "changed": 1, "unchanged": 0, "failed": 0, "use_drop_in": 0, "need_horovod": 0, "code": 1,
         "free": 1, "optimizers_native": 0, "optimizers_drop_in": 0, "optimizers_horovod": 0, "loaders": 0,
-        "metrics": 0, "findings": 0
+        "metrics": 0, "findings": 0, "torch": 0, "torch_changed": 0, "torch_unchanged": 0, "torch_failed": 0,
+        "models": 0, "models_left": 0,
     }  # fmt: skip
 
 

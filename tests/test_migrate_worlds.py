@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.migrate_mutations import mutated
-from tests.support.worlds import LEGACY, PROJECTS, ROOT, distance, run_world, shown
+from tests.support.migrate_mutations import DDP_MUTATIONS, PROJECT_MUTATIONS, mutated
+from tests.support.worlds import LEGACY, LEGACY_DDP, PROJECTS, PROJECTS_DDP, ROOT, distance, free_port, run_world, shown
 from tests.test_migrate import blocks, unidist_migrate
 from unidist.migrate.jobs import find_launches
 from unidist.migrate.module import migrate_module
@@ -67,17 +67,20 @@ def test_migrated_scripts_train_the_same(legacy_under_horovod: Path, tmp_path: P
 
 
 def test_migrated_projects_train_the_same(legacy_under_horovod: Path, tmp_path: Path) -> None:
-    """Each project under Horovod, and migrated as a whole with no edit by hand; nothing of Horovod's is left."""
+    """Each project under Horovod, and migrated as a whole with no edit by hand; nothing of Horovod's is left. Mutations
+    of their files, too.
+    """
     scripts = []
     for path in PROJECTS:
-        directory = tmp_path / path.parent.name
-        shutil.copytree(path.parent, directory, ignore=shutil.ignore_patterns("__pycache__"))
-        unidist_migrate("--write", ".", cwd=directory)
-        for code in (file.read_text() for file in directory.glob("*.py")):
-            assert not imports_horovod(code) and not uses_drop_in(code) and "hvd." not in code
-        scripts.append(directory / path.name)
+        scripts.append(tmp_path / path.parent.name / path.name)
+        migrate_project(path, scripts[-1].parent)
+    mutations = []
+    for seed in range(int(os.environ.get("UNIDIST_TEST_MUTATIONS", "10"))):
+        path = PROJECTS[seed % len(PROJECTS)]
+        mutations.append(tmp_path / f"{seed:03}_{path.parent.name}" / path.name)
+        migrate_project(path, mutations[-1].parent, seed)
     runs = [
-        trained(tmp_path / "on gloo", scripts, "torchrun", "gloo"),
+        trained(tmp_path / "on gloo", [*scripts, *mutations], "torchrun", "gloo"),
         trained(tmp_path / "on horovod", scripts, "horovodrun", "horovod"),
     ]
     for path in PROJECTS:
@@ -85,6 +88,84 @@ def test_migrated_projects_train_the_same(legacy_under_horovod: Path, tmp_path: 
         gloo, horovod = (distance(legacy_under_horovod / name, run / name) for run in runs)
         shown.setdefault(DISTANCES, []).append(f"{path.parent.name:32} project  gloo {gloo:.0e}  horovod {horovod:.0e}")
         assert max(gloo, horovod) < 1e-5, path
+    names = [path.parent.name for path in mutations]
+    far = {name: distance(legacy_under_horovod / f"{name[4:]}.pt", runs[0] / f"{name}.pt") for name in names}
+    shown.setdefault(DISTANCES, []).append(f"{len(far)} mutations of projects, on gloo: {max(far.values()):.0e}")
+    assert all(each < 1e-5 for each in far.values()), far
+
+
+def migrate_project(path: Path, directory: Path, seed: int | None = None) -> None:
+    """A migrated copy of a project, of which ``path`` is a file; with a seed, of mutations of its files."""
+    shutil.copytree(path.parent, directory, ignore=shutil.ignore_patterns("__pycache__"))
+    for number, file in enumerate(sorted(directory.glob("*.py"))):
+        if seed is not None:
+            file.write_text(mutated(file.read_text(), 100 * seed + number, PROJECT_MUTATIONS), newline="")
+    unidist_migrate("--write", ".", cwd=directory)
+    for code in (file.read_text() for file in directory.glob("*.py")):
+        assert not imports_horovod(code) and not uses_drop_in(code) and "hvd." not in code
+
+
+def trained_ddp(directory: Path, launcher: str, scripts: list[Path]) -> Path:
+    """What scripts of torch.distributed save in a world of 2 ranks, or in one process."""
+    (directory / "migrated").mkdir(parents=True)
+    argv = ["tests/programs/run_ddp.py", str(directory), *map(str, scripts)]
+    result = run_world(launcher, 2, argv, timeout=500)
+    assert result.returncode == 0, result.output[-6000:]
+    return directory
+
+
+def migrated_ddp(tmp_path: Path) -> dict[Path, Path]:
+    """The scripts and projects of torch.distributed and DataParallel, each with a migrated copy."""
+    for name in ("legacy_ddp", "legacy_ddp_projects"):
+        shutil.copytree(ROOT / "tests" / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    unidist_migrate("--write", ".", cwd=tmp_path)
+    return {path: tmp_path / path.relative_to(ROOT / "tests") for path in (*LEGACY_DDP, *PROJECTS_DDP)}
+
+
+def test_scripts_of_torch_distributed_train_the_same(tmp_path: Path) -> None:
+    """Each original under torchrun, or with DataParallel in one process, and migrated; nothing of torch's is left."""
+    copies = migrated_ddp(tmp_path)
+    for path in copies.values():
+        calls = r"(?:\bdist|torch\.distributed)\.\w+\(|init_process_group|\bDDP\(|(?<!nn\.)Data\w*Parallel\("
+        assert not re.search(calls, path.read_text()), path
+    with_dp = [path for path in copies if "data_parallel" in path.stem]
+    with_ddp = [path for path in copies if path.stem != "spawned" and path not in with_dp]
+    mutations = mutations_ddp(tmp_path / "mutations", int(os.environ.get("UNIDIST_TEST_MUTATIONS", "30")))
+    migrated = [*(copies[path] for path in (*with_ddp, *with_dp)), *mutations]
+    world = trained_ddp(tmp_path / "world", "torchrun", [*with_ddp, *migrated])
+    alone = trained_ddp(tmp_path / "alone", "python", [*with_dp, *(copies[path] for path in with_dp)])
+    pairs = [(world / f"{name_of(path)}.pt", world / f"migrated/{name_of(path)}.pt") for path in with_ddp]
+    for path in with_dp:
+        pairs += [(alone / f"{path.stem}.pt", each / f"migrated/{path.stem}.pt") for each in (world, alone)]
+    for path in mutations:
+        original = alone if "data_parallel" in path.stem else world
+        pairs.append((original / f"{path.stem[4:]}.pt", world / f"migrated/{path.stem}.pt"))
+    spawned = next(path for path in copies if path.stem == "spawned")
+    pairs.append((tmp_path / "spawned.pt", tmp_path / "spawned migrated.pt"))
+    for script, path in zip((spawned, copies[spawned]), pairs[-1], strict=True):  # mp.spawn imports the main file again
+        result = run_world("python", 1, [str(script), str(path), "--dist-url", f"tcp://127.0.0.1:{free_port()}"])
+        assert result.returncode == 0, result.output[-6000:]
+    far = {str(right.relative_to(tmp_path)): distance(left, right) for left, right in pairs}
+    shown.setdefault(DISTANCES, []).append(f"{len(pairs)} of DDP and DataParallel, migrated: {max(far.values()):.0e}")
+    assert all(each < 1e-5 for each in far.values()), far
+
+
+def mutations_ddp(directory: Path, number: int) -> list[Path]:
+    """Mutations of the scripts, migrated."""
+    directory.mkdir()
+    found = []
+    scripts = [path for path in LEGACY_DDP if path.stem != "spawned"]
+    for seed in range(number):
+        path = scripts[seed % len(scripts)]
+        code, _ = migrate_module(mutated(path.read_text(), seed, DDP_MUTATIONS), "native")
+        assert "import unidist" in code, (seed, path)
+        found.append(directory / f"{seed:03}_{path.name}")
+        found[-1].write_text(code, newline="")
+    return found
+
+
+def name_of(script: Path) -> str:
+    return script.parent.name if script.name == "train.py" else script.stem
 
 
 def test_mutations(legacy_under_horovod: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ TOLERANCE = 1e-5
 BETWEEN_BACKENDS = {"BatchNorm, buffers of rank 0"}
 BACKENDS = {
     "gloo": ("torchrun", "gloo"), "horovod-gloo": ("horovodrun", "horovod"), "horovod-mpi": ("openmpi", "horovod"),
-    "mpi": ("openmpi", "mpi"), "mpi-mpich": ("mpich", "mpi"),
+    "mpi": ("openmpi", "mpi"),
 }  # fmt: skip
 Weights = dict[str, dict[str, torch.Tensor]]
 

@@ -105,6 +105,8 @@ def test_each_launcher(env: dict[str, str], launcher: str, numbers: tuple[Any, .
         ({**OPENMPI, **TORCHRUN}, "torchrun"),  # mpirun, one torchrun per node
         ({**HOROVODRUN, **TORCHRUN}, "torchrun"),
         ({**SLURM, **HOROVODRUN}, "horovodrun"),
+        ({**HOROVODRUN, **TORCHRUN, "TORCHELASTIC_RUN_ID": "unidist.unidist-run"}, "unidist-run"),
+        ({**OPENMPI, **TORCHRUN, "TORCHELASTIC_RUN_ID": "unidist.openmpi"}, "openmpi"),  # python -m unidist
         ({**SLURM, **OPENMPI}, "openmpi"),  # mpirun in an allocation
         ({**SLURM, **HOROVODRUN_MPI}, "horovodrun-mpi"),
         ({**HOROVODRUN_MPI, "OMPI_MCA_pml": "ucx"}, "openmpi"),  # a user's own mpirun
@@ -122,6 +124,17 @@ def test_each_launcher(env: dict[str, str], launcher: str, numbers: tuple[Any, .
 )
 def test_order_of_launchers(env: dict[str, str], launcher: str) -> None:
     assert detect(env).launcher.name == launcher
+
+
+@pytest.mark.parametrize("env", [HOROVODRUN, OPENMPI, SLURM, {**TORCHRUN, "TORCHELASTIC_RUN_ID": ""}])
+def test_torchruns_variables_set_by_unidist_are_not_torchruns(env: dict[str, str]) -> None:
+    launch = detect(env)
+    exported = {**dict.fromkeys(TORCHRUN, "9"), **env, "MASTER_ADDR": "host0", "MASTER_PORT": "9"}
+    found = detect({**exported, "TORCHELASTIC_RUN_ID": f"unidist.{launch.launcher.name}"})
+    assert (found.launcher, found.rank, found.world_size) == (launch.launcher, launch.rank, launch.world_size)
+    assert found.master_addr == "host0" and found.master_port == 9
+    assert detect({**exported, **TORCHRUN}).launcher.name == "torchrun"  # one that was started inside
+    assert detect({**exported, **TORCHRUN, "TORCHELASTIC_RUN_ID": "unidist.own"}).launcher.name == "torchrun"
 
 
 def test_smaller_world_in_a_larger_step_is_refused() -> None:

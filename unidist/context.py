@@ -48,6 +48,8 @@ _log = logging.getLogger("unidist")
 _current: Backend | None = None
 _arguments: dict[str, object] = {}
 _sessions = 0
+#: Restores the variables that ``init(export_env=True)`` has set.
+_take_back_env: Callable[[], None] | None = None
 _closers: list[Callable[[], None]] = []
 _process = os.getpid()
 
@@ -61,6 +63,7 @@ def init(
     timeout: float | timedelta | None = None,
     device: str | torch.device | None = None,
     seed: int | None = None,
+    export_env: bool = False,
 ) -> None:
     """Join the world that the launcher declared. Collective.
 
@@ -81,13 +84,15 @@ def init(
             ``single`` where CUDA is available, else the CPU.
         seed: passed to ``set_seed``: every rank draws the same random numbers, including dropout masks; for different
             ones call ``set_seed(seed + rank())`` after the model has been created.
+        export_env: set torchrun's variables in ``os.environ`` (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...) until
+            ``shutdown``, so that Accelerate, Trainer, Fabric and DeepSpeed find the world under every launcher.
 
     Raises:
         LaunchError: the launcher's variables are incomplete or contradict each other.
         BackendError: the backend cannot start here, or another one is running already.
         WorldSizeError: the backend's world size is not the one that the launcher declared.
     """
-    _init(backend, init_method, rank, world_size, timeout, device, default_group=True)
+    _init(backend, init_method, rank, world_size, timeout, device, export_env, default_group=True)
     if seed is not None:
         set_seed(seed)
 
@@ -107,10 +112,11 @@ def _init(
     world_size: int | None = None,
     timeout: float | timedelta | None = None,
     device: str | torch.device | None = None,
+    export_env: bool = False,
     *,
     default_group: bool,
 ) -> None:
-    global _current, _arguments, _sessions
+    global _current, _arguments, _sessions, _take_back_env
     arguments: dict[str, object] = {
         "backend": None if backend == "auto" else backend,
         "init_method": init_method,
@@ -118,6 +124,7 @@ def _init(
         "world_size": world_size,
         "timeout": None if timeout is None else _timeout(timeout),
         "device": None if device is None else torch.device(device),
+        "export_env": export_env or None,
     }
     if _current is not None:
         _refuse_change(arguments, _current)
@@ -130,6 +137,8 @@ def _init(
         _sessions += 1  # failed attempts count: they have left keys in the store
         started, why = _start(name, start)
         _guard(started, launch)
+        if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
+            _take_back_env = _export(started, start)
         _current, _arguments = started, arguments
         if name == "auto" and world_size is None and (tasks := allocated_tasks(os.environ)) > 1:
             _log.warning(
@@ -140,6 +149,7 @@ def _init(
             )
         if started.topology.rank == 0:
             _warn_of_horovod(started, launch)
+            _warn_of_libraries(started, launch)
             topology = started.topology
             _log.info(
                 "backend %s (%s): %d ranks on %d nodes, launcher %s (%s), device %s",
@@ -164,6 +174,37 @@ def _warn_of_horovod(backend: Backend, launch: Launch) -> None:
         )
 
 
+def _export(backend: Backend, start: Start) -> Callable[[], None]:
+    """Set torchrun's variables; the result takes them back. Collective."""
+    from unidist.torchrun_env import export
+
+    seconds = 300.0 if start.timeout is None else start.timeout.total_seconds()
+    try:
+        return export(start.launch, backend.topology, lambda text: backend.exchange(text, seconds))
+    except BaseException:
+        backend.shutdown()
+        raise
+
+
+def _warn_of_libraries(backend: Backend, launch: Launch) -> None:
+    """Warn if a library is imported that would not find this world, and begin one of one process on each rank.
+
+    Libraries that are imported after ``init()`` are not seen: a hook would slow down every import.
+    """
+    if backend.topology.world_size == 1 or "LOCAL_RANK" in os.environ:
+        return
+    lost = ["accelerate"] + ["lightning_fabric", "lightning"] * (launch.launcher.rendezvous == "horovod")
+    found = [name for name in lost if name in sys.modules]
+    if found:
+        _log.warning(
+            "%s finds its world by torchrun's variables, which %s does not set: it would train alone on each of the %d "
+            "ranks. Call unidist.init(export_env=True) before, or start the script with 'python -m unidist script.py'.",
+            " and ".join(found),
+            launch.launcher.name,
+            backend.topology.world_size,
+        )
+
+
 def shutdown() -> None:
     """Leave the world; ``init()`` may be called again afterwards. Collective. No-op when not initialised.
 
@@ -184,13 +225,16 @@ def before_leaving(close: Callable[[], None]) -> Callable[[], None]:
 @atexit.register
 def leave() -> None:
     """``shutdown`` without waiting for the other ranks."""
-    global _current, _arguments
+    global _current, _arguments, _take_back_env
     for close in _closers:
         close()
     backend, _current, _arguments = _current, None, {}
     # A forked child is not a rank: it leaves its parent's backend alone.
     if backend is not None and os.getpid() == _process:
         backend.shutdown()
+        take_back, _take_back_env = _take_back_env, None
+        if take_back is not None:
+            take_back()
 
 
 def is_initialized() -> bool:
@@ -289,6 +333,10 @@ def _declared(init_method: str | None, rank: int | None, world_size: int | None)
         raise ValueError(
             f"init(rank={rank}, world_size={world_size}) needs init_method=, for example 'tcp://host:port' of rank 0."
         )
+    if init_method is not None and init_method.startswith("env://"):
+        port = os.environ.get("MASTER_PORT", "")
+        port_number = int(port) if port.isdigit() else None
+        return Launch(EXPLICIT, rank, world_size, master_addr=os.environ.get("MASTER_ADDR"), master_port=port_number)
     return Launch(EXPLICIT, rank, world_size)
 
 

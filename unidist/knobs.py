@@ -5,7 +5,6 @@ UNIDIST_BACKEND      backend for ``init("auto")``: ``single``, ``gloo``, ``nccl`
 UNIDIST_LAUNCHER     launcher whose variables are read, whatever others are set; ``none`` reads none
 UNIDIST_TIMEOUT      seconds after which a start-up or a collective fails that not all ranks take part in
 UNIDIST_CACHE        directory of built wheels (default ``$XDG_CACHE_HOME/unidist``)
-UNIDIST_HVD_SCRIPT   set by ``python -m unidist.hvd``: its script, for the processes that the script spawns
 ===================  ==========================================================================
 """
 
@@ -22,7 +21,6 @@ BACKEND = "UNIDIST_BACKEND"
 LAUNCHER = "UNIDIST_LAUNCHER"
 TIMEOUT = "UNIDIST_TIMEOUT"
 CACHE = "UNIDIST_CACHE"
-HVD_SCRIPT = "UNIDIST_HVD_SCRIPT"
 
 
 def backend(env: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ Not called ``spawn.py``: importing a module of that name would bind it over the 
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.multiprocessing.spawn import spawn as start_processes
 
 from unidist import context, knobs
@@ -68,8 +70,25 @@ def start(
     # The children's store, for as long as they run.
     store = rendezvous.open_on_free_port(LOOPBACK)
     with tempfile.TemporaryDirectory(prefix="unidist-spawn-") as directory:
-        start_processes(_run, args=(nprocs, store.port, payload, directory, backend), nprocs=nprocs)  # type: ignore[no-untyped-call]
+        arguments = (nprocs, store.port, payload, directory, backend)
+        started = start_processes(_run, args=arguments, nprocs=nprocs, join=False)  # type: ignore[no-untyped-call]
+        try:
+            while not started.join():
+                pass
+        except ProcessRaisedException as error:
+            raise _first_failure(started, error) from None
         return [_result(Path(directory) / str(rank)) for rank in range(nprocs)]
+
+
+def _first_failure(started: Any, error: ProcessRaisedException) -> ProcessRaisedException:
+    """The failure of the rank that failed first, not of the one whose process ended first: others fail by it."""
+    times = {index: os.stat(path).st_mtime_ns for index, path in enumerate(started.error_files) if os.path.exists(path)}
+    index = min(times, key=lambda each: times[each])
+    if index == error.error_index:
+        return error
+    trace = pickle.loads(Path(started.error_files[index]).read_bytes())
+    text = f"\n\n-- Process {index} terminated with the following error:\n{trace}"
+    return ProcessRaisedException(text, index, started.processes[index].pid)
 
 
 def _pickled(value: object) -> bytes:
@@ -129,6 +148,9 @@ def _run(
             raise UnidistError(
                 f"spawn: rank {index} returned a {type(result).__name__}, which does not pickle: {error}. {_RETURN}"
             ) from error
-    finally:
-        context.shutdown()
+    except BaseException:
+        # The others fail when this rank leaves: not before its own failure is on record.
+        atexit.unregister(context.leave)
+        raise
+    context.shutdown()
     (Path(directory) / str(index)).write_bytes(data)

@@ -76,10 +76,16 @@ def _openmpi(name: str, *marks: str, backend: str = "") -> Launcher:
     )
 
 
+RUN_ID = "TORCHELASTIC_RUN_ID"
+#: Begins the value of TORCHELASTIC_RUN_ID where unidist, and not torchrun, has set torchrun's variables
+#: (``torchrun_env.export``, ``unidist run``); the launcher's name follows.
+EXPORTED = "unidist."
+
 LAUNCHERS: tuple[Launcher, ...] = (
     # unidist.spawn() names itself, so this row is found by name and matches nothing else.
     _torch_like("spawn", mark=knobs.LAUNCHER),
-    _torch_like("torchrun", mark="TORCHELASTIC_RUN_ID"),
+    _torch_like("torchrun", mark=RUN_ID),
+    _torch_like("unidist-run", mark=f"{RUN_ID}={EXPORTED}unidist-run"),
     Launcher(
         "horovodrun",
         rank="HOROVOD_RANK",
@@ -237,6 +243,12 @@ def detect(env: Mapping[str, str]) -> Launch:
     return launch
 
 
+def exported_row(env: Mapping[str, str]) -> Launcher | None:
+    """The launcher of a process for which unidist has set torchrun's variables; None elsewhere."""
+    said = env.get(RUN_ID, "")
+    return next((row for row in LAUNCHERS if said == EXPORTED + row.name), None)
+
+
 def allocated_tasks(env: Mapping[str, str]) -> int:
     """The tasks of the Slurm allocation that this process, started by no launcher, is alone in; 0 elsewhere."""
     text = env.get("SLURM_NTASKS", "")
@@ -288,6 +300,8 @@ def _launcher(env: Mapping[str, str]) -> Launcher:
                 return row
         names = ", ".join(["none", *(row.name for row in LAUNCHERS)])
         raise LaunchError(f"{knobs.LAUNCHER}={forced!r} is not a known launcher: use one of {names}.")
+    if exported := exported_row(env):
+        return exported
     for row in LAUNCHERS:
         if row.started(env):
             return row

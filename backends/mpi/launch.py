@@ -83,14 +83,23 @@ def _world(launch: Launch) -> tuple[Any, UnidistError | None]:
         return None, error
 
 
-def abort() -> None:
+def is_started() -> bool:
+    """Whether MPI runs in this process, by ``world`` or by the script's own import of mpi4py."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI
+
+    return bool(MPI.Is_initialized() and not MPI.Is_finalized())
+
+
+def abort(status: int = 1) -> None:
     """End all ranks of the job, this one included."""
     from mpi4py import MPI
 
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(_READ_S)
-    MPI.COMM_WORLD.Abort(1)
+    MPI.COMM_WORLD.Abort(status)
 
 
 def _start(launch: Launch) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 Mutation = Callable[[str, random.Random], str]
 #: Lines that may be swapped with the line before them, if that is one of them too and not more indented.
@@ -131,13 +131,63 @@ def line_ends(text: str, draw: random.Random) -> str:
 
 #: In this order: those that look for ``hvd`` come before those that rename it.
 MUTATIONS: list[Mutation] = [rank, keywords, order, variables, form, alias, full, comments, line_ends]
+#: Those that leave the names as they are that other files import.
+PROJECT_MUTATIONS: list[Mutation] = [rank, keywords, order, form, comments, line_ends]
 
 
-def mutated(text: str, seed: int) -> str:
+# ------------------------------------------------------------------------------------ of torch.distributed
+def dist_form(text: str, draw: random.Random) -> str:
+    """torch.distributed is imported in another way, or under another name."""
+    if "import torch.distributed as dist\n" not in text:
+        return text
+    kind = draw.randrange(4)
+    name = draw.choice(["dist", "tdist", "c10d"])
+    if kind == 0 and "torch.distributed." not in text.replace("import torch.distributed as", ""):
+        text = text.replace("import torch.distributed as dist\n", "import torch.distributed\n")
+        return re.sub(r"(?<![\w.])dist\.(?=\w)", "torch.distributed.", text)
+    line = [f"import torch.distributed as {name}\n", f"from torch import distributed as {name}\n"][kind % 2]
+    text = text.replace("import torch.distributed as dist\n", line)
+    return re.sub(r"(?<![\w.])dist\.(?=\w)", f"{name}.", text)
+
+
+def ddp_name(text: str, draw: random.Random) -> str:
+    """DistributedDataParallel by its whole name, or by another."""
+    name = draw.choice(["torch.nn.parallel.DistributedDataParallel", "nn.parallel.DistributedDataParallel", "Parallel"])
+    pattern = r"^from torch\.nn\.parallel import DistributedDataParallel(?: as (\w+))?\n"
+    found = re.search(pattern, text, re.MULTILINE)
+    if found is None or (name.startswith("nn.") and "import torch.nn as nn" not in text):
+        return text
+    own = found[1] or "DistributedDataParallel"
+    line = "" if "." in name else f"from torch.nn.parallel import DistributedDataParallel as {name}\n"
+    text = text.replace(found[0], line)
+    return re.sub(rf"(?<![\w.]){own}(?=[(),])", name, text)
+
+
+def options(text: str, draw: random.Random) -> str:
+    """Arguments that say what is the default, in another order, by name or position."""
+    ops = draw.choice([r"\1op=\2)", r"\1\2)", r"\1op=\2, async_op=False)"])
+    text = re.sub(r"(all_reduce\([\w.]+, )op=((?:dist\.)?ReduceOp\.\w+)\)", ops, text)
+    text = text.replace('process_group("gloo"', draw.choice(['process_group(backend="gloo"', 'process_group("gloo"']))
+    text = text.replace("src=0)", draw.choice(["src=0)", "src = 0)"]))
+    return text.replace("barrier()", draw.choice(["barrier()", "barrier(group=None)", "barrier(async_op=False)"]))
+
+
+def ranks(text: str, draw: random.Random) -> str:
+    """Other tests for rank 0."""
+    other = draw.choice(
+        ["not dist.get_rank()", "0 == dist.get_rank()", "(dist.get_rank() == 0)", "dist.get_rank() < 1"]
+    )
+    return text.replace("if dist.get_rank() == 0:", f"if {other}:").replace("if rank == 0:", f"if {other}:")
+
+
+DDP_MUTATIONS: list[Mutation] = [ranks, options, dist_form, ddp_name, comments, line_ends]
+
+
+def mutated(text: str, seed: int, kinds: Sequence[Mutation] = MUTATIONS) -> str:
     """The text after some mutations, the same for each seed."""
     draw = random.Random(seed)
-    chosen = set(draw.sample(MUTATIONS, draw.randint(2, 6)))
-    for mutation in MUTATIONS:
+    chosen = set(draw.sample(list(kinds), draw.randint(2, 6)))
+    for mutation in kinds:
         if mutation in chosen:
             text = mutation(text, draw)
     return text

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,14 +25,25 @@ def missing() -> str | None:
 
 
 @contextmanager
-def slurm(directory: Path) -> Iterator[dict[str, str]]:
-    """Start munged, slurmctld and slurmd; yields the environment for srun. Ends them all."""
-    host = socket.gethostname()
+def slurm(directory: Path, nodes: Mapping[str, tuple[str, list[str]]] | None = None) -> Iterator[dict[str, str]]:
+    """Start munged, slurmctld and a slurmd on each node; yields the environment for srun. Ends them all.
+
+    Args:
+        directory: for its files.
+        nodes: of each node its address and what comes before a command that runs there. The controller is on the
+            first. Default: this host.
+    """
+    nodes = nodes or {socket.gethostname(): ("127.0.0.1", [])}
+    first = next(iter(nodes))
+    rows = "\n".join(
+        f"NodeName={name} NodeAddr={address} CPUs={os.cpu_count()} RealMemory=2000 State=UNKNOWN"
+        for name, (address, _) in nodes.items()
+    )
     conf = directory / "slurm.conf"
     conf.write_text(
         f"""
         ClusterName=test
-        SlurmctldHost={host}(127.0.0.1)
+        SlurmctldHost={first}({nodes[first][0]})
         SlurmctldPort={free_port()}
         SlurmdPort={free_port()}
         SlurmUser=root
@@ -47,26 +58,26 @@ def slurm(directory: Path) -> Iterator[dict[str, str]]:
         MpiDefault=none
         ReturnToService=2
         StateSaveLocation={directory}/state
-        SlurmdSpoolDir={directory}/spool
+        SlurmdSpoolDir={directory}/spool-%n
         SlurmctldPidFile={directory}/slurmctld.pid
-        SlurmdPidFile={directory}/slurmd.pid
+        SlurmdPidFile={directory}/slurmd-%n.pid
         SlurmctldLogFile={directory}/slurmctld.log
-        SlurmdLogFile={directory}/slurmd.log
-        NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=2000 State=UNKNOWN
-        PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+        SlurmdLogFile={directory}/slurmd-%n.log
+        PartitionName=all Nodes={",".join(nodes)} Default=YES MaxTime=INFINITE State=UP
+        {rows}
         """
     )
-    for name in ("state", "spool"):
+    for name in ("state", *(f"spool-{name}" for name in nodes)):
         (directory / name).mkdir()
     env = {**os.environ, "SLURM_CONF": str(conf)}
     running: list[subprocess.Popen[bytes]] = []
     try:
         running.append(_munged(directory))
-        for program in ("slurmctld", "slurmd"):
-            running.append(
-                subprocess.Popen([program, "-D"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            )
-        _wait_until_idle(env, directory)
+        daemons = [[*nodes[first][1], "slurmctld", "-D"]]
+        daemons += [[*there, "slurmd", "-D", "-N", name] for name, (_, there) in nodes.items()]
+        for daemon in daemons:
+            running.append(subprocess.Popen(daemon, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        _wait_until_idle([*nodes[first][1], "sinfo", "-h", "-o", "%T"], env, directory)
         yield {"SLURM_CONF": str(conf)}
     finally:
         for process in reversed(running):
@@ -85,10 +96,10 @@ def _munged(directory: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["munged", "--foreground", "--force", *options], stderr=subprocess.DEVNULL)
 
 
-def _wait_until_idle(env: dict[str, str], directory: Path) -> None:
+def _wait_until_idle(sinfo: list[str], env: dict[str, str], directory: Path) -> None:
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        state = subprocess.run(["sinfo", "-h", "-o", "%T"], env=env, capture_output=True, text=True).stdout.strip()
+        state = subprocess.run(sinfo, env=env, capture_output=True, text=True).stdout.strip()
         if state == "idle":
             return
         time.sleep(0.2)

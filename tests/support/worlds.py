@@ -23,6 +23,9 @@ PYTHON = sys.executable
 PROJECTS = sorted((ROOT / "tests/legacy_projects").glob("*/train.py"))
 #: Scripts of Horovod's users. The one whose last join leaves ranks apart comes last in a world of several.
 LEGACY = sorted((ROOT / "tests/legacy").glob("*.py"), key=lambda path: (path.stem == "join_uneven", path.name))
+#: Scripts of torch.distributed's and DataParallel's users, and programs of several files.
+LEGACY_DDP = sorted((ROOT / "tests/legacy_ddp").glob("*.py"))
+PROJECTS_DDP = sorted((ROOT / "tests/legacy_ddp_projects").glob("*/train.py"))
 #: Set in the processes of a world.
 IN_WORLD = "UNIDIST_TESTS_IN_WORLD"
 #: Set where the world of a suite begins as the drop-in's does, without torch's default process group.

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 
 from unidist.bench.measure import OURS, Case
-from unidist.launchers.table import unavailable
-from unidist.launchers.world import run_world
+from unidist.launchers.process import run as run_commands
+from unidist.launchers.table import HOROVODRUN, TORCHRUN, missing, unavailable
+from unidist.launchers.world import environment, run_world
 
 #: Which launchers start a backend here, and what its users would call without us.
 PAIRS = [
@@ -32,6 +34,8 @@ HERE = "worlds of its own"
 def cases(rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[str]) -> Iterator[Case]:
     """The import, then each launcher and backend by number of ranks: ``ranks``, or how it grows."""
     yield Case("startup", HERE, "import", _imports(2 * rounds))
+    if "gloo" in backends:
+        yield Case("startup", HERE, "2 hosts of 2 ranks: unidist run, from command to prompt", _commands(rounds))
     pairs = [pair for pair in PAIRS if pair[1] in backends and not unavailable(*pair, max(ranks, default=2))]
     for size in ranks or ((2, 4) if quick else (2, 4, 8, 16)):
         samples: dict[tuple[str, str], list[float]] = {}
@@ -53,6 +57,30 @@ def first_collective(launcher: str, backend: str, ranks: int) -> float:
     if result.returncode or len(times) != ranks:
         raise RuntimeError(f"{backend} under {launcher} did not start {ranks} ranks:\n{result.output}")
     return float(max(end for _, end in times) - max(start for start, _ in times))
+
+
+def _commands(rounds: int) -> dict[str, list[float]]:
+    """Seconds that a whole job takes whose ranks make one collective call; this host is two, by two names."""
+    program, hosts = ["-m", "unidist.bench.startup"], ["-H", "localhost:2,127.0.0.1:2"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        store = ["--master-addr", "127.0.0.1", "--master-port", str(probe.getsockname()[1])]
+    two = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *store]
+    jobs = {
+        OURS: [[sys.executable, "-m", "unidist", "run", *hosts, sys.executable, *program, "raw-torch"]],
+        "raw": [[*two, "--node-rank", str(node), *program, "raw-torch"] for node in range(2)],
+    }
+    if not missing("horovodrun"):
+        run = [*HOROVODRUN, "--gloo", "-np", "4", *hosts, sys.executable, *program, "raw-horovod"]
+        jobs["horovod"] = [run]
+    samples: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(rounds):
+        for name in random.Random(turn).sample(list(jobs), len(jobs)):
+            result = run_commands(jobs[name], environment(os.environ, 4), timeout=120)
+            if result.returncode:
+                raise RuntimeError(f"{name} did not start 4 ranks:\n{result.output}")
+            samples[name].append(result.seconds)
+    return samples
 
 
 def _imports(rounds: int) -> dict[str, list[float]]:

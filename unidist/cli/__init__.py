@@ -20,9 +20,11 @@ from unidist.errors import UnidistError
 
 # The help lines are here, so that `unidist --help` imports no command.
 HELP = {
+    "run": "Start a world on this and other hosts, with horovodrun's options.",
     "migrate": "Turn code that uses Horovod into unidist's, with a diff and a report.",
     "bench": "Measure unidist beside the raw libraries and its peers.",
     "compare": "Train on two backends, and show where they first differ.",
+    "exec": "Run a script with torchrun's variables under any launcher.",
     "doctor": "Show what this machine can run, and how to fix what it cannot.",
     "build-horovod": "Build Horovod for the installed PyTorch.",
 }

@@ -175,6 +175,10 @@ def unpack(archive: Path, target: Target) -> Path:
     replace(source / "setup.py", "'RelWithDebInfo'", "'Release'")
     if not target.cuda:  # a PyTorch with CUDA would have Horovod look for the CUDA toolkit
         replace(source / "cmake/Modules/FindPytorch.cmake", "(torch.version.cuda is not None)", "False")
+    # Its process sets listen at the address of this host's name, whatever HOROVOD_GLOO_IFACE says.
+    begin = "assert(global_context.IsEnabled());"
+    context = source / "horovod/common/gloo/gloo_context.cc"
+    replace(context, begin, f"{begin}\n  gloo_iface_ = global_context.gloo_iface_;")
     return source
 
 

@@ -48,9 +48,9 @@ def command(run_all: bool, needed: tuple[tuple[str, str], ...], as_json: bool) -
     Reads the installed libraries, the launchers on PATH, this process's environment and the network, and says what
     `unidist.init()` would make of them. Under a launcher (srun -n 1 unidist doctor) it shows what a rank would see.
 
-    LAUNCHER is torchrun, spawn, horovodrun (with --gloo), horovodrun-mpi, openmpi, mpich or slurm. Default:
-    horovodrun for horovod, openmpi for mpi, else torchrun. Exit status: 1 if a pair given with --need does not work,
-    else 0.
+    LAUNCHER is torchrun, spawn, unidist-run, horovodrun (with --gloo), horovodrun-mpi, openmpi, mpich or slurm.
+    Default: horovodrun for horovod, openmpi for mpi, else torchrun. Exit status: 1 if a pair given with --need does not
+    work, else 0.
     """
     found = list(findings(os.environ))
     pairs = list(dict.fromkeys([*needed, *(all_pairs() if run_all else [])]))

@@ -27,6 +27,13 @@ from unidist.migrate.file_report import FileReport, Remark, as_markdown, headlin
     show_default=True,
     help="native: unidist's own calls, the drop-in where there are none; hvd: only the imports change, to the drop-in.",
 )
+@click.option(
+    "--from",
+    "origins",
+    default="horovod,ddp,dataparallel,apex",
+    show_default=True,
+    help="What to migrate from, where a file uses it; ddp: torch.distributed.",
+)
 @click.option("--write", is_flag=True, help="Change the files.")
 @click.option("--force", is_flag=True, help="With --write: also if git has uncommitted changes.")
 @click.option("--check", is_flag=True, help="Exit with 1 if a file would change, cannot be read, or imports Horovod.")
@@ -44,6 +51,7 @@ from unidist.migrate.file_report import FileReport, Remark, as_markdown, headlin
 def command(
     paths: tuple[Path, ...],
     level: str,
+    origins: str,
     write: bool,
     force: bool,
     check: bool,
@@ -53,30 +61,33 @@ def command(
     report: Path | None,
     as_json: bool,
 ) -> None:
-    """Migrate code that uses horovod.torch.
+    """Migrate code that uses horovod.torch, torch.distributed, DataParallel or apex.
 
     PATH: Python files, notebooks, job files, or directories of them. Prints the counts, and for each file its diff
     and what to review; files change only with --write. A file in which something cannot be migrated safely uses the
-    drop-in, unidist.hvd. Job files (shell scripts, YAML, Makefiles, Dockerfiles, ...) do not change: the report shows
-    what can replace each launch line.
+    drop-in, unidist.hvd, if it is Horovod's; others stay as they are. Job files (shell scripts, YAML, Makefiles,
+    Dockerfiles, ...) do not change: the report shows what can replace each launch line.
 
     The exit status is 1 if a file could not be read or written, and with --check if there is something to migrate.
     """
     if missing := [name for name in ("libcst", "tree_sitter", "tree_sitter_bash") if not find_spec(name)]:
         raise click.ClickException(f"unidist migrate needs {', '.join(missing)}: pip install 'unidist-torch[cli]'")
     from unidist.migrate import files
-    from unidist.migrate.context import Options
+    from unidist.migrate.context import ORIGINS, Options
     from unidist.migrate.project import find_exports, migrate_files
 
     if write and check:
         raise click.UsageError("--check changes nothing: leave out --write")
+    chosen = frozenset(origins.split(","))
+    if unknown := sorted(chosen - set(ORIGINS)):
+        raise click.UsageError(f"--from {','.join(unknown)} is unknown: use some of {', '.join(ORIGINS)}")
     found = list(files.find_files(paths))
     console = Console(stderr=True)
     watched = track(
         found, "reading", console=console, transient=True, disable=not console.is_terminal or len(found) < 20
     )
     exports = find_exports(files.possible_importers(paths))
-    options = Options(partial=partial, assume_average=assume_average)
+    options = Options(partial=partial, assume_average=assume_average, origins=chosen)
     reports = list(migrate_files(watched, level, exports, options))  # type: ignore[arg-type]
     changed = [each for each in reports if each.status == "changed"]
     if write:

@@ -41,11 +41,11 @@ class Target:
     cxx: str = "17"
 
     def key(self) -> str:
-        """Name of the wheel's directory in the cache."""
+        """Name of the wheel's directory in the cache. It changes with the corrections of Horovod's source."""
         python = f"cp{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
         system = re.sub(r"[-.]", "_", sysconfig.get_platform())
         gpu = self.cuda and f"{'nccl' if self.nccl else 'cuda'}{self.cuda}"
-        return "-".join(filter(None, (f"torch{self.torch}", python, system, "gloo", self.mpi, gpu)))
+        return "-".join(filter(None, (f"torch{self.torch}", python, system, "gloo", self.mpi, gpu, "r2")))
 
     def env(self, env: Mapping[str, str], jobs: int) -> dict[str, str]:
         """Environment of the build."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
+from unidist import scripts
 from unidist.compare.recorder import Recorder
 from unidist.seed import set_seed
 from unidist.topology import detect
@@ -38,10 +38,8 @@ def run(program: list[str], drop_in: bool) -> None:
         from unidist.hvd.__main__ import main as with_the_drop_in
 
         with_the_drop_in(program)
-        return
-    sys.argv[:] = program
-    sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
-    runpy.run_path(program[0], run_name="__main__")
+    else:
+        scripts.run(program, "usage: python -m unidist.compare DIRECTORY SCRIPT [ARGUMENT ...]")
 
 
 if __name__ == "__main__":

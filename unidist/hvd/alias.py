@@ -49,6 +49,13 @@ def install() -> None:
         _export(detect(os.environ))
 
 
+def directory() -> str:
+    """The directory for PYTHONPATH by which all programs find the drop-in as ``horovod``: scripts, console scripts,
+    and the processes that they start.
+    """
+    return os.path.join(os.path.dirname(__file__), "as_horovod")
+
+
 def is_installed() -> bool:
     """Whether ``horovod`` means the drop-in in this process."""
     return any(isinstance(finder, _Aliases) for finder in sys.meta_path)

@@ -38,6 +38,9 @@ class Command:
 COMMANDS = {
     "torchrun": Command("torchrun", lambda n: [*TORCHRUN, "--nproc-per-node", str(n)]),
     "spawn": Command("unidist.spawn", lambda n: [sys.executable, "-m", "unidist.launchers.spawned", str(n)]),
+    "unidist-run": Command(
+        "unidist run", lambda n: [sys.executable, "-m", "unidist", "run", "-np", str(n), sys.executable]
+    ),
     "horovodrun": Command(
         "horovodrun --gloo",
         lambda n: [*HOROVODRUN, "-np", str(n), "--gloo", sys.executable],

@@ -14,7 +14,7 @@ from unidist.launchers.table import command_line
 OUTER = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|TORCHELASTIC|MASTER|OMPI_COMM|PMI|PMIX|JSM_NAMESPACE)_.*|MPI_LOCAL.*|"
     r"HOROVOD_(RANK|SIZE|LOCAL_.*|CROSS_.*|GLOO_RENDEZVOUS_.*|CONTROLLER|CPU_OPERATIONS|HOSTNAME)|"
-    r"UNIDIST_(BACKEND|LAUNCHER)|SLURM_(PROCID|LOCALID|NODEID|STEP_.*|NTASKS)"
+    r"UNIDIST_LAUNCHER|SLURM_(PROCID|LOCALID|NODEID|STEP_.*|NTASKS)"
 )
 
 
@@ -34,8 +34,8 @@ def environment(env: Mapping[str, str], ranks: int, backend: str | None = None) 
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    wanted = {knobs.BACKEND: backend} if backend else {}
-    return {**defaults, **{name: value for name, value in env.items() if not OUTER.fullmatch(name)}, **wanted}
+    kept = {name: value for name, value in env.items() if name != knobs.BACKEND and not OUTER.fullmatch(name)}
+    return {**defaults, **kept, **({knobs.BACKEND: backend} if backend else {})}
 
 
 def run_world(

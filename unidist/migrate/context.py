@@ -12,9 +12,12 @@ import libcst as cst
 
 import unidist.hvd
 from unidist.migrate.edits import Edits
+from unidist.migrate.flow import assignments_of
 from unidist.migrate.names import Names, in_import, symbol_of
 from unidist.migrate.syntax import Statement, SyntaxTree, dotted, full_name
 
+#: What there is to migrate from.
+ORIGINS = ("horovod", "ddp", "dataparallel", "apex")
 #: The arguments of a call by the names of its parameters.
 Arguments = dict[str, cst.BaseExpression]
 
@@ -26,6 +29,8 @@ class Elsewhere(NamedTuple):
     optimizer_method: str = ""
     #: It assigns gradients by hand.
     gradient: str = ""
+    #: Why the process group that it uses is not started by unidist; no file's name.
+    start: str = ""
 
 
 class Options(NamedTuple):
@@ -35,6 +40,8 @@ class Options(NamedTuple):
     partial: bool = False
     #: Tensors that are averaged are floating-point, where the file does not show it.
     assume_average: bool = False
+    #: What is migrated from: ``horovod``, ``ddp`` (torch.distributed), ``dataparallel``, ``apex``.
+    origins: frozenset[str] = frozenset(ORIGINS)
 
 
 class Context:
@@ -142,6 +149,18 @@ class Context:
         """Whether a rule has handled a use."""
         return use in self._handled
 
+    def is_whole_world(self, size: cst.BaseExpression | None, rank: cst.BaseExpression | None) -> bool:
+        """Whether arguments of a sampler are the number of processes and this one's rank."""
+        return (self._rank_or_size(size), self._rank_or_size(rank)) == ("size", "rank")
+
+    def _rank_or_size(self, node: cst.BaseExpression | None) -> str | None:
+        """``size`` or ``rank``, for such a call or for a variable that is assigned only that."""
+        if isinstance(node, cst.Call):
+            return self.symbol(node.func)
+        variable = self.tree.variable(node) if node is not None else None
+        values = [value for value, _ in assignments_of(self.tree, variable)] if variable else []
+        return self._rank_or_size(values[0]) if len(values) == 1 and isinstance(values[0], cst.Call) else None
+
     # -------------------------------------------------------------------------------- code
     def unidist_name_for(self, use: cst.BaseExpression, name: str) -> cst.BaseExpression:
         """``unidist.NAME``, to replace a use: through the same alias, if that holds unidist."""
@@ -204,11 +223,13 @@ class Context:
         return self.tree.text(node)
 
     def first_line(self, node: cst.CSTNode) -> str:
-        """The first line of a node's statement."""
-        return self.text(self.tree.statement(node) or node).splitlines()[0]
+        """The first line of a node's statement, and the node's own where that is another one."""
+        first = self.text(self.tree.statement(node) or node).splitlines()[0]
+        own = self.text(node).splitlines()[0]
+        return first if own in first else f"{first} ... {own}"
 
     def remark(self, node: cst.CSTNode, why: str, remedy: str, what: str | None = None) -> None:
-        """Add a remark on a node; it shows the first line of the node's statement, or ``what``."""
+        """Add a remark on a node; it shows ``first_line``, or ``what``."""
         if what is None:
             node, what = self.tree.statement(node) or node, self.first_line(node)
         self.edits.remark(node, what, why, remedy)
@@ -265,3 +286,16 @@ def is_constant(node: cst.CSTNode | None, *values: object) -> bool:
         return any(not isinstance(value, bool) and value is not None and float(written) == value for value in values)
     except ValueError:
         return False
+
+
+def is_compared_with_zero(tree: SyntaxTree, call: cst.CSTNode) -> bool:
+    """Whether the call is the left side of ``call == 0``, without parentheses around that."""
+    comparison = tree.parent(call)
+    return (
+        isinstance(comparison, cst.Comparison)
+        and comparison.left is call
+        and len(comparison.comparisons) == 1
+        and isinstance(comparison.comparisons[0].operator, cst.Equal)
+        and is_constant(comparison.comparisons[0].comparator, 0)
+        and not comparison.lpar
+    )

@@ -30,7 +30,7 @@ class Remark:
 
 @dataclass
 class FileReport:
-    """One file that names Horovod, or a job script that starts it."""
+    """One file that is migrated from something, or a job script that starts Horovod."""
 
     path: Path
     status: Status
@@ -41,27 +41,37 @@ class FileReport:
     uses_drop_in: bool = False
     #: Whether it is Python, and not a script that starts some.
     is_code: bool = True
+    #: Whether it is one of torch.distributed, DataParallel or apex, and names nothing of Horovod's.
+    of_torch: bool = False
     #: Calls of ``DistributedOptimizer`` before, and those of them that stay.
     optimizers: int = 0
     optimizers_left: int = 0
     #: Calls of unidist's own that are new.
     loaders: int = 0
     metrics: int = 0
+    #: Models that are wrapped by unidist now, and those that are wrapped by torch or apex still.
+    models: int = 0
+    models_left: int = 0
     encoding: str = "utf-8"
     before: str = ""
     after: str = ""
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing of Horovod's is left, not even the drop-in."""
+        """Whether nothing of Horovod's is left, not even the drop-in; or of what else it is migrated from."""
+        if self.of_torch:
+            return self.status == "changed"
         return self.is_code and self.status != "failed" and not self.needs_horovod and not self.uses_drop_in
 
     def count(self, before: str, after: str) -> None:
         """Count calls in the code before and after."""
         old, new = _calls(before), _calls(after)
-        self.optimizers, self.optimizers_left = old["DistributedOptimizer"], new["DistributedOptimizer"]
+        if not self.of_torch:  # which has another class of this name
+            self.optimizers, self.optimizers_left = old["DistributedOptimizer"], new["DistributedOptimizer"]
         self.loaders = new["shard_loader"] - old["shard_loader"]
         self.metrics = new["allreduce_metric"] - old["allreduce_metric"]
+        self.models = new["wrap_model"] - old["wrap_model"]
+        self.models_left = new["DistributedDataParallel"] + new["DDP"] + new["DataParallel"]
 
     def location(self, remark: Remark, *, written: bool) -> str:
         """The line of a remark, in the new text if that is written, and the cell of a notebook."""
@@ -121,8 +131,15 @@ def summary(reports: Sequence[FileReport]) -> dict[str, int]:
         **{status: sum(report.status == status for report in reports) for status in ("changed", "unchanged", "failed")},
         "use_drop_in": sum(report.uses_drop_in for report in reports),
         "need_horovod": sum(report.needs_horovod for report in reports),
-        "code": sum(report.is_code for report in reports),
-        "free": sum(report.is_free for report in reports),
+        "code": sum(report.is_code and not report.of_torch for report in reports),
+        "free": sum(report.is_free and not report.of_torch for report in reports),
+        "torch": sum(report.of_torch for report in reports),
+        **{
+            f"torch_{status}": sum(report.of_torch and report.status == status for report in reports)
+            for status in ("changed", "unchanged", "failed")
+        },
+        "models": sum(report.models for report in reports),
+        "models_left": sum(report.models_left for report in reports if report.of_torch),
         "optimizers_native": sum(report.optimizers - report.optimizers_left for report in reports),
         "optimizers_drop_in": sum(report.optimizers_left for report in reports if not report.needs_horovod),
         "optimizers_horovod": sum(report.optimizers_left for report in reports if report.needs_horovod),
@@ -146,15 +163,35 @@ def reasons(reports: Sequence[FileReport]) -> list[tuple[str, int]]:
 def headline(counts: dict[str, int], *, written: bool) -> list[str]:
     """The summary in words, a line each."""
     verb, failed = ("changed", "read or written") if written else ("would change", "read")
-    lines = [
-        f"{counts['files']} files with Horovod: {counts['changed']} {verb}, {counts['unchanged']} unchanged, "
-        f"{counts['failed']} could not be {failed}",
-        f"optimizers: {counts['optimizers_native']} to plain ones with a data-parallel model, "
-        f"{counts['optimizers_drop_in']} on the drop-in, {counts['optimizers_horovod']} in files that import Horovod",
-        f"loaders: {counts['loaders']} sharded; metrics: {counts['metrics']} averaged",
-        f"{counts['free']} of {counts['code']} Python files free of Horovod; {counts['use_drop_in']} use the drop-in, "
-        f"{counts['need_horovod']} import Horovod; {counts['findings']} lines to review",
-    ]
+    kinds = {each: counts[each] - counts[f"torch_{each}"] for each in ("changed", "unchanged", "failed")}
+    lines = []
+    if counts["files"] > counts["torch"] or not counts["files"]:
+        lines += [
+            f"{counts['files'] - counts['torch']} files with Horovod: {kinds['changed']} {verb}, "
+            f"{kinds['unchanged']} unchanged, {kinds['failed']} could not be {failed}",
+            f"optimizers: {counts['optimizers_native']} to plain ones with a data-parallel model, "
+            f"{counts['optimizers_drop_in']} on the drop-in, {counts['optimizers_horovod']} in files that import "
+            "Horovod",
+        ]
+    if counts["torch"]:
+        lines += [
+            f"{counts['torch']} files with torch.distributed, DataParallel or apex: {counts['torch_changed']} {verb}, "
+            f"{counts['torch_unchanged']} unchanged, {counts['torch_failed']} could not be {failed}",
+            f"models: {counts['models']} to wrap_model, {counts['models_left']} as they are",
+        ]
+    lines.append(f"loaders: {counts['loaders']} sharded; metrics: {counts['metrics']} averaged")
+    if counts["files"] > counts["torch"] or not counts["files"]:
+        lines.append(
+            f"{counts['free']} of {counts['code']} Python files free of Horovod; {counts['use_drop_in']} use the "
+            f"drop-in, {counts['need_horovod']} import Horovod; {counts['findings']} lines to review"
+        )
+    else:
+        lines.append(f"{counts['findings']} lines to review")
+    if counts["torch_changed"] and counts["torch_unchanged"]:
+        lines.append(
+            "Some files stay on torch.distributed: a program with both kinds of files runs on its backends (nccl, "
+            "gloo, mpi), and not on Horovod"
+        )
     if counts["need_horovod"] and counts["changed"]:
         lines.append(
             "Some files still import Horovod: a program with both kinds of files would be in two worlds. Start it with "
@@ -165,7 +202,7 @@ def headline(counts: dict[str, int], *, written: bool) -> list[str]:
 
 def as_markdown(reports: Sequence[FileReport], *, written: bool) -> str:
     """The report for a pull request."""
-    lines = ["## From Horovod to unidist", "", *(f"- {line}" for line in headline(summary(reports), written=written))]
+    lines = ["## To unidist", "", *(f"- {line}" for line in headline(summary(reports), written=written))]
     if found := reasons(reports):
         lines += ["", "| lines | why they stay |", "|---:|---|", *(f"| {n} | {_cell(why)} |" for why, n in found)]
     for report in reports:

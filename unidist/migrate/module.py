@@ -15,6 +15,7 @@ from unidist.migrate.names import Names, find_names, in_import, is_horovod
 from unidist.migrate.reasons import remark_on
 from unidist.migrate.rules import NATIVE_RULES, RULES_OF_ALL_LEVELS
 from unidist.migrate.syntax import SyntaxTree
+from unidist.migrate.torch_module import migrate_torch_module, names_torch
 
 Level = Literal["native", "hvd"]
 _USED_ELSEWHERE = "other files call Horovod through this variable, so it holds the drop-in"
@@ -26,6 +27,12 @@ _DROP_IN = re.compile(
     r"^\s*(?:from\s+unidist\.hvd\b|import\s+(?:[\w.]+\s*(?:as\s+\w+\s*)?,\s*)*unidist\.hvd\b|from\s+unidist\s+import\s.*\bhvd\b)"
     r"|(?:import_module|__import__)\(\s*['\"]unidist\.hvd\b",
     re.MULTILINE,
+)
+_HOROVOD = re.compile(
+    r"horovod|HOROVOD_|unidist\.hvd|unidist import .*\bhvd\b|OMPI_COMM_WORLD_|PMIX?_RANK|MV2_COMM_WORLD_"
+)
+_USES_HOROVOD = re.compile(
+    r"^[^#\n]*import\b.*\b(?:horovod|hvd)\b|^[^#\n]*from horovod|import_module\(\s*['\"]horovod", re.M
 )
 #: Of a migration of which the user has said nothing.
 DEFAULT_OPTIONS = Options()
@@ -52,6 +59,18 @@ def migrate_module(
     Raises:
         libcst.ParserSyntaxError: the text does not parse.
     """
+    after, remarks = text, list[Remark]()
+    if "horovod" in options.origins and (_HOROVOD.search(text) or not names_torch(text, options)):
+        after, remarks = _migrate_horovod(text, level, exported, elsewhere, options)
+    if level == "native" and after == text and names_torch(text, options) and not _USES_HOROVOD.search(text):
+        after, more = migrate_torch_module(text, exported, elsewhere, options)
+        remarks = sorted([*remarks, *more], key=lambda remark: remark.line)
+    return after, remarks
+
+
+def _migrate_horovod(
+    text: str, level: Level, exported: Collection[str], elsewhere: Elsewhere, options: Options
+) -> tuple[str, list[Remark]]:
     tree = SyntaxTree(text)
     names = find_names(tree)
     elastic = [use for use, symbol in names.symbols.items() if symbol.startswith("elastic")]

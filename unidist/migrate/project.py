@@ -1,4 +1,4 @@
-"""Migrate a whole code base in memory: a report for each file that names Horovod."""
+"""Migrate a whole code base in memory: a report for each file that names Horovod, torch.distributed and the like."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from unidist.migrate.job_report import job_remarks, python_remarks
 from unidist.migrate.jobs import Surroundings
 from unidist.migrate.module import DEFAULT_OPTIONS, Level, imports_drop_in, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
+from unidist.migrate.torch_module import names_torch
 from unidist.migrate.workers import results_in_order
 
 _HOROVOD = re.compile(
@@ -48,6 +49,9 @@ _OF_ATTRIBUTE = re.compile(
     r"\.(\w+)\.(?:size|cross_rank|cross_size|all(?:reduce|gather|toall)\w*|broadcast_\w+|DistributedOptimizer|Compression)\b"
 )
 _IMPORTS = re.compile(r"^\s*(?:>>>\s*)?(?:from\s+horovod\b|import\s+(?:[\w.]+\s*,\s*)*horovod\b)", re.MULTILINE)
+#: What starts the world.
+_STARTS_TORCH = re.compile(r"^[^#\n]*\binit_process_group\s*\(", re.MULTILINE)
+_STARTS = re.compile(r"\binit_process_group\s*\(|\bunidist\.init\s*\(")
 _LOADED = re.compile(r"(?:import_module|__import__)\(\s*[fF]?['\"]horovod\b")
 #: Lightning's ways to Horovod.
 _USES_LIGHTNING = re.compile(
@@ -69,6 +73,10 @@ class Exports:
     optimizer_methods: set[Path] = field(default_factory=set)
     #: Files that assign gradients by hand.
     gradients: set[Path] = field(default_factory=set)
+    #: Files that start the process group, or unidist.
+    starts: set[Path] = field(default_factory=set)
+    #: Whether those of them start unidist once they are migrated, as far as that has been asked.
+    migrated_starts: dict[Path, bool] = field(default_factory=dict)
     #: The names of the modules that each file imports from.
     imports: dict[Path, set[str]] = field(default_factory=lambda: defaultdict(set))
 
@@ -85,7 +93,27 @@ class Exports:
         others = (self.optimizer_methods | self.gradients) - {own}
         program = self._program(own) if others else set()
         methods, gradients = sorted(self.optimizer_methods & program), sorted(self.gradients & program)
-        return Elsewhere(methods[0].name if methods else "", gradients[0].name if gradients else "")
+        return Elsewhere(
+            methods[0].name if methods else "", gradients[0].name if gradients else "", self._why_not_started(own)
+        )
+
+    def _why_not_started(self, path: Path) -> str:
+        """Why the world in which a file runs is not unidist's; empty if it is, or if the file starts it itself."""
+        if path in self.starts or path not in self.imports:
+            return ""
+        starts = sorted(self.starts & self._program(path))
+        if not starts:
+            return "no file of its program visibly starts the process group, and unidist.rank() needs unidist.init()"
+        others = [each for each in starts if not self._starts_unidist(each)]
+        return f"{others[0].name} starts the process group by torch.distributed, and stays" if others else ""
+
+    def _starts_unidist(self, path: Path) -> bool:
+        if path not in self.migrated_starts:
+            with suppress(Exception), _no_garbage_collection():
+                text, _ = files.decode(path.read_bytes(), "python")
+                text, _ = migrate_module(text, "native", self.of(path))
+                self.migrated_starts[path] = _STARTS_TORCH.search(text) is None
+        return self.migrated_starts.setdefault(path, False)
 
     def _program(self, path: Path) -> set[Path]:
         """The other files that what a file makes can reach: those that import it, and all that it or they import."""
@@ -129,25 +157,27 @@ def migrate_files(
     Many files are read by several processes.
     """
     migrate = partial(migrate_file, level=level, exports=exports, options=options)
-    for report in results_in_order(migrate, _with_horovod(paths), _died):
+    for report in results_in_order(migrate, _to_migrate(paths, level, options), _died):
         if report is not None:
             yield report
 
 
-def _with_horovod(paths: Iterable[Path]) -> Iterator[Path]:
+def _to_migrate(paths: Iterable[Path], level: Level, options: Options) -> Iterator[Path]:
     """The files that may have a report, and in place of copies of Horovod's own sources their directory, once."""
     vendored: set[Path] = set()
     for path in paths:
         package = files.vendored_horovod(path)
-        if package is None and _names_horovod(path):
+        if package is None and _may_have_report(path, level, options):
             yield path
         elif package is not None and package not in vendored:
             vendored.add(package)
             yield package
 
 
-def _names_horovod(path: Path) -> bool:
-    """Whether a file names Horovod, or a launcher; also if it cannot be read, which its report says."""
+def _may_have_report(path: Path, level: Level, options: Options) -> bool:
+    """Whether a file names what it may be migrated from, or a launcher; also if it cannot be read, which its report
+    says.
+    """
     what = files.kind(path)
     try:
         if what not in ("python", "notebook") and path.stat().st_size > LONGEST:
@@ -156,8 +186,21 @@ def _names_horovod(path: Path) -> bool:
     except OSError:
         return True
     if what in ("python", "notebook"):
-        return bool(_HOROVOD.search(data) or (what == "python" and _NAMES_LAUNCHER.search(data)))
-    return bool(_NAMES_JOB.search(data) or (what is None and _HOROVOD.search(data)))
+        return _names_horovod(data, what, options) or _names_torch(data, level, options)
+    return "horovod" in options.origins and bool(
+        _NAMES_JOB.search(data)
+        or (what is None and _HOROVOD.search(data))
+        or (what is None and _names_torch(data, level, options))
+    )
+
+
+def _names_horovod(data: bytes, what: FileKind, options: Options) -> bool:
+    launches = what == "python" and _NAMES_LAUNCHER.search(data)
+    return "horovod" in options.origins and bool(_HOROVOD.search(data) or launches)
+
+
+def _names_torch(data: bytes, level: Level, options: Options) -> bool:
+    return level == "native" and names_torch(data.decode("latin-1"), options)
 
 
 def _died(path: Path, status: int) -> FileReport:
@@ -184,6 +227,8 @@ def find_exports(paths: Iterable[Path]) -> Exports:
                     found.imports[own].update({module, *names})
             modules = [match[1].split(".") for match in _IMPORT.finditer(text)]
             found.imports[own].update(parts[-1] for parts in modules if parts[0] not in _LIBRARIES)
+            if _STARTS.search(text):
+                found.starts.add(own)
             if _OF_OPTIMIZER.search(text):
                 found.optimizer_methods.add(own)
             if _GRADIENT.search(text):
@@ -207,26 +252,33 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
     if what not in ("python", "notebook"):
         remarks = job_remarks(path, data.decode("utf-8", errors="replace"), what, _surroundings(path, level, exports))
         return FileReport(path, "unchanged", remarks, is_code=False) if remarks else None
-    names_horovod = _HOROVOD.search(data) is not None
-    if not names_horovod and not (what == "python" and _NAMES_LAUNCHER.search(data)):
+    names_horovod = _names_horovod(data, what, options)
+    if not names_horovod and not _names_torch(data, level, options):
         return None
     try:
         text, encoding = files.decode(data, what)
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:
         report = _failed(path, 1, f"it cannot be decoded: {error}", "declare its encoding (PEP 263)")
         report.needs_horovod = bool(_IMPORTS.search(data.decode("latin-1")))
+        report.of_torch = not names_horovod
         return report
+    if not names_horovod and what == "python" and imports_horovod(text):
+        return None  # which --from leaves out
     rules = partial(
         migrate_module, level=level, exported=exports.of(path), elsewhere=exports.elsewhere(path), options=options
     )
-    report = _migrate_text(path, text, what, rules) if names_horovod else FileReport(path, "unchanged", is_code=False)
-    report.encoding = encoding
-    if what == "python":
+    is_code = _HOROVOD.search(data) is not None or _names_torch(data, level, options)
+    report = FileReport(path, "unchanged", is_code=False)
+    if is_code:
+        report = _migrate_text(path, text, what, rules, of_torch=not names_horovod)
+    report.encoding, report.of_torch = encoding, not names_horovod
+    if what == "python" and "horovod" in options.origins:
         found = python_remarks(path, text, _surroundings(path, level, exports))
         lines = {remark.line for remark in found}
         others = [remark for remark in report.remarks if remark.line not in lines]
         report.remarks = sorted([*others, *found], key=lambda remark: remark.line)
-    return report if report.remarks or names_horovod else None
+    is_listed = report.status != "unchanged" or _HOROVOD.search(data) is not None
+    return report if report.remarks or is_listed else None
 
 
 def _is_python(data: bytes) -> bool:
@@ -282,7 +334,7 @@ def _still_imports_horovod(path: Path, level: Level, exports: Exports) -> bool:
     return imports_horovod(text)
 
 
-def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate) -> FileReport:
+def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate, *, of_torch: bool) -> FileReport:
     try:
         with _no_garbage_collection():
             after, remarks = migrate_notebook(text, rules) if what == "notebook" else rules(text)
@@ -295,6 +347,7 @@ def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate) -> File
     else:
         report = FileReport(path, "changed" if after != text else "unchanged", remarks, before=text, after=after)
     code = _code_of(report.after or text, what)
+    report.of_torch = of_torch
     report.count(_code_of(text, what), code)
     report.needs_horovod = imports_horovod(code)
     report.uses_drop_in = imports_drop_in(code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unidist.migrate.context import Context, is_constant
+from unidist.migrate.context import Context, is_compared_with_zero
 
 #: Calls without arguments, and unidist's names for them.
 PLAIN_CALLS = {
@@ -66,20 +66,8 @@ def change_plain_calls(context: Context) -> None:
         called = isinstance(above, cst.Call) and above.func is use
         if called and isinstance(above, cst.Call) and above.args:
             continue
-        if called and context.symbol(use) == "rank" and _is_compared_with_zero(context, above):
+        if called and context.symbol(use) == "rank" and is_compared_with_zero(context.tree, above):
             context.edits.replace(context.tree.parent(above), cst.Call(context.unidist_name_for(use, "is_main")))
         else:
             context.edits.replace(use, context.unidist_name_for(use, PLAIN_CALLS[context.names.symbols[use]]))
         context.mark_handled(use)
-
-
-def _is_compared_with_zero(context: Context, call: cst.CSTNode) -> bool:
-    comparison = context.tree.parent(call)
-    return (
-        isinstance(comparison, cst.Comparison)
-        and comparison.left is call
-        and len(comparison.comparisons) == 1
-        and isinstance(comparison.comparisons[0].operator, cst.Equal)
-        and is_constant(comparison.comparisons[0].comparator, 0)
-        and not comparison.lpar
-    )

@@ -241,8 +241,8 @@ def _sampler_arguments(call: cst.Call) -> Arguments | None:
 def _is_equivalent(context: Context, pair: SampledLoader) -> bool:
     """Whether shard_loader gives the same samples in the same order."""
     arguments, tree = pair.arguments, context.tree
-    size, rank = _rank_or_size(context, arguments.get("num_replicas")), _rank_or_size(context, arguments.get("rank"))
-    if (size, rank) != ("size", "rank") or set(arguments) - set(_POSITIONS):
+    whole = context.is_whole_world(arguments.get("num_replicas"), arguments.get("rank"))
+    if not whole or set(arguments) - set(_POSITIONS):
         return False
     if not is_constant(arguments.get("shuffle", cst.Name("True")), True, False):
         return False
@@ -299,17 +299,6 @@ def _keys(context: Context, node: cst.BaseExpression) -> set[str] | None:
             return None
         found |= more
     return found
-
-
-def _rank_or_size(context: Context, node: cst.BaseExpression | None) -> str | None:
-    """``size`` or ``rank``, for such a call or for a variable that is assigned only that."""
-    if isinstance(node, cst.Call):
-        return context.symbol(node.func)
-    variable = context.tree.variable(node) if node is not None else None
-    if variable is None:
-        return None
-    values = [value for value, target in assignments(context.tree) if context.tree.variable(target) == variable]
-    return _rank_or_size(context, values[0]) if len(values) == 1 and isinstance(values[0], cst.Call) else None
 
 
 def _called_method(context: Context, use: cst.BaseExpression) -> str | None:

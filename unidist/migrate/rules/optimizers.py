@@ -77,6 +77,12 @@ def _plan(context: Context, call: cst.Call) -> OptimizerPlan:
     if arguments is None:
         raise Refusal(call, "the arguments of DistributedOptimizer cannot be determined")
     statement = tree.statement(call)
+    if statement is None:
+        raise Refusal(
+            call,
+            "DistributedOptimizer(...) shares its line with another statement, or with its condition",
+            "write it on a line of its own, then migrate again",
+        )
     if not isinstance(statement, cst.SimpleStatementLine) or not _is_always_evaluated(context, call):
         raise Refusal(
             call,

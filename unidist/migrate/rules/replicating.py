@@ -138,14 +138,29 @@ def _change_method(context: Context, use: cst.BaseExpression) -> None:
     call = tree.parent(method)
     above = tree.parent(call)
     if isinstance(above, cst.Expr):
-        statement = tree.is_statement(call)
-        if statement is not None:
+        statement, guard = tree.is_statement(call), _guard_of(context, above)
+        if guard is not None:
+            context.edits.remove(guard)
+        elif statement is not None:
             context.edits.remove(statement)
         else:  # it shares its line
             context.edits.replace(above, cst.Pass())
     elif isinstance(above, cst.WithItem) and isinstance(block := tree.parent(above), cst.With):
         index = list(block.items).index(above)
         context.edits.replace(block, lambda updated: _without_item(updated, index))
+
+
+def _guard_of(context: Context, small: cst.Expr) -> cst.If | None:
+    """``if self.averaged:`` around a statement alone; its condition has no effect, and it has no comments."""
+    tree = context.tree
+    body = tree.parent(small)
+    if isinstance(body, cst.SimpleStatementLine):
+        body = tree.parent(body) if len(body.body) == 1 else body
+    guard = tree.parent(body)
+    if not isinstance(guard, cst.If) or guard.body is not body or len(guard.body.body) != 1 or guard.orelse is not None:
+        return None
+    plain = isinstance(guard.test, (cst.Name, cst.Attribute)) and tree.block(guard) is not None
+    return guard if plain and not any(tree.all(cst.Comment, inside=guard)) else None
 
 
 def _without_item(updated: cst.With, index: int) -> cst.BaseCompoundStatement | cst.FlattenSentinel[cst.BaseStatement]:

@@ -1,0 +1,219 @@
+"""The options of `unidist run`, host files and allocations; and that horovodrun reads a command line as it does."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.worlds import PYTHON
+from unidist.errors import LaunchError
+from unidist.launchers.table import missing
+from unidist.run import options
+from unidist.run.hosts import HostSlots, Placement, allocated_hosts, parse_hosts, place, read_hostfile
+
+unit = pytest.mark.unit
+
+
+# ----------------------------------------------------------------------------------------- hosts
+@unit
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a:4,b:4", [("a", 4), ("b", 4)]),
+        ("a", [("a", 1)]),
+        (" a:2 , b ,", [("a", 2), ("b", 1)]),
+        ("10.0.0.1:2,10.0.0.2:3", [("10.0.0.1", 2), ("10.0.0.2", 3)]),
+        ("[fd00::1]:2,fd00::2", [("fd00::1", 2), ("fd00::2", 1)]),
+        ("a:1,b:1,a:2", [("a", 3), ("b", 1)]),
+        ("node-1.cluster.local:8", [("node-1.cluster.local", 8)]),
+    ],
+)
+def test_hosts(text: str, expected: list[tuple[str, int]]) -> None:
+    assert [(host.name, host.slots) for host in parse_hosts(text)] == expected
+
+
+@unit
+@pytest.mark.parametrize("text", ["a:0", "a:x", "a:-1", "a b:1", "a:1:2", "-oProxyCommand=x:1", "a;b:1"])
+def test_what_is_no_host(text: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(text.split(",")[0].split(":")[-1])):
+        parse_hosts(text)
+
+
+@unit
+def test_host_files(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(
+        "# the cluster\n\na slots=4\nb:2   # a comment\n c\nd slots = 3 max_slots=8\n[fd00::1]:2\nfd00::2 slots=2\n"
+        "b slots=1\r\n"
+    )
+    expected = [("a", 4), ("b", 3), ("c", 1), ("d", 3), ("fd00::1", 2), ("fd00::2", 2)]
+    assert [(host.name, host.slots) for host in read_hostfile(str(file))] == expected
+    file.write_text("a slots=4\nb slots=many\n")
+    with pytest.raises(LaunchError, match="hosts:2: 'many'"):
+        read_hostfile(str(file))
+    file.write_text("# nobody\n")
+    with pytest.raises(LaunchError, match="names no host"):
+        read_hostfile(str(file))
+    with pytest.raises(LaunchError, match="No such file"):
+        read_hostfile(str(tmp_path / "none"))
+
+
+@unit
+def test_ranks_fill_the_hosts_in_their_order() -> None:
+    hosts = [HostSlots("a", 2), HostSlots("b", 4), HostSlots("c", 1)]
+    assert place(hosts, 3) == [Placement("a", 0, 2), Placement("b", 2, 1)]
+    assert place(hosts, 7) == [Placement("a", 0, 2), Placement("b", 2, 4), Placement("c", 6, 1)]
+    with pytest.raises(LaunchError, match="8 ranks were asked for, and the hosts have 7 slots"):
+        place(hosts, 8)
+
+
+@unit
+def test_allocations() -> None:
+    assert allocated_hosts({}) == []
+    assert allocated_hosts({"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "4"}) == [HostSlots("n1", 4)]
+    lsf = {"LSB_MCPU_HOSTS": "n1 4 n2 2 "}
+    assert allocated_hosts(lsf) == [HostSlots("n1", 4), HostSlots("n2", 2)]
+
+
+# --------------------------------------------------------------------------------------- options
+@unit
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("-np x python", "invalid int value: 'x'"),
+        ("-np 2 --nonsense python", "--nonsense|there is no command"),
+        ("-np 2 -H a:1 --hostfile f python", "not allowed with"),
+        ("-np 2 --min-np 1 python", "elastic training is not supported"),
+        ("-np 2 --host-discovery-script ./hosts.sh python", "elastic training is not supported"),
+        ("-np 2 --jsrun python", "--jsrun is not supported"),
+        ("-np 2 --cycle-time-ms -1 python", "-1 is not a number from 0 up"),
+        ("-np 2 --autotune-gaussian-process-noise 2 python", "2 is not a number from 0 to 1"),
+        ("-np 2 --log-level LOUD python", "LOUD is none of"),
+        ("-np 2 --config-file nothing.yaml python", "cannot be read"),
+    ],
+)
+def test_what_is_refused(line: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        options.parse(line.split())
+
+
+@unit
+def test_elastic_options_of_a_fixed_number_of_ranks_are_accepted() -> None:
+    assert options.parse(["-np", "2", "--min-np", "2", "--max-np", "2", "python", "train.py"]).command == [
+        "python",
+        "train.py",
+    ]
+
+
+@unit
+def test_options_without_effect_are_known() -> None:
+    given = options.parse(
+        ["-np", "2", "--autotune", "--cycle-time-ms", "2", "--num-nccl-streams", "2", "python", "train.py"]
+    )
+    assert options.without_effect(given) == ["--autotune", "--num-nccl-streams"]
+
+
+CONFIG = """
+controller: gloo
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 3.5
+  hierarchical_allreduce: true
+autotune: {enabled: true, warmup_samples: 5, log_file: trials.csv}
+timeline: {filename: line.json, mark_cycles: true}
+stall_check: {enabled: false, warning_time_seconds: 120}
+library_options: {num_nccl_streams: 2, thread_affinity: 1, gloo_timeout_seconds: 90}
+logging: {level: INFO, with_timestamp: false}
+"""
+#: Prints what Horovod's own parser makes of each command line.
+HOROVOD = """
+import json, sys, warnings
+from horovod.runner import launch
+from horovod.runner.common.util import config_parser
+warnings.simplefilter("ignore")
+for line in json.load(sys.stdin):
+    sys.argv = ["horovodrun", *line]
+    try:
+        args = launch.parse_args()
+    except SystemExit as error:
+        print(json.dumps("refused"))
+        continue
+    found = {name: getattr(args, name) for name in %r}
+    found["nics"] = sorted(args.nics or ())
+    found["env"] = {k: str(v) for k, v in config_parser.set_env_from_args({}, args).items()}
+    print(json.dumps(found))
+"""
+COMPARED = (
+    "num_proc", "start_timeout", "output_filename", "verbose", "disable_cache", "ssh_port", "ssh_identity_file",
+    "hosts", "hostfile", "use_gloo", "use_mpi", "mpi_args", "binding_args", "tcp_flag", "prefix_output_with_timestamp",
+    "command", "elastic_timeout",
+)  # fmt: skip
+
+
+def ours(line: list[str]) -> object:
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            given = options.parse(line)
+    except LaunchError:
+        return "refused"
+    found = {name: getattr(given, name) for name in COMPARED}
+    return {**found, "nics": sorted(given.nics or ()), "env": options.variables(given)}
+
+
+def random_line(random: random.Random, config: Path) -> list[str]:
+    """Options as people type them: abbreviated, with "=", in any order; then a command with options of its own."""
+    flags: list[list[str]] = [[random.choice(["-np", "-n", "--num-proc", "--num-p"]), str(random.randint(1, 9))]]
+    for setting in options.SETTINGS:
+        if random.random() < 0.15:
+            off = setting.type is None and random.random() < 0.4
+            flag = setting.flag.replace("--", "--no-", 1) if off else setting.flag
+            value = {str: "file.json", None: ""}.get(
+                setting.type, "INFO" if "level" in flag else str(random.choice([0, 1]))
+            )
+            flags.append([flag, *([value] if value else [])])
+    more = [
+        ["-H", "a:1,b:2"], ["--hosts", "a:4"], ["--hostfile", "f"], ["-hostfile", "f"], ["--gloo"], ["--mpi"],
+        ["--verbose"], ["--verb"], ["--start-timeout", "60"], ["--start", "5"], ["--network-interface", "eth0"],
+        ["--network-interfaces", "eth0,eth1"], ["-p", "2222"], ["-i", "key"], ["--tcp"], ["--disable-cache"],
+        ["--output-filename", "logs"], ["-prefix-timestamp"], ["--no-stall-check"], ["--stall-check"],
+        ["--log-with-timestamp"], ["--log-hide-timestamp"], ["--mpi-args=--map-by ppr:6:node"],
+        ["--elastic-timeout", "9"], ["--binding-args=-bind-to core"], ["--bogus"],
+        ["--config-file", str(config)], ["--start-timeout", "soon"],
+    ]  # fmt: skip
+    flags += random.sample(more, random.randint(0, 4))
+    random.shuffle(flags)
+    for flag in flags:
+        if len(flag) == 2 and flag[0].startswith("--") and random.random() < 0.3:
+            flag[:] = [f"{flag[0]}={flag[1]}"]
+    command = random.choice(
+        [["python", "train.py"], ["python", "-m", "x", "--verbose", "-H", "y"], ["K=1", "python", "-c", "1"]]
+    )
+    return [word for flag in flags for word in flag] + command
+
+
+def test_horovods_own_parser_reads_the_same(tmp_path: Path) -> None:
+    if why := missing("horovodrun"):
+        pytest.skip(why)
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    draw = random.Random(18)
+    lines = [random_line(draw, config) for _ in range(400)]
+    lines += [["-np=2", "python"]]
+    result = subprocess.run(
+        [PYTHON, "-c", HOROVOD % (COMPARED,)], input=json.dumps(lines), capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    theirs = [json.loads(text) for text in result.stdout.splitlines() if text.startswith(("{", '"'))]
+    assert len(theirs) == len(lines)
+    accepted = 0
+    for line, expected in zip(lines, theirs):
+        assert ours(line) == expected, line
+        accepted += expected != "refused"
+    assert accepted > 200, accepted

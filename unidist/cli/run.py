@@ -1,0 +1,100 @@
+"""``unidist run``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from importlib.util import find_spec
+
+import click
+
+from unidist import __version__
+from unidist.errors import LaunchError
+from unidist.launchers.table import BACKENDS, COMMANDS, missing, unavailable
+from unidist.run import driver, hosts, mpirun, options
+from unidist.run.output import say
+from unidist.run.transport import Ssh
+
+
+@click.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("argv", nargs=-1, type=click.UNPROCESSED)
+def command(argv: tuple[str, ...]) -> None:
+    """Start a command on this and other hosts, with horovodrun's options."""
+    given = options.parse(argv)
+    if given.version:
+        click.echo(f"unidist {__version__}")
+        return
+    if given.check_build:
+        check_build()
+        return
+    if not given.command:
+        raise LaunchError("there is no command to start: unidist run -np 2 python train.py")
+    job = _job(given)
+    unused = options.without_effect(given)
+    if unused and (given.hvd or find_spec("horovod") is None):
+        say(f"{', '.join(unused)}: these tune Horovod itself. They become HOROVOD_* variables, without effect.")
+    if given.use_mpi:
+        line = mpirun.command_line(job, given.mpi_args, given.binding_args)
+        if not given.dry_run:
+            mpirun.execute(line, job)
+        click.echo(shlex.join(line))
+    elif given.dry_run:
+        click.echo(driver.describe(job))
+    else:
+        status = driver.run(job)
+        # Not through the interpreter's end, which would wait for an import of torch that nobody needs any more.
+        os._exit(status)
+
+
+def check_build() -> None:
+    """Print which backends and launchers can be used here, as horovodrun does."""
+    backends = {name: unavailable(launcher, name, 1) for name, launcher in BACKENDS.items()}
+    launchers = {each.typed: missing(name) for name, each in COMMANDS.items()}
+    click.echo(f"unidist v{__version__}:")
+    for title, rows in (("Backends", backends), ("Launchers", launchers)):
+        click.echo(f"\nAvailable {title}:")
+        for name, lack in rows.items():
+            click.echo(f"    [{' ' if lack else 'X'}] {name}")
+
+
+def _job(given: argparse.Namespace) -> driver.Job:
+    found = _hosts(given)
+    count = sum(host.slots for host in found) if given.num_proc is None else given.num_proc
+    if count < 1:
+        raise LaunchError(f"-np {count} is not a number of ranks from 1 up.")
+    placements = hosts.place(found or [hosts.HostSlots("localhost", count)], count)
+    variables = options.variables(given)
+    if given.hvd:
+        from unidist.hvd import alias
+
+        path = os.environ.get("PYTHONPATH")
+        variables["PYTHONPATH"] = os.pathsep.join([alias.directory(), *([path] if path else [])])
+    timeout = given.start_timeout or int(os.environ.get("HOROVOD_START_TIMEOUT") or 30)
+    return driver.Job(
+        command=given.command,
+        placements=placements,
+        env=os.environ,
+        variables=variables,
+        ssh=Ssh(given.ssh_port, given.ssh_identity_file, timeout),
+        start_timeout=timeout,
+        interfaces=sorted(given.nics or ()),
+        output_directory=given.output_filename,
+        timestamps=given.prefix_output_with_timestamp,
+        verbose=given.verbose,
+    )
+
+
+def _hosts(given: argparse.Namespace) -> list[hosts.HostSlots]:
+    """Those of the options, of the allocation, or none."""
+    if given.hosts:
+        return hosts.parse_hosts(given.hosts)
+    if given.hostfile:
+        return hosts.read_hostfile(given.hostfile)
+    found = hosts.allocated_hosts(os.environ)
+    if not found and given.num_proc is None:
+        raise LaunchError("-np is missing: the number of ranks, such as unidist run -np 2 python train.py")
+    return found

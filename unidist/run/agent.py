@@ -1,0 +1,274 @@
+"""The agent of one host: it starts that host's ranks, passes on what they print, and ends them.
+
+The driver sends the source of this module, and of those that it imports, to a Python on the host, which needs nothing
+else installed. Both write one JSON object per line: the driver to the agent's standard input, the agent to its standard
+output. A side that hears nothing from the other one for ``SILENCE_S`` takes it for lost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from unidist.backends.addresses import Host, interface_of, listen_address, this_host
+from unidist.errors import BackendError
+
+#: Seconds between two heartbeats.
+BEAT_S = 1.0
+#: Seconds without any message after which the other side is lost.
+SILENCE_S = 5.0
+#: Seconds from SIGTERM to SIGKILL.
+GRACE_S = 3.0
+_libc = ctypes.CDLL(None)
+#: A line that is longer is passed on in pieces.
+_LINE = 1 << 20
+
+
+class _Rank:
+    """A process, and what it has printed of a line that is not complete."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.rank = rank
+        self.process = process
+        self.partial = {"stdout": b"", "stderr": b""}
+        self.ended = False
+
+
+class _Agent:
+    def __init__(self) -> None:
+        self.ranks: list[_Rank] = []
+        self.selector = selectors.DefaultSelector()
+        self.start: dict[str, Any] | None = None
+        self.started = threading.Event()
+        self.lock = threading.Lock()
+        self.finished = False
+        self.guard = _start_guard()
+
+    def run(self) -> None:
+        """Until all ranks have ended and the driver knows, or the driver is lost."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._send(host=this_host())
+        while not self.started.wait(BEAT_S):
+            self._send()
+        assert self.start is not None
+        if self._start_ranks(self.start):
+            beat = time.monotonic()
+            while not all(rank.ended for rank in self.ranks):
+                for key, _ in self.selector.select(0.1):
+                    self._read(*key.data)
+                for rank in self.ranks:
+                    if not rank.ended:
+                        self._look_at(rank)
+                if time.monotonic() - beat > BEAT_S:
+                    beat = time.monotonic()
+                    self._send()
+        self._send(done=True)
+
+    # ------------------------------------------------------------------------------ the driver's messages
+    def _listen(self) -> None:
+        data = b""
+        while True:
+            ready, _, _ = select.select([0], [], [], SILENCE_S)
+            chunk = os.read(0, 65536) if ready else b""
+            if not chunk:
+                self._end(signal.SIGTERM)
+                os._exit(1)
+            *lines, data = (data + chunk).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                if "start" in message:
+                    self.start = message["start"]
+                    self.started.set()
+                if "signal" in message:
+                    threading.Thread(target=self._end, args=(message["signal"],), daemon=True).start()
+                if "leave" in message:
+                    os._exit(0)
+
+    def _end(self, number: int) -> None:
+        """Send a signal to all ranks, and SIGKILL to those that are left after a while."""
+        self.finished = True  # no rank starts any more
+        for each, until in ((number, time.monotonic() + GRACE_S), (signal.SIGKILL, 0.0)):
+            with self.lock:
+                left = [rank.process.pid for rank in self.ranks if not rank.ended]
+                for pid in left:
+                    _signal_group(pid, each)
+            while left and time.monotonic() < until and not all(rank.ended or _is_over(rank) for rank in self.ranks):
+                time.sleep(0.02)
+        if not self.started.is_set():
+            os._exit(1)
+
+    # -------------------------------------------------------------------------------------- the ranks
+    def _start_ranks(self, start: dict[str, Any]) -> bool:
+        error = _why_unreachable(start["store"])
+        if error:
+            self._send(error=error)
+            return False
+        own, hosts = this_host(), [Host(id, name, tuple(found)) for id, name, found in start["hosts"]]
+        env = {name: text for name, text in os.environ.items() if not re.fullmatch(start["without"], name)}
+        env.update(start["env"])
+        if any(host.id != own.id for host in hosts):
+            try:
+                interface = interface_of(listen_address(own, hosts, env))
+            except BackendError as error:
+                self._send(error=f"has no network in common with the others: {error}")
+                return False
+            env.setdefault("GLOO_SOCKET_IFNAME", interface)
+            env.setdefault("HOROVOD_GLOO_IFACE", interface)
+        env.setdefault("HOROVOD_GLOO_IFACE", "lo")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(start["ranks"]))))
+        directory = start["cwd"]
+        if not os.path.isdir(directory):
+            directory = os.path.expanduser("~")
+            self._send(warning=f"has no directory {start['cwd']}: its ranks start in {directory}")
+        for rank, variables in start["ranks"]:
+            if not self._start_rank(rank, start["command"], {**env, **variables}, directory):
+                return False
+        return True
+
+    def _start_rank(self, rank: int, command: list[str], env: dict[str, str], directory: str) -> bool:
+        with self.lock:
+            if self.finished:
+                return False
+            try:
+                process = subprocess.Popen(
+                    command, cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_die_with_parent,
+                )  # fmt: skip
+            except OSError as error:
+                remedy = "Is it on PATH there?"
+                if len(command) == 1 and " " in command[0]:
+                    remedy = "For a shell's command line, use bash -c '...'."
+                self._send(error=f"cannot start {command[0]}: {error.strerror}. {remedy}", status=127)
+                return False
+            os.write(self.guard, b"+%d\n" % process.pid)
+            entry = _Rank(rank, process)
+            self.ranks.append(entry)
+        for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self.selector.register(pipe, selectors.EVENT_READ, (entry, name, pipe))
+        return True
+
+    def _read(self, rank: _Rank, name: str, pipe: Any) -> None:
+        """Pass on the complete lines of what can be read now."""
+        data, open_still = rank.partial[name], True
+        while len(data) < _LINE:
+            try:
+                chunk = os.read(pipe.fileno(), 65536)
+            except BlockingIOError:
+                break
+            data += chunk
+            if not chunk:
+                open_still = False
+                self.selector.unregister(pipe)
+                pipe.close()
+                break
+        # "\r" ends a line, too, for progress bars; the last byte may be the first one of "\r\n".
+        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
+        if not open_still or len(data) >= _LINE:
+            end = end if open_still and end else len(data)
+        text, rank.partial[name] = data[:end], data[end:]
+        if text:
+            self._send(rank=rank.rank, stream=name, text=text.decode("utf-8", "surrogateescape"))
+
+    def _look_at(self, rank: _Rank) -> None:
+        """If it has ended: pass on the rest of what it printed, then its status."""
+        if not _is_over(rank):
+            return
+        for key in list(self.selector.get_map().values()):
+            if key.data[0] is rank:
+                self._read(*key.data)
+        with self.lock:
+            pid = rank.process.pid
+            failed = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if failed is not None and failed.si_status != 0:
+                _signal_group(pid, signal.SIGKILL)  # what it has started, while its id is still its own
+            status = rank.process.wait()
+            rank.ended = True
+            os.write(self.guard, b"-%d\n" % pid)
+        for name, text in rank.partial.items():
+            if text:
+                self._send(rank=rank.rank, stream=name, text=text.decode("utf-8", "surrogateescape"))
+        self._send(rank=rank.rank, status=status)
+
+    def _send(self, **message: Any) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            try:
+                data = data[os.write(1, data) :]
+            except OSError:  # the driver has gone, which _listen notices
+                time.sleep(SILENCE_S)
+
+
+def _is_over(rank: _Rank) -> bool:
+    """Whether its process has ended; it is not reaped."""
+    flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, rank.process.pid, flags) is not None
+    return True
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _why_unreachable(endpoint: list[Any]) -> str:
+    """Why the ranks could not connect to the driver's store; empty if they can."""
+    address, port = endpoint
+    try:
+        socket.create_connection((address, port), timeout=SILENCE_S).close()
+    except OSError as error:
+        return (
+            f"cannot connect to unidist run at {address}, port {port}: {error}. Is there a firewall? "
+            "--network-interfaces names the interfaces of the network that the hosts have in common."
+        )
+    return ""
+
+
+def _die_with_parent() -> None:
+    """Linux: get SIGKILL when the agent ends, even if the guard was killed with it."""
+    prctl, set_parent_death_signal = getattr(_libc, "prctl", None), 1
+    if prctl is not None:
+        prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _start_guard() -> int:
+    """Start a process that kills all ranks when this one has ended, in whatever way; returns the pipe to it."""
+    read, write = os.pipe()
+    if os.fork():
+        os.close(read)
+        return write
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.dup2(read, 0)
+    os.closerange(1, 256)
+    groups: set[int] = set()
+    with os.fdopen(0, "rb") as lines:
+        for line in lines:
+            (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+    for pid in groups:
+        _signal_group(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def main() -> None:
+    """Run the agent of this host."""
+    _Agent().run()
+    # The driver says when all is read.
+    time.sleep(SILENCE_S)
+    sys.exit(0)

@@ -1,0 +1,79 @@
+"""What the ranks print: with their rank before each line, in files, and the last lines of one that failed."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from unidist.errors import LaunchError
+
+#: Lines that are kept of each rank.
+_LAST = 20
+_LINE_ENDS = re.compile("\r\n|\n|\r")
+
+
+class Output:
+    """The output of all ranks.
+
+    Args:
+        ranks: number of ranks.
+        directory: where to write it as well, in ``rank.RANK/stdout`` and ``rank.RANK/stderr``; zeros before the ranks
+            make them equally long.
+        timestamps: whether the time comes before each line.
+    """
+
+    def __init__(self, ranks: int, directory: str | None = None, *, timestamps: bool = False) -> None:
+        self._timestamps = timestamps
+        self._last: dict[int, deque[str]] = {}
+        self._files: dict[tuple[int, str], TextIO] = {}
+        if directory is not None:
+            try:
+                self._open_files(ranks, Path(directory))
+            except OSError as error:
+                raise LaunchError(f"--output-filename {directory}: {error}") from error
+
+    def _open_files(self, ranks: int, directory: Path) -> None:
+        for rank in range(ranks):
+            home = directory / f"rank.{rank:0{len(str(ranks - 1))}}"
+            home.mkdir(parents=True, exist_ok=True)
+            for stream in ("stdout", "stderr"):
+                path = home / stream
+                self._files[rank, stream] = path.open("w", buffering=1, encoding="utf-8", errors="surrogateescape")
+
+    def write(self, rank: int, stream: str, text: str) -> None:
+        """Print the lines of a rank to the stream of this process that they had in it."""
+        lines = _LINE_ENDS.split(text.removesuffix("\n"))
+        stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._timestamps else ""
+        printed = "".join(f"{stamp}[{rank}]<{stream}>:{line}\n" for line in lines)
+        self._last.setdefault(rank, deque(maxlen=_LAST)).extend(lines)
+        _print(sys.stdout if stream == "stdout" else sys.stderr, printed)
+        if file := self._files.get((rank, stream)):
+            file.write(text)
+
+    def last_lines(self, rank: int) -> list[str]:
+        """What a rank printed last, on either stream."""
+        return list(self._last.get(rank, ()))
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+
+def say(text: str) -> None:
+    """Print a message of the driver, to standard error."""
+    with suppress(OSError):
+        _print(sys.stderr, f"unidist run: {text}\n")
+
+
+def _print(file: TextIO, text: str) -> None:
+    # Bytes as they are: a rank may print what is no text. No buffer, which would be written once more at the end.
+    data = text.encode("utf-8", "surrogateescape")
+    while data:
+        data = data[os.write(file.fileno(), data) :]
