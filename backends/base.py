@@ -25,6 +25,7 @@ import torch
 
 from unidist import open_files
 from unidist.errors import CollectiveError, UnidistError
+from unidist.spans import Collective, spans
 from unidist.topology import Launch, Topology
 
 #: Ample time for a library's thread to release the tensors of the last call.
@@ -269,23 +270,38 @@ class Backend(ABC):
             f"have failed first, or made a different call: look for the earliest error of all ranks.{hint}"
         )
 
-    def errors_of(self, call: str) -> AbstractContextManager[None]:
-        """Convert the library's exceptions inside the block into a ``CollectiveError`` that names rank and call."""
-        return _ErrorsOf(self, call)
+    def errors_of(
+        self, call: str, tensor: torch.Tensor | None = None, group: Group | None = None
+    ) -> AbstractContextManager[None]:
+        """Convert the library's exceptions inside the block into a ``CollectiveError`` that names rank and call.
+
+        With a tensor, the block is a blocking collective of a group, which a timeline records.
+        """
+        return _ErrorsOf(self, call, tensor, group)
+
+    def began(self, call: str, tensor: torch.Tensor, group: Group | None) -> Collective | None:
+        """A collective that this rank starts, for the timeline; None where none is on."""
+        return spans.collective(call, self.ranks(group), tensor) if spans.on else None
 
 
 class _ErrorsOf:
     # A class, not a generator: it adds little time to the hot path.
-    def __init__(self, backend: Backend, call: str) -> None:
+    def __init__(self, backend: Backend, call: str, tensor: torch.Tensor | None, group: Group | None) -> None:
         self.backend = backend
         self.call = call
+        self.tensor = tensor
+        self.group = group
+        self.span: Collective | None = None
 
     def __enter__(self) -> None:
-        pass
+        if spans.on and self.tensor is not None:
+            self.span = self.backend.began(self.call, self.tensor, self.group)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
+        if self.span is not None:
+            self.span.end()
         if not isinstance(error, Exception) or isinstance(error, UnidistError):
             return False
         raise self.backend.failure(self.call, error) from error

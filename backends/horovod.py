@@ -28,6 +28,7 @@ from unidist.backends.mpi import launch as mpi
 from unidist.backends.reducer import BackendReducer
 from unidist.backends.replica import Replica
 from unidist.errors import BackendError, UnidistError
+from unidist.spans import Collective
 from unidist.topology import Launch, Slot, Topology, detect, locate
 
 with suppress(UnidistError):
@@ -148,17 +149,17 @@ class HorovodBackend(Backend):
 
     def barrier(self, group: Group | None = None) -> None:
         nothing = torch.zeros(1)
-        with self.errors_of("barrier"):
+        with self.errors_of("barrier", nothing, group):
             self.wait(hvd.allreduce_async_(nothing, name=_name("barrier", group), op=hvd.Sum, process_set=_set(group)))
 
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
-        with self.errors_of("all_reduce"):
+        with self.errors_of("all_reduce", tensor, group):
             self.wait(
                 hvd.allreduce_async_(tensor, name=_name("all_reduce", group), op=_OPS[op], process_set=_set(group))
             )
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
-        with self.errors_of("broadcast"):
+        with self.errors_of("broadcast", tensor, group):
             self.wait(
                 hvd.broadcast_async_(tensor, root_rank=src, name=_name("broadcast", group), process_set=_set(group))
             )
@@ -167,7 +168,7 @@ class HorovodBackend(Backend):
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
         if sum(sizes) == 0:
             return tensor.clone()
-        with self.errors_of("all_gather"):
+        with self.errors_of("all_gather", tensor, group):
             result: Tensor = self.wait(
                 hvd.allgather_async(tensor, name=_name("all_gather", group), process_set=_set(group))
             )
@@ -178,7 +179,7 @@ class HorovodBackend(Backend):
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
     ) -> Tensor:
         splits = torch.tensor(send, dtype=torch.int32)
-        with self.errors_of("all_to_all"):
+        with self.errors_of("all_to_all", tensor, group):
             handle = hvd.alltoall_async(tensor, splits, name=_name("all_to_all", group), process_set=_set(group))
             result: Tensor = self.wait(handle)[0]
         return result
@@ -190,7 +191,7 @@ class HorovodBackend(Backend):
             whole = tensor.clone()
             self.all_reduce(whole, op, group)
             return whole.view(len(ranks), -1)[ranks.index(self.topology.rank)].clone()
-        with self.errors_of("reduce_scatter"):
+        with self.errors_of("reduce_scatter", tensor, group):
             name = _name("reduce_scatter", group)
             result: Tensor = self.wait(hvd.reducescatter_async(tensor, name=name, op=_OPS[op], process_set=_set(group)))
         return result
@@ -222,24 +223,31 @@ class _HorovodReducer(BackendReducer):
             sent = sent.float()
         sent = self._on_device(sent)
         prescale = 1.0 / self.size / self.prescale(dtype)
+        span = self.backend.began("backward", sent, self.group)
         with self.backend.errors_of("backward"):
             handle = hvd.allreduce_async_(
                 sent, name=_name(name, self.group), op=hvd.Sum, prescale_factor=prescale, process_set=_set(self.group)
             )
-        return self._finish("backward", handle, sent, flat)
+        return self._finish("backward", handle, sent, flat, span)
 
     def start_broadcast(self, flat: Tensor, name: str) -> Callable[[], None]:
         sent = self._on_device(flat)
+        span = self.backend.began("broadcast", sent, self.group)
         with self.backend.errors_of("broadcast"):
             handle = hvd.broadcast_async_(
                 sent, self.backend.ranks(self.group)[0], name=_name(name, self.group), process_set=_set(self.group)
             )
-        return self._finish("broadcast", handle, sent, flat)
+        return self._finish("broadcast", handle, sent, flat, span)
 
-    def _finish(self, call: str, handle: Any, sent: Tensor, flat: Tensor) -> Callable[[], None]:
+    def _finish(
+        self, call: str, handle: Any, sent: Tensor, flat: Tensor, span: Collective | None
+    ) -> Callable[[], None]:
         def wait() -> None:
+            blocked = time.perf_counter_ns()
             with self.backend.errors_of(call):
                 self.backend.wait(handle)
+            if span is not None:
+                span.end(blocked)
             if sent is not flat:
                 flat.copy_(sent)
 

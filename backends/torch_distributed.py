@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import count
+from time import perf_counter_ns
 from types import TracebackType
 from typing import Any
 
@@ -43,6 +44,7 @@ from unidist.backends.rendezvous import World
 from unidist.backends.replica import Replica
 from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
 from unidist.errors import BackendError, CollectiveError, MismatchError, UnidistError
+from unidist.spans import NEVER, spans
 from unidist.topology import Launch, Topology
 from unidist.tree import tensors_in
 
@@ -170,12 +172,13 @@ class TorchBackend(Backend):
             self.process_groups.drop(group.handle)
 
     def barrier(self, group: Group | None = None) -> None:
-        with self.errors_of("barrier"):
-            # On a CPU tensor: a barrier of NCCL would wait for the GPU's queue only.
-            dist.all_reduce(torch.zeros(1), group=self._handle(group, "cpu"))
+        # On a CPU tensor: a barrier of NCCL would wait for the GPU's queue only.
+        nothing = torch.zeros(1)
+        with self.errors_of("barrier", nothing, group):
+            dist.all_reduce(nothing, group=self._handle(group, "cpu"))
 
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
-        with self.errors_of("all_reduce"):
+        with self.errors_of("all_reduce", tensor, group):
             dist.all_reduce(tensor, _OPS["sum" if op == "mean" else op], self._handle(group, tensor.device.type))
             if op == "mean":
                 tensor.div_(len(self.ranks(group)))
@@ -183,20 +186,24 @@ class TorchBackend(Backend):
     def start_all_reduce(
         self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce"
     ) -> Callable[[], None]:
+        span = self.began(call, tensor, group)
         with self.errors_of(call):
             handle = self._handle(group, tensor.device.type)
             work = dist.all_reduce(tensor, _OPS["sum" if op == "mean" else op], handle, async_op=True)
 
         def wait() -> None:
+            blocked = perf_counter_ns()
             with self.errors_of(call):
                 work.wait()
+            if span is not None:
+                span.end(blocked)
             if op == "mean":
                 tensor.div_(len(self.ranks(group)))
 
         return wait
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
-        with self.errors_of("broadcast"):
+        with self.errors_of("broadcast", tensor, group):
             handle = self._handle(group, tensor.device.type)
             dist.broadcast(tensor, group=handle, group_src=self.ranks(group).index(src))
 
@@ -207,7 +214,7 @@ class TorchBackend(Backend):
             return result
         if tensor.numel() < longest:
             tensor = torch.cat([tensor, tensor.new_zeros(longest - tensor.numel())])
-        with self.errors_of("all_gather"):
+        with self.errors_of("all_gather", tensor, group):
             _all_gather(result, tensor, self._handle(group, tensor.device.type))
         if min(sizes) == longest:
             return result
@@ -217,7 +224,7 @@ class TorchBackend(Backend):
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
     ) -> Tensor:
         result = tensor.new_empty(sum(receive))
-        with self.errors_of("all_to_all"):
+        with self.errors_of("all_to_all", tensor, group):
             dist.all_to_all_single(result, tensor, list(receive), list(send), self._handle(group, tensor.device.type))
         return result
 
@@ -229,7 +236,7 @@ class TorchBackend(Backend):
             self.all_reduce(tensor, op, group)
             return tensor.chunk(size)[ranks.index(self.topology.rank)].clone()
         result = tensor.new_empty(tensor.numel() // size)
-        with self.errors_of("reduce_scatter"):
+        with self.errors_of("reduce_scatter", tensor, group):
             _reduce_scatter(
                 result, tensor, _OPS["sum" if op == "mean" else op], self._handle(group, tensor.device.type)
             )
@@ -252,8 +259,13 @@ class TorchBackend(Backend):
             )
         wrapped.options = options
         wrapped.frozen = frozen_parameters(model)
+        hook = None
         if options.compression is not None:
-            wrapped.register_comm_hook(handle, _compressed(options.compression, len(self.ranks(group))))
+            hook = _compressed(options.compression, len(self.ranks(group)))
+        if spans.on:
+            hook = _recorded(hook or _mean(len(self.ranks(group))), self.ranks(group))
+        if hook is not None:
+            wrapped.register_comm_hook(handle, hook)
         return wrapped
 
     def replicate(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> ReplicatedModel:
@@ -344,10 +356,39 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
         return self.options.broadcast_buffers and syncs and bool(self.modules_buffers)
 
 
+def _mean(size: int) -> Callable[..., Any]:
+    """A communication hook that does what DDP does without one."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, not their names
+        future = dist.all_reduce(bucket.buffer().div_(size), group=state, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    return hook
+
+
+def _recorded(hook: Callable[..., Any], ranks: Sequence[int]) -> Callable[..., Any]:
+    """A communication hook whose buckets are in the timeline. A backward pass waits for the last one."""
+
+    def recorded(state, bucket):  # type: ignore[no-untyped-def]  # see _mean
+        span = spans.collective("backward", ranks, bucket.buffer())
+        future = hook(state, bucket)
+        if span is None:
+            return future
+        blocked = 0 if bucket.is_last() else NEVER
+
+        def end(done):  # type: ignore[no-untyped-def]
+            span.end(blocked)
+            return done.value()
+
+        return future.then(end)
+
+    return recorded
+
+
 def _compressed(dtype: torch.dtype, size: int) -> Callable[..., Any]:
     """A communication hook that averages gradients in ``dtype``; torch's own does not take bfloat16 on the CPU."""
 
-    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, not their names
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # see _mean
         buffer = bucket.buffer()
         if buffer.is_sparse:  # half precision has no sparse arithmetic
             future = dist.all_reduce(buffer.div_(size), group=state, async_op=True).get_future()

@@ -27,6 +27,9 @@ from tests.support.worlds import PYTHON, ROOT, environment, free_port, shown
 from tests.test_run import PRINTS, RUN, left
 from unidist.launchers.process import kill
 from unidist.launchers.table import HOROVODRUN, TORCHRUN, missing
+from unidist.tracing.recorder import path_of_rank
+from unidist.tracing.trace import read_all
+from unidist.tracing.waiting import waits
 
 ENGINES = str(ROOT / "tests/programs/on_every_engine.py")
 TOLERANCE = 1e-5
@@ -82,12 +85,14 @@ def alone() -> list[float]:
 
 
 @pytest.mark.parametrize("launcher", WORLDS)
-def test_weights_over_two_hosts(launcher: str, three_hosts: list[str], alone: list[float]) -> None:
+def test_weights_over_two_hosts(launcher: str, three_hosts: list[str], alone: list[float], tmp_path: Path) -> None:
     numbers, command, engines, ranks = WORLDS[launcher]
     if "horovod" in engines and (why := missing("horovodrun")):
         pytest.skip(why)
     end = [f"alpha:{free_port()}"] if launcher == "torchrun" else []
-    running = [start_on(three_hosts, number, [*command, *end, ENGINES, *engines]) for number in numbers]
+    trace = tmp_path / "trace.json"
+    env = {"UNIDIST_TIMELINE": str(trace)} if launcher == "unidist run" else {}
+    running = [start_on(three_hosts, number, [*command, *end, ENGINES, *engines], **env) for number in numbers]
     try:
         output = "".join(process.communicate(timeout=120)[0] for process in running)
     finally:
@@ -96,6 +101,16 @@ def test_weights_over_two_hosts(launcher: str, three_hosts: list[str], alone: li
     assert [process.returncode for process in running] == [0] * len(running), output
     check_weights(launcher, output, engines, ranks, alone)
     assert ("hvd is unidist.hvd" in output) is ("--hvd" in launcher)
+    if env:
+        check_timeline([path_of_rank(trace, rank) for rank in range(3)])
+
+
+def check_timeline(paths: Sequence[Path]) -> None:
+    """That of the last engine. The hosts have one clock, which they do not know."""
+    traces, _ = read_all(paths)
+    assert len({trace.host for trace in traces}) == 2 and traces[0].clock_offset_ns == 0
+    assert all(abs(trace.clock_offset_ns) < 5e7 for trace in traces), traces
+    assert traces[2].clock_offset_ns != 0 and waits(traces).collectives >= 6
 
 
 def check_weights(launcher: str, output: str, engines: Sequence[str], ranks: Sequence[int], alone: list[float]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unidist.hvd.timeline import Timeline
+from unidist.hvd.timeline import TensorTimeline
 
 pytestmark = pytest.mark.unit
 
@@ -22,7 +22,7 @@ def loaded(text: str) -> list[dict[str, Any]]:
 
 def test_events_are_in_the_file_before_it_ends(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    timeline = Timeline()
+    timeline = TensorTimeline()
     timeline.open(path)
     timeline.begin("allreduce.a", "ALLREDUCE")
     timeline.end("allreduce.a")
@@ -43,7 +43,7 @@ def test_events_are_in_the_file_before_it_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/dev/full", "/nowhere/timeline.json"])
 def test_a_file_that_cannot_be_written_is_logged_once(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    timeline = Timeline()
+    timeline = TensorTimeline()
     with caplog.at_level(logging.ERROR, "unidist"):
         timeline.open(path)
         end = time.monotonic() + 10
@@ -61,7 +61,7 @@ def test_a_disk_that_fills_up_leaves_whole_events(tmp_path: Path, caplog: pytest
     """Also where only the last write fails, in ``close``."""
     path = tmp_path / "timeline.json"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    timeline = Timeline()
+    timeline = TensorTimeline()
     with caplog.at_level(logging.ERROR, "unidist"):
         timeline.open(path)
         timeline.begin("a", "ALLREDUCE")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         num_nodes,
         rank,
         shutdown,
+        timeline,
         world_size,
     )
     from unidist.data import ShardLoader, shard_loader
@@ -91,6 +92,7 @@ _MODULES = {
         "num_nodes",
         "rank",
         "shutdown",
+        "timeline",
         "world_size",
     ),
     "data": ("ShardLoader", "shard_loader"),
@@ -173,6 +175,7 @@ __all__ = [
     "shard_loader",
     "shutdown",
     "spawn",
+    "timeline",
     "unwrap",
     "world_size",
     "wrap_metric",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -22,6 +22,9 @@ from unidist.errors import BackendError, NotInitializedError, WorldSizeError
 from unidist.seed import set_seed
 from unidist.topology import EXPLICIT, Launch, allocated_tasks, detect
 from unidist.topology import NONE as NO_LAUNCHER
+
+if TYPE_CHECKING:
+    from unidist.tracing.recorder import Timeline
 
 
 class BackendEntry(NamedTuple):
@@ -51,6 +54,7 @@ _sessions = 0
 #: Restores the variables that ``init(export_env=True)`` has set.
 _take_back_env: Callable[[], None] | None = None
 _closers: list[Callable[[], None]] = []
+_timeline: Timeline | None = None
 _process = os.getpid()
 
 
@@ -95,6 +99,9 @@ def init(
     _init(backend, init_method, rank, world_size, timeout, device, export_env, default_group=True)
     if seed is not None:
         set_seed(seed)
+    path = knobs.timeline(os.environ, of_horovod=current().name != "horovod")
+    if path and _timeline is None:
+        timeline(path)
 
 
 def init_beside_default_group(backend: BackendName) -> None:
@@ -216,6 +223,27 @@ def shutdown() -> None:
     leave()
 
 
+def timeline(path: str | os.PathLike[str]) -> Timeline:
+    """Record where the time of each rank goes, from now until ``close()`` of the result, the end of its ``with`` block
+    or ``shutdown()``. Collective.
+
+    Each rank writes a file of Chrome's trace event format (Perfetto, ``chrome://tracing``): ``trace.json`` is
+    ``trace.0.json`` on rank 0. It has the collective calls of unidist, the gradient buckets of models that are wrapped
+    while it is on, and the waiting for the batches of ``shard_loader``; all on rank 0's clock. ``unidist timeline
+    trace.*.json`` prints who waits for whom. A timeline that is on is closed.
+
+    Args:
+        path: the file's name without the rank. A file that cannot be written is logged, and training goes on.
+    """
+    global _timeline
+    from unidist.tracing.recorder import Timeline, path_of_rank
+
+    if _timeline is not None:
+        _timeline.close()
+    _timeline = Timeline(path_of_rank(path, rank()), current())
+    return _timeline
+
+
 def before_leaving(close: Callable[[], None]) -> Callable[[], None]:
     """A decorator: call the function each time before the backend is shut down."""
     _closers.append(close)
@@ -225,9 +253,12 @@ def before_leaving(close: Callable[[], None]) -> Callable[[], None]:
 @atexit.register
 def leave() -> None:
     """``shutdown`` without waiting for the other ranks."""
-    global _current, _arguments, _take_back_env
+    global _current, _arguments, _take_back_env, _timeline
     for close in _closers:
         close()
+    if _timeline is not None:
+        _timeline.close()
+        _timeline = None
     backend, _current, _arguments = _current, None, {}
     # A forked child is not a rank: it leaves its parent's backend alone.
     if backend is not None and os.getpid() == _process:

@@ -4,6 +4,7 @@
 UNIDIST_BACKEND      backend for ``init("auto")``: ``single``, ``gloo``, ``nccl``, ``mpi``, ``horovod``
 UNIDIST_LAUNCHER     launcher whose variables are read, whatever others are set; ``none`` reads none
 UNIDIST_TIMEOUT      seconds after which a start-up or a collective fails that not all ranks take part in
+UNIDIST_TIMELINE     file for ``unidist.timeline`` from ``init()`` on: ``trace.json`` is ``trace.0.json`` on rank 0
 UNIDIST_CACHE        directory of built wheels (default ``$XDG_CACHE_HOME/unidist``)
 ===================  ==========================================================================
 """
@@ -21,6 +22,7 @@ BACKEND = "UNIDIST_BACKEND"
 LAUNCHER = "UNIDIST_LAUNCHER"
 TIMEOUT = "UNIDIST_TIMEOUT"
 CACHE = "UNIDIST_CACHE"
+TIMELINE = "UNIDIST_TIMELINE"
 
 
 def backend(env: Mapping[str, str]) -> str:
@@ -40,6 +42,11 @@ def timeout(env: Mapping[str, str]) -> timedelta | None:
     except ValueError:
         raise LaunchError(f"{TIMEOUT}={text!r} is not a number of seconds above 0: correct or unset it.") from None
     return timedelta(seconds=seconds)
+
+
+def timeline(env: Mapping[str, str], *, of_horovod: bool) -> str:
+    """The file of the timeline, or an empty string; with ``of_horovod`` that of HOROVOD_TIMELINE, too."""
+    return env.get(TIMELINE, "") or (env.get("HOROVOD_TIMELINE", "") if of_horovod else "")
 
 
 def cache_dir(env: Mapping[str, str]) -> Path:

@@ -24,6 +24,7 @@ HELP = {
     "migrate": "Turn code that uses Horovod into unidist's, with a diff and a report.",
     "bench": "Measure unidist beside the raw libraries and its peers.",
     "compare": "Train on two backends, and show where they first differ.",
+    "timeline": "Show where the time of each rank goes, and who waits for whom.",
     "exec": "Run a script with torchrun's variables under any launcher.",
     "doctor": "Show what this machine can run, and how to fix what it cannot.",
     "build-horovod": "Build Horovod for the installed PyTorch.",

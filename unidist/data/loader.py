@@ -13,6 +13,7 @@ from unidist.context import current, is_initialized
 from unidist.data.sampler import ShardSampler, StatefulShardSampler, is_shuffle
 from unidist.data.sharding import Position, Sharding, mix_seeds
 from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit
+from unidist.spans import spans
 
 T = TypeVar("T")
 
@@ -134,7 +135,7 @@ class ShardLoader(DataLoader[T]):
         return (self.batch_size or 1) * self._source.sharding.world_size
 
     def _count(self, iterator: Iterator[T], iteration: int | None) -> Iterator[T]:
-        for batch in iterator:
+        for batch in spans.data(iterator) if spans.on else iterator:
             iteration = iteration or self._progress.iterations
             if iteration == self._progress.iterations:  # else another one has begun
                 self._progress.consumed += self._items_per_batch

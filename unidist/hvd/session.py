@@ -47,7 +47,7 @@ from unidist.hvd.negotiation import Coordinator, display_name
 from unidist.hvd.operation import GLOBAL_SET, Operation
 from unidist.hvd.response_cache import ResponseCache
 from unidist.hvd.rounds import GradientRounds
-from unidist.hvd.timeline import Timeline
+from unidist.hvd.timeline import TensorTimeline
 
 #: How long a session that closes waits for the operation that is being executed.
 _CLOSE_TIMEOUT_S = 5.0
@@ -94,7 +94,7 @@ class Session:
         timeline: where operations are recorded.
     """
 
-    def __init__(self, backend: Backend, fusion: int, options: ControlOptions, timeline: Timeline) -> None:
+    def __init__(self, backend: Backend, fusion: int, options: ControlOptions, timeline: TensorTimeline) -> None:
         self.backend = backend
         self.topology = backend.topology
         self.pid = os.getpid()
@@ -447,7 +447,7 @@ def _in_stream_order(signature: Signature, operations: Sequence[Operation | None
 
 _session: Session | None = None
 #: Of this process, on rank 0; it may be started and stopped at any time.
-timeline = Timeline()
+timeline = TensorTimeline()
 
 
 def current_session() -> Session:

@@ -1,0 +1,1 @@
+"""One timeline of all ranks: what each waits for, when, and for whom."""
