@@ -36,7 +36,7 @@ def test_it_shows_who_is_late(tmp_path: Path) -> None:
     unidist.barrier()
     traces, _ = read_all(list(directory.glob("trace.*.json")))
     assert [trace.rank for trace in traces] == list(range(size)) and timeline.path == traces[rank].path
-    by_name = [[each.name for each in trace.operations] for trace in traces]
+    by_name = [[each.name for each in trace.spans] for trace in traces]
     for trace, names in zip(traces, by_name, strict=True):
         assert json.loads(trace.path.read_text())
         assert names.count("next batch") == 4
@@ -61,5 +61,5 @@ def test_a_second_one_takes_the_place_of_the_first(tmp_path: Path) -> None:
     unidist.all_reduce(torch.ones(1))
     for name, count in (("first", 1), ("second", 2)):
         (trace,), _ = read_all([directory / f"{name}.{unidist.rank()}.json"])
-        names = [each.name for each in trace.operations]
+        names = [each.name for each in trace.spans]
         assert names.count("all_reduce") == (count if unidist.world_size() > 1 else 0), names

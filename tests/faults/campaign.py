@@ -31,12 +31,19 @@ from tests.support.worlds import ROOT, commands, environment, free_port
 RANKS = 3
 #: Seconds of UNIDIST_TIMEOUT, and how much later a survivor must have ended.
 TIMEOUT, GRACE = 10, 10
+#: Seconds of UNIDIST_STALL_S.
+STALL = 5
 #: For a start on a busy machine.
 START = 90
 KINDS = ("SIGKILL", "SIGSTOP", "SIGTERM", "exception", "os._exit")
 MOMENTS = ("init", "forward", "backward", "collective", "save", "end")
-#: In the last, no launcher ends a survivor: each must end by itself.
-LAUNCHERS = ("torchrun c10d", "horovodrun", "openmpi", "env")
+#: By what computes. In ``env`` no launcher ends a survivor: each must end by itself.
+LAUNCHERS = {
+    "drop-in": ("torchrun c10d", "horovodrun", "openmpi", "unidist-run", "env"),
+    "gloo": ("torchrun c10d", "horovodrun", "openmpi", "unidist-run", "env"),
+    "mpi": ("openmpi",),
+    "horovod": ("horovodrun", "openmpi", "unidist-run", "env"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Case:
     kind: str
     moment: str
     victim: int
+    engine: str
     launcher: str
     step: int
     #: Of the data loader.
@@ -83,8 +91,8 @@ class Outcome:
 
     @property
     def named(self) -> bool | None:
-        """Whether an error of the drop-in names the victim; None where nobody had to raise one."""
-        errors = [error for error in self.errors if error.startswith("HorovodInternalError")]
+        """Whether an error names the victim; None where nobody had to raise one."""
+        errors = [error for error in self.errors if error.startswith(("HorovodInternalError", "CollectiveError"))]
         if self.case.moment in ("init", "end") or not errors:
             return None
         return any(re.search(rf"rank {self.case.victim}\b", error) for error in errors)
@@ -95,15 +103,16 @@ class Outcome:
 
 
 def draw(count: int, seed: int) -> list[Case]:
-    """Each 30 in a row have every kind at every moment."""
+    """Each 30 in a row have every kind at every moment; the engines take turns."""
     dice = random.Random(seed)
-    return [
-        Case(
-            KINDS[i % len(KINDS)], MOMENTS[i % len(MOMENTS)], dice.choice((0, dice.randrange(1, RANKS))),
-            LAUNCHERS[dice.randrange(len(LAUNCHERS))], dice.randrange(1, 5), dice.randrange(2), dice.randrange(10**6),
-        )
-        for i in range(count)
-    ]  # fmt: skip
+    cases = []
+    for i in range(count):
+        victim = dice.choice((0, dice.randrange(1, RANKS)))
+        engine = list(LAUNCHERS)[(i + i // len(LAUNCHERS)) % len(LAUNCHERS)]
+        launcher = dice.choice(LAUNCHERS[engine])
+        rest = (dice.randrange(1, 5), dice.randrange(2), dice.randrange(10**6))
+        cases.append(Case(KINDS[i % len(KINDS)], MOMENTS[i % len(MOMENTS)], victim, engine, launcher, *rest))
+    return cases
 
 
 def run(case: Case) -> Outcome:
@@ -124,7 +133,7 @@ def run(case: Case) -> Outcome:
 
 
 def _broken_files(directory: Path) -> Iterator[str]:
-    for path in (*directory.glob("step-*.pt"), *directory.glob("timeline.json")):
+    for path in (*directory.glob("step-*.pt"), *directory.glob("timeline*.json")):
         try:
             if path.suffix == ".pt":
                 torch.load(path, weights_only=True)
@@ -136,10 +145,11 @@ def _broken_files(directory: Path) -> Iterator[str]:
 
 def _start(case: Case, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     plan = {
-        "UNIDIST_TIMEOUT": str(TIMEOUT), "UNIDIST_BACKEND": "gloo", "FAULT": json.dumps(asdict(case)),
-        "FAULT_DIRECTORY": str(directory), "HOROVOD_TIMELINE": str(directory / "timeline.json"),
+        "UNIDIST_TIMEOUT": str(TIMEOUT), "UNIDIST_BACKEND": "gloo", "UNIDIST_STALL_S": str(STALL),
+        "FAULT": json.dumps(asdict(case)), "FAULT_DIRECTORY": str(directory),
+        "HOROVOD_TIMELINE": str(directory / "timeline.json"),
     }  # fmt: skip
-    argv = ["-m", "unidist.hvd", str(ROOT / "tests/faults/train.py")]
+    argv = [*["-m", "unidist.hvd"] * (case.engine == "drop-in"), str(ROOT / "tests/faults/train.py")]
     if case.launcher == "env":
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
         starts = [([sys.executable, *argv], {**master, "RANK": str(rank)}) for rank in range(RANKS)]
@@ -260,19 +270,16 @@ def line(outcome: Outcome) -> str:
         f"BROKEN {outcome.broken}" * bool(outcome.broken), "NOT NAMED" * (outcome.named is False),
         outcome.invalid and f"INVALID {outcome.invalid}",
     ]  # fmt: skip
-    what = f"{case.kind} at {case.moment} of rank {case.victim}, {case.launcher}, {case.workers} workers"
-    return f"{what:60} {ends} {' '.join(filter(None, marks))}".rstrip()
+    where = f"{case.engine} under {case.launcher}"
+    what = f"{case.kind} at {case.moment} of rank {case.victim}, {where}, {case.workers} workers"
+    return f"{what:75} {ends} {' '.join(filter(None, marks))}".rstrip()
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
-    """Counts by kind and moment."""
-    lines = [f"{'':12}" + "".join(f"{moment:>12}" for moment in MOMENTS)]
-    for kind in KINDS:
-        cells = []
-        for moment in MOMENTS:
-            here = [each for each in outcomes if (each.case.kind, each.case.moment) == (kind, moment)]
-            cells.append(f"{sum(not each.bad for each in here)}/{len(here)}")
-        lines.append(f"{kind:12}" + "".join(f"{cell:>12}" for cell in cells))
+    """Counts by kind and moment, and by engine and kind."""
+    lines = _table(outcomes, "kind", KINDS, "moment", MOMENTS) + _table(
+        outcomes, "engine", list(LAUNCHERS), "kind", KINDS
+    )
     ends = Counter(how for each in outcomes for how, _ in each.survivors.values())
     ours = [each for each in outcomes if not each.left_to_mpirun]
     slowest = max((seconds for each in ours for _, seconds in each.survivors.values()), default=0.0)
@@ -285,6 +292,20 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
         f"{sum(bool(each.orphans) for each in outcomes)}, broken files in "
         f"{sum(bool(each.broken) for each in outcomes)}, invalid {sum(bool(each.invalid) for each in outcomes)}",
     ]
+    return lines
+
+
+def _table(
+    outcomes: Sequence[Outcome], row: str, rows: Sequence[str], column: str, columns: Sequence[str]
+) -> list[str]:
+    """The outcomes that are not bad of how many, by two attributes of their cases."""
+    lines = [f"{'':12}" + "".join(f"{name:>12}" for name in columns)]
+    for name in rows:
+        cells = []
+        for other in columns:
+            here = [each for each in outcomes if (getattr(each.case, row), getattr(each.case, column)) == (name, other)]
+            cells.append(f"{sum(not each.bad for each in here)}/{len(here)}")
+        lines.append(f"{name:12}" + "".join(f"{cell:>12}" for cell in cells))
     return lines
 
 

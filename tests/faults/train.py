@@ -1,4 +1,4 @@
-"""Trains with Horovod's calls, and does to one rank what FAULT says.
+"""Trains with Horovod's calls on the drop-in, or with unidist's own on an engine, and does to one rank what FAULT says.
 
 Each rank writes lines to a file of its own: its process, the fault, how it ended.
 """
@@ -8,18 +8,20 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 import unidist
+from unidist.topology import detect
 
 PLAN = json.loads(os.environ["FAULT"])
-RANK = int(os.environ["HOROVOD_RANK"])
+RANK = detect(os.environ).rank
 DIRECTORY = Path(os.environ["FAULT_DIRECTORY"])
 STEPS = 7
 #: The largest delay in seconds of faults that strike amid something.
@@ -70,15 +72,28 @@ class Data(torch.utils.data.Dataset[torch.Tensor]):
         return torch.randn(32)
 
 
-def main() -> None:
-    strike("init")
-    hvd.init()
-    torch.manual_seed(0)
+def start() -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[torch.Tensor, str], object]]:
+    """The model, its optimizer, and a collective call."""
     model = torch.nn.Sequential(torch.nn.Linear(32, 512), torch.nn.Tanh(), torch.nn.Linear(512, 512))
-    optimizer: Any = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    if PLAN["engine"] == "drop-in":
+        import horovod.torch as hvd
+
+        hvd.init()
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        return model, optimizer, lambda tensor, name: hvd.allreduce(tensor, name=name)
+    unidist.init(PLAN["engine"])
+    model = unidist.wrap_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    return model, optimizer, lambda tensor, name: unidist.all_reduce(tensor)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    strike("init")
+    model, optimizer, all_reduce = start()
     # A worker holds copies of this rank's sockets.
     loader = torch.utils.data.DataLoader(Data(), 8, num_workers=PLAN["workers"])
     for step, batch in enumerate(loader):
@@ -92,18 +107,21 @@ def main() -> None:
         optimizer.step()
         strike("collective", step)
         for part in range(4 if step == PLAN["step"] else 1):
-            hvd.allreduce(torch.full((500_000,), loss.item()), name=f"loss.{part}")
+            all_reduce(torch.full((500_000,), loss.item()), f"loss.{part}")
         strike("save", step)
         unidist.save_checkpoint(DIRECTORY / f"step-{step % 2}.pt", model=model, optimizer=optimizer, step=step)
     strike("end")
 
 
+def note_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """An uncaught error, as the user sees it."""
+    note("raised", error=kind.__name__, text=str(error))
+    sys.__excepthook__(kind, error, trace)
+
+
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, open(DIRECTORY / f"stack-{RANK}", "w"), all_threads=False)  # noqa: SIM115
     note("start", pid=os.getpid())
-    try:
-        main()
-    except BaseException as error:
-        note("raised", error=type(error).__name__, text=str(error))
-        raise
+    sys.excepthook = note_error
+    main()
     note("done")

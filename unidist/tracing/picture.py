@@ -36,7 +36,7 @@ def plot(traces: Sequence[RankTrace], found: Waits, path: Path) -> None:
     upper.legend(fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.25))
     for row, trace in enumerate(traces):
         for category, color in (("collective", _COLORS["communication"]), ("data", _COLORS["data"])):
-            operations = [each for each in trace.operations if each.category == category]
+            operations = [each for each in trace.spans if each.category == category]
             bars = [(each.blocked / 1e6, (each.end - each.blocked) / 1e6) for each in operations]
             lower.broken_barh(bars, (row - 0.4, 0.8), color=color)
     lower.set_yticks(range(len(traces)), labels)

@@ -45,7 +45,7 @@ class RankTrace:
     events: list[Event] = field(repr=False)
 
     @property
-    def operations(self) -> list[RecordedSpan]:
+    def spans(self) -> list[RecordedSpan]:
         """Its spans, by their begin."""
         found, begun = [], {}
         for event in self.events:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unidist.tracing.trace import RecordedSpan, RankTrace
+from unidist.tracing.trace import RankTrace, RecordedSpan
 
 #: Of all ranks' time: below it, waiting is not worth a word.
 _LITTLE = 0.02
@@ -74,7 +74,7 @@ def waits(traces: Sequence[RankTrace]) -> Waits:
     ranks = {trace.rank: _Rank(RankTime(trace.rank, trace.host)) for trace in traces}
     met: dict[tuple[str, int], dict[int, RecordedSpan]] = defaultdict(dict)
     for trace in traces:
-        rank, operations = ranks[trace.rank], trace.operations
+        rank, operations = ranks[trace.rank], trace.spans
         if operations:
             rank.time.total = (max(each.end for each in operations) - operations[0].begin) / 1e6
         for each in operations:
