@@ -38,7 +38,7 @@ def trained(directory: Path, scripts: list[Path], launcher: str, backend: str) -
     """The weights of scripts that run one after another in one world of 2 ranks."""
     directory.mkdir()
     argv = ["tests/programs/run_legacy.py", str(directory), *map(str, scripts)]
-    result = run_world(launcher, 2, argv, backend=backend, timeout=300)
+    result = run_world(launcher, 2, argv, backend=backend, timeout=200 + 2 * len(scripts))
     assert result.returncode == 0, result.output[-6000:]
     return directory
 
@@ -109,7 +109,7 @@ def trained_ddp(directory: Path, launcher: str, scripts: list[Path]) -> Path:
     """What scripts of torch.distributed save in a world of 2 ranks, or in one process."""
     (directory / "migrated").mkdir(parents=True)
     argv = ["tests/programs/run_ddp.py", str(directory), *map(str, scripts)]
-    result = run_world(launcher, 2, argv, timeout=500)
+    result = run_world(launcher, 2, argv, timeout=400 + 2 * len(scripts))
     assert result.returncode == 0, result.output[-6000:]
     return directory
 
