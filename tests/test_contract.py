@@ -16,9 +16,9 @@ WORLDS = [
     ("openmpi", "mpi", 2),
 ]
 #: Beside torch's default process group, as the drop-in begins. A second MPI library is shown at two ranks.
-BESIDE_WORLDS = [("torchrun", "gloo", 3), ("mpich", "mpi", 2)]
-#: What has to do with process groups. The rest uses the same calls.
-BESIDE_FILES = ["test_collectives.py", "test_world.py", "test_wrap_model.py", "test_replicate.py", "test_join.py"]
+#: Of the suite, what has to do with process groups, and with MPI. The rest uses the same calls.
+GROUPS, CALLS = ["test_wrap_model.py", "test_replicate.py", "test_join.py"], ["test_collectives.py", "test_world.py"]
+BESIDE_WORLDS = [("torchrun", "gloo", 3, CALLS + GROUPS), ("mpich", "mpi", 2, CALLS)]
 
 
 @pytest.mark.parametrize(("launcher", "backend", "size"), WORLDS)
@@ -26,8 +26,10 @@ def test_contract(launcher: str, backend: str, size: int, tmp_path: Path) -> Non
     shown.setdefault("contract suite", []).append(run_suite("contract", launcher, size, backend, tmp_path))
 
 
-@pytest.mark.parametrize(("launcher", "backend", "size"), BESIDE_WORLDS)
-def test_contract_beside_the_default_group(launcher: str, backend: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "backend", "size", "files"), BESIDE_WORLDS)
+def test_contract_beside_the_default_group(
+    launcher: str, backend: str, size: int, files: list[str], tmp_path: Path
+) -> None:
     env = {BESIDE: "1", "UNIDIST_TIMEOUT": "60"}
-    line = run_suite("contract", launcher, size, backend, tmp_path, env, BESIDE_FILES)
+    line = run_suite("contract", launcher, size, backend, tmp_path, env, files)
     shown.setdefault("contract suite", []).append(f"{line}, beside the default group")
