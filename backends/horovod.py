@@ -7,7 +7,6 @@ runs the rendezvous server of horovodrun, whose address the ranks get through th
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -47,8 +46,8 @@ except ImportError as error:
     ) from error
 
 _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
-
-
+#: Of collectives, unless ``init`` has one: torch's. Horovod has none.
+_TIMEOUT = timedelta(minutes=30)
 #: Interval between two polls of an operation; a fraction of the shortest operation's time.
 _POLL_S = 5e-5
 
@@ -66,7 +65,7 @@ class HorovodBackend(Backend):
         super().__init__("horovod", topology, device)
         HorovodBackend.running = self
         #: Seconds.
-        self._timeout = None if timeout is None else timeout.total_seconds()
+        self._timeout = (timeout or _TIMEOUT).total_seconds()
         self._release = release
         if hvd.nccl_built():
             self.device_types = frozenset({"cpu", "cuda"})
@@ -137,9 +136,9 @@ class HorovodBackend(Backend):
         """The result of an asynchronous call; Horovod's own ``synchronize`` would keep a core busy.
 
         Raises:
-            TimeoutError: another rank has not made the call in time. Without a timeout it waits for ever.
+            TimeoutError: another rank has not made the call in time.
         """
-        end = math.inf if self._timeout is None else time.monotonic() + self._timeout
+        end = time.monotonic() + self._timeout
         while not hvd.poll(handle):
             if time.monotonic() > end:
                 raise TimeoutError(f"another rank did not take part within {self._timeout:g} s")
@@ -148,17 +147,17 @@ class HorovodBackend(Backend):
 
     def barrier(self, group: Group | None = None) -> None:
         nothing = torch.zeros(1)
-        with self.errors_of("barrier"):
+        with self.errors_of("barrier", nothing, group):
             self.wait(hvd.allreduce_async_(nothing, name=_name("barrier", group), op=hvd.Sum, process_set=_set(group)))
 
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
-        with self.errors_of("all_reduce"):
+        with self.errors_of("all_reduce", tensor, group):
             self.wait(
                 hvd.allreduce_async_(tensor, name=_name("all_reduce", group), op=_OPS[op], process_set=_set(group))
             )
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
-        with self.errors_of("broadcast"):
+        with self.errors_of("broadcast", tensor, group):
             self.wait(
                 hvd.broadcast_async_(tensor, root_rank=src, name=_name("broadcast", group), process_set=_set(group))
             )
@@ -167,7 +166,7 @@ class HorovodBackend(Backend):
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
         if sum(sizes) == 0:
             return tensor.clone()
-        with self.errors_of("all_gather"):
+        with self.errors_of("all_gather", tensor, group):
             result: Tensor = self.wait(
                 hvd.allgather_async(tensor, name=_name("all_gather", group), process_set=_set(group))
             )
@@ -178,7 +177,7 @@ class HorovodBackend(Backend):
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
     ) -> Tensor:
         splits = torch.tensor(send, dtype=torch.int32)
-        with self.errors_of("all_to_all"):
+        with self.errors_of("all_to_all", tensor, group):
             handle = hvd.alltoall_async(tensor, splits, name=_name("all_to_all", group), process_set=_set(group))
             result: Tensor = self.wait(handle)[0]
         return result
@@ -190,7 +189,7 @@ class HorovodBackend(Backend):
             whole = tensor.clone()
             self.all_reduce(whole, op, group)
             return whole.view(len(ranks), -1)[ranks.index(self.topology.rank)].clone()
-        with self.errors_of("reduce_scatter"):
+        with self.errors_of("reduce_scatter", tensor, group):
             name = _name("reduce_scatter", group)
             result: Tensor = self.wait(hvd.reducescatter_async(tensor, name=name, op=_OPS[op], process_set=_set(group)))
         return result
@@ -238,7 +237,7 @@ class _HorovodReducer(BackendReducer):
 
     def _finish(self, call: str, handle: Any, sent: Tensor, flat: Tensor) -> Callable[[], None]:
         def wait() -> None:
-            with self.backend.errors_of(call):
+            with self.backend.errors_of(call, sent, self.group):
                 self.backend.wait(handle)
             if sent is not flat:
                 flat.copy_(sent)

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+import time
 import traceback
 import weakref
 import zlib
@@ -37,12 +38,15 @@ from unidist.backends.base import (
 )
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
+from unidist.backends.mpi import watch as mpi_watch
 from unidist.backends.process_groups import GlooSockets, LazyProcessGroup, ProcessGroups, abort
 from unidist.backends.reducer import BackendReducer
 from unidist.backends.rendezvous import World
 from unidist.backends.replica import Replica
+from unidist.backends.watch import flight_recorder
 from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
 from unidist.errors import BackendError, CollectiveError, MismatchError, UnidistError
+from unidist.operations import OperationRecord
 from unidist.topology import Launch, Topology
 from unidist.tree import tensors_in
 
@@ -86,6 +90,11 @@ class TorchBackend(Backend):
         self._restore_hook = self._explain_lost_ranks()
         self._rendezvous = world
         self._exchanges = count()
+        self._started_ns = time.time_ns()
+        #: Whether torch records the operations.
+        self._recorded = name in ("gloo", "nccl") and flight_recorder.is_available()
+        if self._recorded or (name == "mpi" and library != "mpi"):
+            self.recent = None
 
     @classmethod
     def start(cls, name: str, start: Start) -> TorchBackend:
@@ -122,13 +131,10 @@ class TorchBackend(Backend):
         show = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            modules = {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(trace)}
-            foreign = not isinstance(error, RuntimeError) or isinstance(error, UnidistError)
-            calls = any(module.startswith(_CALLING) for module in modules)
-            if foreign or not calls or self.topology.world_size == 1 or not _LOST_RANK.search(str(error)):
+            if isinstance(error, UnidistError) or self.topology.world_size == 1 or not self.follows(error, trace):
                 show(kind, error, trace)
                 return
-            call = "backward" if "torch.autograd" in modules else "a call of torch.distributed"
+            call = "backward" if "torch.autograd" in _modules(trace) else "a call of torch.distributed"
             explained = self.failure(call, error)
             explained.__cause__ = error
             show(type(explained), explained, None)
@@ -139,6 +145,24 @@ class TorchBackend(Backend):
 
         sys.excepthook = hook
         return restore
+
+    def follows(self, error: BaseException, trace: TracebackType | None) -> bool:
+        called = any(module.startswith(_CALLING) for module in _modules(trace))
+        lost = isinstance(error, RuntimeError) and called and _LOST_RANK.search(str(error))
+        return bool(lost) or super().follows(error, trace)
+
+    def operations(self) -> list[OperationRecord]:
+        if self._recorded:
+            return flight_recorder.operations(self._groups_by_name(), self._started_ns)
+        return super().operations() if self.recent is not None else mpi_watch.operations()
+
+    def _groups_by_name(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of torch's process groups, those that the script made too; empty for all ranks."""
+        names = dict(self.process_groups.ranks_by_name)
+        for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+            with suppress(Exception):  # it is being destroyed
+                names[name] = tuple(dist.get_process_group_ranks(group))
+        return {name: () if len(ranks) == self.topology.world_size else ranks for name, ranks in names.items()}
 
     def shutdown(self) -> None:
         self._restore_hook()
@@ -170,12 +194,13 @@ class TorchBackend(Backend):
             self.process_groups.drop(group.handle)
 
     def barrier(self, group: Group | None = None) -> None:
-        with self.errors_of("barrier"):
+        nothing = torch.zeros(1)
+        with self.errors_of("barrier", nothing, group):
             # On a CPU tensor: a barrier of NCCL would wait for the GPU's queue only.
-            dist.all_reduce(torch.zeros(1), group=self._handle(group, "cpu"))
+            dist.all_reduce(nothing, group=self._handle(group, "cpu"))
 
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
-        with self.errors_of("all_reduce"):
+        with self.errors_of("all_reduce", tensor, group):
             dist.all_reduce(tensor, _OPS["sum" if op == "mean" else op], self._handle(group, tensor.device.type))
             if op == "mean":
                 tensor.div_(len(self.ranks(group)))
@@ -188,7 +213,7 @@ class TorchBackend(Backend):
             work = dist.all_reduce(tensor, _OPS["sum" if op == "mean" else op], handle, async_op=True)
 
         def wait() -> None:
-            with self.errors_of(call):
+            with self.errors_of(call, tensor, group):
                 work.wait()
             if op == "mean":
                 tensor.div_(len(self.ranks(group)))
@@ -196,7 +221,7 @@ class TorchBackend(Backend):
         return wait
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
-        with self.errors_of("broadcast"):
+        with self.errors_of("broadcast", tensor, group):
             handle = self._handle(group, tensor.device.type)
             dist.broadcast(tensor, group=handle, group_src=self.ranks(group).index(src))
 
@@ -207,7 +232,7 @@ class TorchBackend(Backend):
             return result
         if tensor.numel() < longest:
             tensor = torch.cat([tensor, tensor.new_zeros(longest - tensor.numel())])
-        with self.errors_of("all_gather"):
+        with self.errors_of("all_gather", tensor, group):
             _all_gather(result, tensor, self._handle(group, tensor.device.type))
         if min(sizes) == longest:
             return result
@@ -217,7 +242,7 @@ class TorchBackend(Backend):
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
     ) -> Tensor:
         result = tensor.new_empty(sum(receive))
-        with self.errors_of("all_to_all"):
+        with self.errors_of("all_to_all", tensor, group):
             dist.all_to_all_single(result, tensor, list(receive), list(send), self._handle(group, tensor.device.type))
         return result
 
@@ -229,7 +254,7 @@ class TorchBackend(Backend):
             self.all_reduce(tensor, op, group)
             return tensor.chunk(size)[ranks.index(self.topology.rank)].clone()
         result = tensor.new_empty(tensor.numel() // size)
-        with self.errors_of("reduce_scatter"):
+        with self.errors_of("reduce_scatter", tensor, group):
             _reduce_scatter(
                 result, tensor, _OPS["sum" if op == "mean" else op], self._handle(group, tensor.device.type)
             )
@@ -268,6 +293,10 @@ class TorchBackend(Backend):
             raise CollectiveError(f"rank {self.topology.rank}: the process groups were {self.process_groups.ended}.")
         found: LazyProcessGroup | None = group.handle if group else self._world[device_type]
         return None if found is None else found.get()
+
+
+def _modules(trace: TracebackType | None) -> set[str]:
+    return {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(trace)}
 
 
 class WrappedDDP(DistributedDataParallel, Wrapper[M]):

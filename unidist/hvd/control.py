@@ -10,10 +10,8 @@ A rank that sends nothing for too long is lost: stopped, or its host cannot be r
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import math
-import os
 import selectors
 import socket
 import threading
@@ -23,10 +21,9 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from unidist.backends import addresses
+from unidist.backends.processes import Process
 from unidist.hvd.connection import Connection, frame
 from unidist.hvd.host_submissions import Forwarded, HostSubmissions
 from unidist.hvd.messages import Failure, Forward, Heartbeat, Join, Leave, Rounds, Shutdown, Submit, decode, encode
@@ -80,44 +77,6 @@ class Endpoint(Protocol):
 
     def activity(self) -> str:
         """What this rank is doing."""
-
-
-class Process(NamedTuple):
-    """Where a rank runs."""
-
-    host: addresses.Host
-    pid: int
-    #: Processes of one namespace see each other by their pids.
-    pid_namespace: int
-
-    @classmethod
-    def current(cls) -> Process:
-        """This process."""
-        namespace = 0
-        with suppress(OSError):
-            namespace = os.stat("/proc/self/ns/pid").st_ino
-        return cls(addresses.this_host(), os.getpid(), namespace)
-
-    def to_json(self) -> str:
-        """For ``from_json`` on another rank."""
-        return json.dumps(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Process:
-        """The process of ``to_json``."""
-        (id_, name, found), pid, namespace = json.loads(text)
-        return cls(addresses.Host(id_, name, tuple(found)), pid, namespace)
-
-    def is_running(self) -> bool | None:
-        """Whether a process is neither stopped nor ended (one in a debugger is not); None: it cannot be seen."""
-        here = Process.current()
-        if not self.pid_namespace or (self.host.id, self.pid_namespace) != (here.host.id, here.pid_namespace):
-            return None
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return False
-        return state not in "TZX"
 
 
 def parents(processes: Sequence[Process]) -> list[int]:
