@@ -287,13 +287,14 @@ class Backend(ABC):
             hint = (
                 " If none failed, a rank has made fewer steps: use unidist.shard_loader, or train inside unidist.join."
             )
-        if str(error).startswith(own):  # it has asked them
+        if getattr(error, "is_explained", False):  # the backend has asked them
             return CollectiveError(f"{error}{hint}")
+        reason = str(error).rstrip(".")
         what, others = self.watch.explain(call, error) if self.watch is not None else (call, "")
         if others:
-            return CollectiveError(f"{own} ({self.name}): {what}: {others}. The error of {self.name}: {error}.{hint}")
+            return CollectiveError(f"{own} ({self.name}): {what}: {others}. The error of {self.name}: {reason}.{hint}")
         return CollectiveError(
-            f"{own} ({self.name}): {what} failed: {error}. Another rank may have failed first, or made a different "
+            f"{own} ({self.name}): {what} failed: {reason}. Another rank may have failed first, or made a different "
             f"call: look for the earliest error of all ranks.{hint}"
         )
 

@@ -10,6 +10,8 @@ import torch
 
 #: How many operations are remembered.
 _LENGTH = 32
+#: The name of the operation in which a rank takes part in all others.
+JOIN = "join"
 #: Ranks that are listed in a message.
 _LISTED = 8
 
@@ -57,11 +59,12 @@ class Entry:
 
     def record(self, now: float) -> OperationRecord:
         """What is known of it now."""
+        is_barrier = self.name == "barrier"  # its tensor is not the user's
         return OperationRecord(
             self.name,
             self.number,
-            dtype_name(self.dtype),
-            tuple(self.shape),
+            "" if is_barrier else dtype_name(self.dtype),
+            None if is_barrier else tuple(self.shape),
             self.ranks,
             seconds=now - self.started,
             done=self.done,

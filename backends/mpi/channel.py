@@ -115,7 +115,7 @@ class Channel:
     def check(self) -> None:
         """Raise if the group is closed, or an operation of it has failed."""
         if self._broken is not None:
-            raise dist.DistBackendError(f"{self.label}: an earlier operation has failed: {self._broken}")
+            raise _explained_error(f"{self.label}: an earlier operation has failed: {self._broken}")
         if self._closed:
             raise dist.DistBackendError(f"{self.label}: this process group was destroyed.")
 
@@ -192,7 +192,7 @@ class Channel:
 
     def _break(self, reason: str) -> None:
         """Fail all pending operations, and soon end the job: the threads may be in calls that never return."""
-        error = dist.DistBackendError(reason)
+        error = _explained_error(reason)
         self._broken = self._broken or error
         watch.abort_job_soon(error)
         for pending in [*self.collectives.pending, *self._messages.pending]:
@@ -214,6 +214,13 @@ class _Coalesced(dist.Work):
 
     def get_future(self) -> Any:
         return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def _explained_error(reason: str) -> dist.DistBackendError:
+    """An error that says what the other ranks do; ``Backend.failure`` asks them no more."""
+    error = dist.DistBackendError(reason)
+    error.is_explained = True  # type: ignore[attr-defined]
+    return error
 
 
 def _message(message: Message, now: float, group: str) -> OperationRecord:

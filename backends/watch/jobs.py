@@ -45,10 +45,13 @@ def write(rank: int, backend: str, key: bytes, peers: dict[int, Peer]) -> Path |
     }
     for directory in _directories():
         path = directory / f"{pid}.json"
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             directory.mkdir(mode=0o700, exist_ok=True)
             if not _is_private(directory):
                 continue
+            for left in directory.glob("*.json"):  # by processes that were killed
+                if not start_time(int(left.stem)):
+                    left.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 json.dump(row, file)

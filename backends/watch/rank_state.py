@@ -16,7 +16,7 @@ class RankState:
     rank: int
     host: str
     pid: int
-    #: Why it has not answered; empty: it has.
+    #: That it has ended, or why it does not answer; empty: it takes part.
     silence: str = ""
     #: The line of the user's code in which it is.
     place: str = ""

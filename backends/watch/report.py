@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from unidist.backends.watch.rank_state import RankState
-from unidist.operations import OperationRecord, format_ranks
+from unidist.operations import JOIN, OperationRecord, format_ranks
 
 _T = TypeVar("_T")
 #: Operations whose tensor has the same dtype and shape on all ranks.
@@ -113,7 +113,7 @@ def _call(state: RankState, operation: OperationRecord) -> str:
     what = str(operation._replace(number=0))
     if operation in state.pending[:1] and state.place:
         return f"called {what} at {state.place}"
-    return f"called {what}, and is at {state.place or 'no known line'} now"
+    return f"called {what}, now at {state.place}"
 
 
 def _signature(operation: OperationRecord) -> Hashable:
@@ -146,7 +146,7 @@ def _has_come(state: RankState, operation: OperationRecord) -> bool:
     group = [each for each in state.operations if (each.group, each.ranks) == (operation.group, operation.ranks)]
     if operation.number:
         return any(each.number >= operation.number for each in group if not each.is_message)
-    return any(each.name == operation.name for each in group)
+    return any(each.name in (operation.name, JOIN) for each in group)
 
 
 def _grouped(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import math
@@ -70,6 +71,8 @@ class Watch:
         self.sources: list[Source] = []
         #: The error with which this rank has failed.
         self._failure: _Failure | None = None
+        #: How it leaves the world without one.
+        self._ending = ""
         #: How ranks have ended, by their own words.
         self._words: dict[int, dict[str, Any]] = {}
         self._explained: tuple[float, list[RankState]] = (-math.inf, [])
@@ -89,15 +92,18 @@ class Watch:
         self._restore_hook = self._see_uncaught_errors()
         backend.watch = self
         _open_watches.add(self)
+        atexit.register(self.say_goodbye)  # before the libraries' own
 
     def say_goodbye(self) -> None:
-        """Tell the others, which may go on, that this rank leaves without an error."""
-        if self._failure is None:
+        """Tell the others, which may go on, that this rank leaves without an error. A second call has no effect."""
+        if self._failure is None and not self._ending and os.getpid() == self._peers[self._rank].process.pid:
             last = self.own_state().last_done
-            self._tell({"silence": f"{_ENDED} without an error" + (f", after {last}" if last else "")})
+            self._ending = f"{_ENDED} without an error" + (f", after {last}" if last else "")
+            self._tell({"silence": self._ending})
 
     def close(self) -> None:
         """End it."""
+        atexit.unregister(self.say_goodbye)
         self._backend.watch = None
         self._restore_hook()
         _open_watches.discard(self)
@@ -126,6 +132,7 @@ class Watch:
             self._rank,
             process.host.name,
             process.pid,
+            silence=self._ending,
             place=place or places.place_of(self._caller),
             operations=tuple(operations),
             error=error,
@@ -257,9 +264,11 @@ class Watch:
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if self._backend.watch is self:
                 follows = self._backend.follows(error, trace)
-                what, place = f"{kind.__name__}: {_one_line(error)}", places.place_in(trace)
-                self._failure = _Failure(what, place, follows, math.inf)
-                self._tell({"silence": _ENDED, "error": f"{what}, at {place}", "follows": follows})
+                failure = self._failure
+                if failure is None or not follows:  # else the error of the call says more
+                    failure = _Failure(f"{kind.__name__}: {_one_line(error)}", places.place_in(trace), follows, 0.0)
+                self._failure = failure._replace(at=math.inf)
+                self._tell({"silence": _ENDED, "error": f"{failure.error}, at {failure.place}", "follows": follows})
             show(kind, error, trace)
 
         def restore() -> None:

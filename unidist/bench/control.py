@@ -183,6 +183,9 @@ class _World:
         elif isinstance(message, AnnounceRounds):
             self._control.post(Join())
 
+    def report(self, title: str) -> None:
+        """See ``Endpoint``."""
+
     def activity(self) -> str:
         return ""
 

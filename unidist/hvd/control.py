@@ -40,6 +40,8 @@ _GRACE_S = 3.0
 _MAX_CYCLES = 5
 #: How long a leader keeps what not all ranks of its host have submitted.
 _HOLD_S = 0.005
+#: Stalled operations that a report names.
+_MAX_STALLS = 8
 #: Sets of ranks to which the way is remembered.
 _MAX_ROUTES = 256
 
@@ -77,6 +79,9 @@ class Endpoint(Protocol):
 
     def activity(self) -> str:
         """What this rank is doing."""
+
+    def report(self, title: str) -> None:
+        """Report what all ranks are doing. Returns at once."""
 
 
 def parents(processes: Sequence[Process]) -> list[int]:
@@ -528,21 +533,14 @@ class CoordinatorThread(ControlThread):
         warn, fail = self._options.stall
         stalled = self._coordinator.stalled(now, min(warn or math.inf, fail or math.inf))
         late = [entry for entry in stalled if warn and entry.seconds >= warn]
-        for entry in late:
-            if entry.name not in self._warned:
-                _log.warning(
-                    "stalled: %s has waited %.0f s for ranks %s; ranks %s are ready. Have they taken another branch, "
-                    "or ended?%s",
-                    entry.name,
-                    entry.seconds,
-                    format_ranks(entry.missing),
-                    format_ranks(entry.submitted),
-                    "".join(
-                        f" Rank {rank} (host {self._processes[rank].host.name}): {self._activity[rank]}."
-                        for rank in entry.missing[:8]
-                        if self._activity.get(rank)
-                    ),
-                )
+        new = [entry for entry in late if entry.name not in self._warned]
+        if new:
+            waiting = "; ".join(
+                f"{entry.name} has waited {entry.seconds:.0f} s for ranks {format_ranks(entry.missing)}; ranks "
+                f"{format_ranks(entry.submitted)} are ready"
+                for entry in new[:_MAX_STALLS]
+            )
+            self._endpoint.report(f"stalled: {waiting}. Have they taken another branch, or ended?")
         self._warned = {entry.name for entry in late}
         for entry in stalled:
             if fail and entry.seconds >= fail:
