@@ -131,7 +131,7 @@ class TorchBackend(Backend):
         show = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if isinstance(error, UnidistError) or self.topology.world_size == 1 or not self.follows(error, trace):
+            if self.topology.world_size == 1 or not _is_lost_rank(error, trace):
                 show(kind, error, trace)
                 return
             call = "backward" if "torch.autograd" in _modules(trace) else "a call of torch.distributed"
@@ -147,9 +147,7 @@ class TorchBackend(Backend):
         return restore
 
     def follows(self, error: BaseException, trace: TracebackType | None) -> bool:
-        called = any(module.startswith(_CALLING) for module in _modules(trace))
-        lost = isinstance(error, RuntimeError) and called and _LOST_RANK.search(str(error))
-        return bool(lost) or super().follows(error, trace)
+        return _is_lost_rank(error, trace) or super().follows(error, trace)
 
     def operations(self) -> list[OperationRecord]:
         if self._recorded:
@@ -293,6 +291,13 @@ class TorchBackend(Backend):
             raise CollectiveError(f"rank {self.topology.rank}: the process groups were {self.process_groups.ended}.")
         found: LazyProcessGroup | None = group.handle if group else self._world[device_type]
         return None if found is None else found.get()
+
+
+def _is_lost_rank(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether an error is one of gloo that this package has not converted."""
+    if not isinstance(error, RuntimeError) or isinstance(error, UnidistError) or not _LOST_RANK.search(str(error)):
+        return False
+    return any(module.startswith(_CALLING) for module in _modules(trace))
 
 
 def _modules(trace: TracebackType | None) -> set[str]:

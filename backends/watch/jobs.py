@@ -17,7 +17,7 @@ from unidist.backends.watch.server import Peer
 
 
 @dataclass(frozen=True)
-class Job:
+class RunningRank:
     """A rank of a job that runs on this host, and how to ask all of its ranks."""
 
     pid: int
@@ -59,12 +59,12 @@ def write(rank: int, backend: str, key: bytes, peers: dict[int, Peer]) -> Path |
     return None
 
 
-def running() -> list[Job]:
+def running() -> list[RunningRank]:
     """The ranks on this host, by job and rank; files of processes that have ended are removed."""
     return sorted(_running(), key=lambda job: (job.id, job.rank))
 
 
-def _running() -> Iterator[Job]:
+def _running() -> Iterator[RunningRank]:
     for directory in _directories():
         for path in directory.glob("*.json") if _is_private(directory) else ():
             row: Any = None
@@ -77,7 +77,7 @@ def _running() -> Iterator[Job]:
                     path.unlink()
                 continue
             peers = {rank: Peer.from_row(peer) for rank, peer in enumerate(row["peers"])}
-            yield Job(row["pid"], row["rank"], row["backend"], bytes.fromhex(row["key"]), peers)
+            yield RunningRank(row["pid"], row["rank"], row["backend"], bytes.fromhex(row["key"]), peers)
 
 
 def _directories() -> list[Path]:

@@ -30,11 +30,13 @@ def place_in(trace: TracebackType | None) -> str:
 
 
 def stacks() -> str:
-    """The Python stacks of all threads of this process, the main thread's last."""
+    """The Python stacks of all threads of this process but the one that calls, the main thread's last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = sorted(sys._current_frames().items(), key=lambda item: item[0] == threading.main_thread().ident)
     return "".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in found
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in found
+        if ident != threading.get_ident()
     )
 
 

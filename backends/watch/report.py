@@ -47,7 +47,7 @@ def findings(states: Sequence[RankState]) -> list[str]:
     failed = [state for state in states if not state.silence and state.error]
     causes = [state for state in (*ended, *failed) if not state.follows]
     causes = causes or ended  # all of them by the fault of a rank that is not known
-    found = [f"{named(same)} {_silent(same[0])}" for same in _grouped(causes, _silent)]
+    found = [f"{named(same)} {_agreeing(_silent(same[0]), same)}" for same in _grouped(causes, _silent)]
     different = _mismatch(states)
     if different:
         found.append(different)
@@ -125,7 +125,12 @@ def _late(states: Sequence[RankState]) -> list[str]:
     """The ranks that have not come to an operation that others wait in."""
     found: dict[str, None] = {}
     late: set[int] = set()
-    waiting = [each for state in states for each in state.pending if each.seconds >= _MOMENT_S and not each.is_message]
+    waiting = [
+        each
+        for state in states
+        for each in state.pending
+        if each.seconds >= _MOMENT_S and not each.is_message and each.name != JOIN
+    ]
     for operation in sorted(waiting, key=lambda each: (each.number, -each.seconds)):
         missing = [
             state
@@ -137,7 +142,8 @@ def _late(states: Sequence[RankState]) -> list[str]:
         ]
         late |= {state.rank for state in missing}
         for same in _grouped(missing, doing):
-            found[f"{named(same)} {doing(same[0])}, and has not come to {operation}"] = None
+            is_at, has = _agreeing(doing(same[0]), same), _agreeing("has ", same)
+            found[f"{named(same)} {is_at}, and {has}not come to {operation}"] = None
     return list(found)
 
 
@@ -147,6 +153,14 @@ def _has_come(state: RankState, operation: OperationRecord) -> bool:
     if operation.number:
         return any(each.number >= operation.number for each in group if not each.is_message)
     return any(each.name in (operation.name, JOIN) for each in group)
+
+
+def _agreeing(said: str, ranks: Sequence[RankState]) -> str:
+    """What is said of one rank, of one or several."""
+    if len(ranks) == 1:
+        return said
+    verb, _, rest = said.partition(" ")
+    return f"{ {'is': 'are', 'has': 'have', 'runs,': 'run,', 'does': 'do'}.get(verb, verb) } {rest}"
 
 
 def _grouped(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:

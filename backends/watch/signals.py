@@ -5,7 +5,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import time
 from contextlib import suppress
+
+#: How long faulthandler may take to write a stack.
+_PIECES_S = 0.1
 
 
 class ReportSignal:
@@ -29,7 +33,8 @@ class ReportSignal:
         return cls()
 
     def clear(self) -> None:
-        """Read what has been written."""
+        """Read what has been written, which comes in pieces."""
+        time.sleep(_PIECES_S)
         with suppress(BlockingIOError):
             while os.read(self.pipe, 2**16):
                 pass

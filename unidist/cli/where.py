@@ -29,7 +29,7 @@ def command(pid: int | None, stacks: bool, as_json: bool) -> None:
         click.echo(report(f"{len(job.peers)} ranks ({job.backend}):", found))
 
 
-def _job(pid: int | None) -> jobs.Job:
+def _job(pid: int | None) -> jobs.RunningRank:
     running = jobs.running()
     if pid is not None:
         chosen = next((job for job in running if job.pid == pid), None)
@@ -42,7 +42,7 @@ def _job(pid: int | None) -> jobs.Job:
             "no job of yours runs on this host: a job is found from unidist.init() on, in worlds of 2 ranks and more. "
             "Run this on one of its hosts, as its user."
         )
-    by_job: dict[str, list[jobs.Job]] = {}
+    by_job: dict[str, list[jobs.RunningRank]] = {}
     for job in running:
         by_job.setdefault(job.id, []).append(job)
     if len(by_job) > 1:
