@@ -25,6 +25,7 @@ import torch
 
 from unidist import open_files
 from unidist.errors import CollectiveError, UnidistError
+from unidist.operations import Entry, OperationRecord, RecentOperations
 from unidist.spans import Collective, spans
 from unidist.topology import Launch, Topology
 
@@ -121,6 +122,15 @@ class ReplicatedModel(Protocol):
         """Average nothing from now on."""
 
 
+class Watcher(Protocol):
+    """What knows the other ranks."""
+
+    def explain(self, call: str, error: BaseException) -> tuple[str, str]:
+        """The operation in which this rank has failed and its line in the user's code, and which ranks are missing and
+        where the others are; the latter is empty where that is not known. Takes at most some 2 s.
+        """
+
+
 class Backend(ABC):
     """A backend that has been started."""
 
@@ -137,6 +147,10 @@ class Backend(ABC):
         self.device = device
         #: The groups made so far, by their ranks.
         self.groups: dict[tuple[int, ...], Group] = {}
+        #: The last operations; None where the library keeps a record of them.
+        self.recent: RecentOperations | None = RecentOperations()
+        #: Asks the other ranks when a call has failed; None: nobody does.
+        self.watch: Watcher | None = None
 
     @classmethod
     @abstractmethod
@@ -255,9 +269,18 @@ class Backend(ABC):
         """
         time.sleep(_QUIESCE_S)
 
+    def operations(self) -> list[OperationRecord]:
+        """This rank's pending operations, and the last ones that are done. Any thread, not collective."""
+        return self.recent.records() if self.recent is not None else []
+
+    def follows(self, error: BaseException, trace: TracebackType | None) -> bool:
+        """Whether an error is one of a collective call, so that another rank may have failed first."""
+        return isinstance(error, CollectiveError) or type(error).__name__ == "HorovodInternalError"
+
     def failure(self, call: str, error: BaseException) -> CollectiveError:
-        """The ``CollectiveError`` for a library's own error."""
+        """The ``CollectiveError`` for a library's own error. Asks the other ranks, not for long."""
         topology = self.topology
+        own = f"rank {topology.rank} of {topology.world_size}"
         hint = ""
         if open_files.EXHAUSTED in str(error):
             hint = open_files.advice(topology.world_size)
@@ -265,19 +288,33 @@ class Backend(ABC):
             hint = (
                 " If none failed, a rank has made fewer steps: use unidist.shard_loader, or train inside unidist.join."
             )
+        if getattr(error, "is_explained", False):  # the backend has asked them
+            return CollectiveError(f"{error}{hint}")
+        reason = str(error).rstrip(".")
+        what, others = self.watch.explain(call, error) if self.watch is not None else (call, "")
+        if others:
+            return CollectiveError(f"{own} ({self.name}): {what}: {others}. The error of {self.name}: {reason}.{hint}")
         return CollectiveError(
-            f"rank {topology.rank} of {topology.world_size} ({self.name}): {call} failed: {error}. Another rank may "
-            f"have failed first, or made a different call: look for the earliest error of all ranks.{hint}"
+            f"{own} ({self.name}): {what} failed: {reason}. Another rank may have failed first, or made a different "
+            f"call: look for the earliest error of all ranks.{hint}"
         )
 
     def errors_of(
-        self, call: str, tensor: torch.Tensor | None = None, group: Group | None = None
+        self,
+        call: str,
+        tensor: torch.Tensor | None = None,
+        group: Group | None = None,
+        began: Collective | None = None,
     ) -> AbstractContextManager[None]:
         """Convert the library's exceptions inside the block into a ``CollectiveError`` that names rank and call.
 
-        With a tensor, the block is a blocking collective of a group, which a timeline records.
+        Args:
+            call: what the user has called, or ``backward``.
+            tensor: of this rank; None: the operation is not waited for inside.
+            group: of the operation.
+            began: the result of ``began`` where it was started earlier.
         """
-        return _ErrorsOf(self, call, tensor, group)
+        return _ErrorsOf(self, call, tensor, group, began)
 
     def began(self, call: str, tensor: torch.Tensor, group: Group | None) -> Collective | None:
         """A collective that this rank starts, for the timeline; None where none is on."""
@@ -286,15 +323,27 @@ class Backend(ABC):
 
 class _ErrorsOf:
     # A class, not a generator: it adds little time to the hot path.
-    def __init__(self, backend: Backend, call: str, tensor: torch.Tensor | None, group: Group | None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        call: str,
+        tensor: torch.Tensor | None,
+        group: Group | None,
+        began: Collective | None,
+    ) -> None:
         self.backend = backend
         self.call = call
         self.tensor = tensor
         self.group = group
-        self.span: Collective | None = None
+        self.span = began
+        self.entry: Entry | None = None
+        if backend.recent is not None and tensor is not None:
+            self.entry = backend.recent.begin(call, () if group is None else group.ranks, tensor)
 
     def __enter__(self) -> None:
-        if spans.on and self.tensor is not None:
+        if self.span is not None:
+            self.span.wait()
+        elif spans.on and self.tensor is not None:
             self.span = self.backend.began(self.call, self.tensor, self.group)
 
     def __exit__(
@@ -302,6 +351,14 @@ class _ErrorsOf:
     ) -> Literal[False]:
         if self.span is not None:
             self.span.end()
-        if not isinstance(error, Exception) or isinstance(error, UnidistError):
+        if error is None:
+            if self.entry is not None:
+                self.entry.done = True
             return False
-        raise self.backend.failure(self.call, error) from error
+        try:
+            if not isinstance(error, Exception) or isinstance(error, UnidistError):
+                return False
+            raise self.backend.failure(self.call, error) from error
+        finally:
+            if self.entry is not None:
+                self.entry.done = True

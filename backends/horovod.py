@@ -7,7 +7,6 @@ runs the rendezvous server of horovodrun, whose address the ranks get through th
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -48,8 +47,8 @@ except ImportError as error:
     ) from error
 
 _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
-
-
+#: Of collectives, unless ``init`` has one: torch's. Horovod has none.
+_TIMEOUT = timedelta(minutes=30)
 #: Interval between two polls of an operation; a fraction of the shortest operation's time.
 _POLL_S = 5e-5
 
@@ -67,7 +66,7 @@ class HorovodBackend(Backend):
         super().__init__("horovod", topology, device)
         HorovodBackend.running = self
         #: Seconds.
-        self._timeout = None if timeout is None else timeout.total_seconds()
+        self._timeout = (timeout or _TIMEOUT).total_seconds()
         self._release = release
         if hvd.nccl_built():
             self.device_types = frozenset({"cpu", "cuda"})
@@ -138,9 +137,9 @@ class HorovodBackend(Backend):
         """The result of an asynchronous call; Horovod's own ``synchronize`` would keep a core busy.
 
         Raises:
-            TimeoutError: another rank has not made the call in time. Without a timeout it waits for ever.
+            TimeoutError: another rank has not made the call in time.
         """
-        end = math.inf if self._timeout is None else time.monotonic() + self._timeout
+        end = time.monotonic() + self._timeout
         while not hvd.poll(handle):
             if time.monotonic() > end:
                 raise TimeoutError(f"another rank did not take part within {self._timeout:g} s")
@@ -243,11 +242,8 @@ class _HorovodReducer(BackendReducer):
         self, call: str, handle: Any, sent: Tensor, flat: Tensor, span: Collective | None
     ) -> Callable[[], None]:
         def wait() -> None:
-            blocked = time.perf_counter_ns()
-            with self.backend.errors_of(call):
+            with self.backend.errors_of(call, sent, self.group, span):
                 self.backend.wait(handle)
-            if span is not None:
-                span.end(blocked)
             if sent is not flat:
                 flat.copy_(sent)
 

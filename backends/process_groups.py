@@ -87,6 +87,8 @@ class ProcessGroups:
         self._device = device
         self._numbers = Counter[tuple[int, ...]]()
         self._groups: list[LazyProcessGroup] = []
+        #: The global ranks of each group that has been made.
+        self.ranks_by_name: dict[str, tuple[int, ...]] = {}
         self.sockets = GlooSockets()
         #: "closed" or "aborted", after which no call is possible.
         self.ended = ""
@@ -98,6 +100,7 @@ class ProcessGroups:
         number = self._numbers[tuple(ranks)]
         self._numbers[tuple(ranks)] += 1
         name = f"unidist:{crc32(repr(tuple(ranks)).encode()):08x}:{len(ranks)}:{number}"
+        self.ranks_by_name[name] = tuple(ranks)
         group = LazyProcessGroup(lambda: self._make(name, ranks))
         self._groups.append(group)
         return group

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+import time
 import traceback
 import weakref
 import zlib
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import count
-from time import perf_counter_ns
 from types import TracebackType
 from typing import Any
 
@@ -38,12 +38,15 @@ from unidist.backends.base import (
 )
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
+from unidist.backends.mpi import watch as mpi_watch
 from unidist.backends.process_groups import GlooSockets, LazyProcessGroup, ProcessGroups, abort
 from unidist.backends.reducer import BackendReducer
 from unidist.backends.rendezvous import World
 from unidist.backends.replica import Replica
+from unidist.backends.watch import flight_recorder
 from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
 from unidist.errors import BackendError, CollectiveError, MismatchError, UnidistError
+from unidist.operations import OperationRecord
 from unidist.spans import NEVER, spans
 from unidist.topology import Launch, Topology
 from unidist.tree import tensors_in
@@ -88,6 +91,11 @@ class TorchBackend(Backend):
         self._restore_hook = self._explain_lost_ranks()
         self._rendezvous = world
         self._exchanges = count()
+        self._started_ns = time.time_ns()
+        #: Whether torch records the operations.
+        self._recorded = name in ("gloo", "nccl") and flight_recorder.is_available()
+        if self._recorded or (name == "mpi" and library != "mpi"):
+            self.recent = None
 
     @classmethod
     def start(cls, name: str, start: Start) -> TorchBackend:
@@ -124,13 +132,10 @@ class TorchBackend(Backend):
         show = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            modules = {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(trace)}
-            foreign = not isinstance(error, RuntimeError) or isinstance(error, UnidistError)
-            calls = any(module.startswith(_CALLING) for module in modules)
-            if foreign or not calls or self.topology.world_size == 1 or not _LOST_RANK.search(str(error)):
+            if self.topology.world_size == 1 or not _is_lost_rank(error, trace):
                 show(kind, error, trace)
                 return
-            call = "backward" if "torch.autograd" in modules else "a call of torch.distributed"
+            call = "backward" if "torch.autograd" in _modules(trace) else "a call of torch.distributed"
             explained = self.failure(call, error)
             explained.__cause__ = error
             show(type(explained), explained, None)
@@ -141,6 +146,22 @@ class TorchBackend(Backend):
 
         sys.excepthook = hook
         return restore
+
+    def follows(self, error: BaseException, trace: TracebackType | None) -> bool:
+        return _is_lost_rank(error, trace) or super().follows(error, trace)
+
+    def operations(self) -> list[OperationRecord]:
+        if self._recorded:
+            return flight_recorder.operations(self._groups_by_name(), self._started_ns)
+        return super().operations() if self.recent is not None else mpi_watch.operations()
+
+    def _groups_by_name(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of torch's process groups, those that the script made too; empty for all ranks."""
+        names = dict(self.process_groups.ranks_by_name)
+        for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+            with suppress(Exception):  # it is being destroyed
+                names[name] = tuple(dist.get_process_group_ranks(group))
+        return {name: () if len(ranks) == self.topology.world_size else ranks for name, ranks in names.items()}
 
     def shutdown(self) -> None:
         self._restore_hook()
@@ -172,9 +193,9 @@ class TorchBackend(Backend):
             self.process_groups.drop(group.handle)
 
     def barrier(self, group: Group | None = None) -> None:
-        # On a CPU tensor: a barrier of NCCL would wait for the GPU's queue only.
         nothing = torch.zeros(1)
         with self.errors_of("barrier", nothing, group):
+            # On a CPU tensor: a barrier of NCCL would wait for the GPU's queue only.
             dist.all_reduce(nothing, group=self._handle(group, "cpu"))
 
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
@@ -192,11 +213,8 @@ class TorchBackend(Backend):
             work = dist.all_reduce(tensor, _OPS["sum" if op == "mean" else op], handle, async_op=True)
 
         def wait() -> None:
-            blocked = perf_counter_ns()
-            with self.errors_of(call):
+            with self.errors_of(call, tensor, group, span):
                 work.wait()
-            if span is not None:
-                span.end(blocked)
             if op == "mean":
                 tensor.div_(len(self.ranks(group)))
 
@@ -280,6 +298,17 @@ class TorchBackend(Backend):
             raise CollectiveError(f"rank {self.topology.rank}: the process groups were {self.process_groups.ended}.")
         found: LazyProcessGroup | None = group.handle if group else self._world[device_type]
         return None if found is None else found.get()
+
+
+def _is_lost_rank(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether an error is one of gloo that this package has not converted."""
+    if not isinstance(error, RuntimeError) or isinstance(error, UnidistError) or not _LOST_RANK.search(str(error)):
+        return False
+    return any(module.startswith(_CALLING) for module in _modules(trace))
+
+
+def _modules(trace: TracebackType | None) -> set[str]:
+    return {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(trace)}
 
 
 class WrappedDDP(DistributedDataParallel, Wrapper[M]):
@@ -374,10 +403,11 @@ def _recorded(hook: Callable[..., Any], ranks: Sequence[int]) -> Callable[..., A
         future = hook(state, bucket)
         if span is None:
             return future
-        blocked = 0 if bucket.is_last() else NEVER
+        if not bucket.is_last():
+            span.blocked = NEVER
 
         def end(done):  # type: ignore[no-untyped-def]
-            span.end(blocked)
+            span.end()
             return done.value()
 
         return future.then(end)

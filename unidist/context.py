@@ -17,7 +17,9 @@ import torch
 
 from unidist import knobs, open_files
 from unidist.backends.base import Backend, Start
+from unidist.backends.checked import Checked
 from unidist.backends.joined import Joined
+from unidist.backends.watch.watch import Watch
 from unidist.errors import BackendError, NotInitializedError, WorldSizeError
 from unidist.seed import set_seed
 from unidist.topology import EXPLICIT, Launch, allocated_tasks, detect
@@ -49,6 +51,7 @@ BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod"]
 
 _log = logging.getLogger("unidist")
 _current: Backend | None = None
+_watch: Watch | None = None
 _arguments: dict[str, object] = {}
 _sessions = 0
 #: Restores the variables that ``init(export_env=True)`` has set.
@@ -83,7 +86,7 @@ def init(
             ``file:///path``. Default: that of the launcher.
         rank, world_size: both or neither. Default: from the launcher.
         timeout: seconds (or a timedelta) after which start-up and collectives fail if a rank is missing. Default:
-            ``UNIDIST_TIMEOUT``, else 300 s for start-up, and for collectives torch's default, or none on Horovod.
+            ``UNIDIST_TIMEOUT``, else 300 s for start-up, and for collectives torch's default, 30 min on Horovod too.
         device: what ``device()`` returns. Default: this process's GPU for ``nccl``, ``horovod`` and
             ``single`` where CUDA is available, else the CPU.
         seed: passed to ``set_seed``: every rank draws the same random numbers, including dropout masks; for different
@@ -123,7 +126,7 @@ def _init(
     *,
     default_group: bool,
 ) -> None:
-    global _current, _arguments, _sessions, _take_back_env
+    global _current, _watch, _arguments, _sessions, _take_back_env
     arguments: dict[str, object] = {
         "backend": None if backend == "auto" else backend,
         "init_method": init_method,
@@ -139,6 +142,7 @@ def _init(
         launch = _declared(init_method, rank, world_size)
         wanted = None if device is None else torch.device(device)
         start = Start(launch, init_method, _timeout(timeout), wanted, default_group, _sessions)
+        stall, is_checked = knobs.stall(os.environ), knobs.check(os.environ)
         open_files.allow(launch.world_size)
         name = backend if backend != "auto" else knobs.backend(os.environ)
         _sessions += 1  # failed attempts count: they have left keys in the store
@@ -146,7 +150,9 @@ def _init(
         _guard(started, launch)
         if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
             _take_back_env = _export(started, start)
-        _current, _arguments = started, arguments
+        if started.topology.world_size > 1:
+            _watch = Watch(started, stall, _seconds(start))
+        _current, _arguments = Checked(started) if is_checked else started, arguments
         if name == "auto" and world_size is None and (tasks := allocated_tasks(os.environ)) > 1:
             _log.warning(
                 "this process trains alone in a Slurm allocation of %d tasks: start the script with 'srun python "
@@ -185,12 +191,16 @@ def _export(backend: Backend, start: Start) -> Callable[[], None]:
     """Set torchrun's variables; the result takes them back. Collective."""
     from unidist.torchrun_env import export
 
-    seconds = 300.0 if start.timeout is None else start.timeout.total_seconds()
     try:
-        return export(start.launch, backend.topology, lambda text: backend.exchange(text, seconds))
+        return export(start.launch, backend.topology, lambda text: backend.exchange(text, _seconds(start)))
     except BaseException:
         backend.shutdown()
         raise
+
+
+def _seconds(start: Start) -> float:
+    """How long the ranks may take to come."""
+    return 300.0 if start.timeout is None else start.timeout.total_seconds()
 
 
 def _warn_of_libraries(backend: Backend, launch: Launch) -> None:
@@ -218,9 +228,10 @@ def shutdown() -> None:
     Waits for the other ranks, unless an exception is being handled (as in a ``finally`` block). A backend that was
     already running when ``init()`` was called is left running. A script that ends without this call does not wait.
     """
-    if _current is not None and sys.exc_info()[0] is None:
+    waits = _current is not None and sys.exc_info()[0] is None
+    if _current is not None and waits:
         _current.barrier()
-    leave()
+    leave(alone=not waits)
 
 
 def timeline(path: str | os.PathLike[str]) -> Timeline:
@@ -251,9 +262,9 @@ def before_leaving(close: Callable[[], None]) -> Callable[[], None]:
 
 
 @atexit.register
-def leave() -> None:
-    """``shutdown`` without waiting for the other ranks."""
-    global _current, _arguments, _take_back_env, _timeline
+def leave(*, alone: bool = True) -> None:
+    """``shutdown`` without waiting for the other ranks; ``alone``: they may go on."""
+    global _current, _watch, _arguments, _take_back_env, _timeline
     for close in _closers:
         close()
     if _timeline is not None:
@@ -262,7 +273,12 @@ def leave() -> None:
     backend, _current, _arguments = _current, None, {}
     # A forked child is not a rank: it leaves its parent's backend alone.
     if backend is not None and os.getpid() == _process:
+        watch, _watch = _watch, None
+        if watch is not None and alone:
+            watch.say_goodbye()
         backend.shutdown()
+        if watch is not None:
+            watch.close()
         take_back, _take_back_env = _take_back_env, None
         if take_back is not None:
             take_back()
@@ -282,6 +298,11 @@ def current() -> Backend:
     if _current is None:
         raise NotInitializedError("unidist is not initialized: call unidist.init() first.")
     return _current
+
+
+def watch() -> Watch | None:
+    """What reports the ranks' states; None in a world of one."""
+    return _watch
 
 
 def timeout() -> timedelta | None:

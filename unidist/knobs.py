@@ -5,6 +5,8 @@ UNIDIST_BACKEND      backend for ``init("auto")``: ``single``, ``gloo``, ``nccl`
 UNIDIST_LAUNCHER     launcher whose variables are read, whatever others are set; ``none`` reads none
 UNIDIST_TIMEOUT      seconds after which a start-up or a collective fails that not all ranks take part in
 UNIDIST_TIMELINE     file for ``unidist.timeline`` from ``init()`` on: ``trace.json`` is ``trace.0.json`` on rank 0
+UNIDIST_STALL_S      seconds that an operation may wait until what all ranks do is reported (default 60; 0: for ever)
+UNIDIST_CHECK        1: compare the ranks' calls before each collective call
 UNIDIST_CACHE        directory of built wheels (default ``$XDG_CACHE_HOME/unidist``)
 ===================  ==========================================================================
 """
@@ -21,6 +23,8 @@ from unidist.errors import LaunchError
 BACKEND = "UNIDIST_BACKEND"
 LAUNCHER = "UNIDIST_LAUNCHER"
 TIMEOUT = "UNIDIST_TIMEOUT"
+STALL = "UNIDIST_STALL_S"
+CHECK = "UNIDIST_CHECK"
 CACHE = "UNIDIST_CACHE"
 TIMELINE = "UNIDIST_TIMELINE"
 
@@ -49,6 +53,17 @@ def timeline(env: Mapping[str, str], *, of_horovod: bool) -> str:
     return env.get(TIMELINE, "") or (env.get("HOROVOD_TIMELINE", "") if of_horovod else "")
 
 
+def stall(env: Mapping[str, str]) -> float:
+    """Seconds until a report; 0: there is none."""
+    seconds: float = _number(env, STALL, 60)
+    return seconds
+
+
+def check(env: Mapping[str, str]) -> bool:
+    """Whether the ranks compare their calls."""
+    return _flag(env, CHECK)
+
+
 def cache_dir(env: Mapping[str, str]) -> Path:
     """The cache directory."""
     if env.get(CACHE):
@@ -59,6 +74,15 @@ def cache_dir(env: Mapping[str, str]) -> Path:
 # ------------------------------------------------------------------------------------ Horovod's variables
 def horovod_number(env: Mapping[str, str], name: str, default: float, *, whole: bool = False) -> Any:
     """A numeric variable of Horovod that the drop-in supports, at least 0."""
+    return _number(env, name, default, whole=whole)
+
+
+def horovod_flag(env: Mapping[str, str], name: str) -> bool:
+    """Whether a boolean variable of Horovod that the drop-in supports is on."""
+    return _flag(env, name)
+
+
+def _number(env: Mapping[str, str], name: str, default: float, *, whole: bool = False) -> Any:
     text = env.get(name)
     if not text:
         return default
@@ -71,6 +95,5 @@ def horovod_number(env: Mapping[str, str], name: str, default: float, *, whole: 
     return value
 
 
-def horovod_flag(env: Mapping[str, str], name: str) -> bool:
-    """Whether a boolean variable of Horovod that the drop-in supports is on."""
+def _flag(env: Mapping[str, str], name: str) -> bool:
     return env.get(name, "0").strip().lower() not in ("", "0", "false")

@@ -87,15 +87,20 @@ class Collective:
         if tensor is not None:
             self._arguments["bytes"] = tensor.numel() * tensor.element_size()
         self._begin = perf_counter_ns()
+        #: When this rank began to wait for it.
+        self.blocked = self._begin
 
-    def end(self, blocked: int = 0) -> None:
-        """It has ended; ``blocked`` is when this rank began to wait for it, at its begin by default."""
+    def wait(self) -> None:
+        """This rank begins to wait for it, which it has not until now."""
+        self.blocked = perf_counter_ns()
+
+    def end(self) -> None:
+        """It has ended."""
         end = perf_counter_ns()
-        blocked = min(max(blocked, self._begin), end)
-        self._spans.add(Span(self._name, "collective", self._begin, end, blocked, self._arguments))
+        self._spans.add(Span(self._name, "collective", self._begin, end, min(self.blocked, end), self._arguments))
 
 
-#: For ``Collective.end``: this rank did not wait for it.
+#: For ``Collective.blocked``: this rank does not wait for it.
 NEVER = sys.maxsize
 #: Of this process.
 spans = Spans()

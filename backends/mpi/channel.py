@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -13,16 +14,23 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from unidist.backends.mpi import collectives, watch
-from unidist.backends.mpi.call import Call, describe
+from unidist.backends.mpi.call import Call
 from unidist.backends.mpi.collectives import Requests
 from unidist.backends.mpi.progress import CollectiveQueue, Message, MessageQueue
 from unidist.backends.mpi.work import Work
+from unidist.backends.watch.watch import running_watch
+from unidist.operations import OperationRecord, dtype_name, format_ranks
+
+#: Collectives that are remembered.
+_REMEMBERED = 32
 
 
 class Channel:
     """Two communicators, for collectives and for point-to-point messages, and their pending operations."""
 
-    def __init__(self, comm: MPI.Comm, store: dist.Store, timeout: timedelta, ranks: Sequence[int], title: str) -> None:
+    def __init__(
+        self, comm: MPI.Comm, store: dist.Store, timeout: timedelta, ranks: Sequence[int], title: str, group: str
+    ) -> None:
         self.timeout = timeout.total_seconds()
         world = MPI.COMM_WORLD
         #: This rank and group, for error messages.
@@ -37,7 +45,11 @@ class Channel:
         #: Global ranks, by rank in the group.
         self._ranks = ranks
         self._messages = MessageQueue(self)
-        self._presence = watch.Presence(store, comm.rank, ranks)
+        self._presence = watch.Presence(store, comm.rank, comm.size)
+        #: Number, name, dtype, shape and start of the last collectives.
+        self._last: deque[tuple[int, str, torch.dtype | None, torch.Size | None, float]] = deque(maxlen=_REMEMBERED)
+        #: The same on all ranks.
+        self._group = group
         self._broken: Exception | None = None
         self._closed = False
         #: The operations since ``start_coalescing``; None outside.
@@ -51,6 +63,15 @@ class Channel:
             work.limit = call.timeout.total_seconds()
         self._record(work, call)
         small = call.may_be_nonblocking and collectives.is_small(*call.buffers)
+        tensor = call.inputs[0] if call.inputs else None
+        self._last.append(
+            (
+                self.collectives.sequence + 1,
+                call.name,
+                *((None, None) if tensor is None else (tensor.dtype, tensor.shape)),
+                time.monotonic(),
+            )
+        )
         self.collectives.submit(work, start, small=small, synchronous=call.synchronous and self._coalescing is None)
         return self._tracked(work)
 
@@ -94,7 +115,7 @@ class Channel:
     def check(self) -> None:
         """Raise if the group is closed, or an operation of it has failed."""
         if self._broken is not None:
-            raise dist.DistBackendError(f"{self.label}: an earlier operation has failed: {self._broken}")
+            raise _explained_error(f"{self.label}: an earlier operation has failed: {self._broken}")
         if self._closed:
             raise dist.DistBackendError(f"{self.label}: this process group was destroyed.")
 
@@ -105,9 +126,9 @@ class Channel:
 
     def timed_out(self, work: Work) -> None:
         """Fail the group: ``work`` did not complete within its timeout."""
-        others = self._presence.describe(_position(work))
-        if not work.is_completed():  # not even while the store was asked
-            self._break(f"{work} hit its timeout of {work.limit:g} s: {others}. Did a rank fail, or make another call?")
+        reason = self._explained(work, f"hit its timeout of {work.limit:g} s")
+        if not work.is_completed():  # not even while the others were asked
+            self._break(f"{reason} Did a rank fail, or make another call?")
 
     def check_progress(self) -> None:
         """Report operations that are late, and fail those that timed out or cannot complete."""
@@ -118,11 +139,27 @@ class Channel:
             if age > work.limit:
                 self.timed_out(work)
             elif age > watch.LATE_S:
-                self._presence.report(_position(work))
+                self._presence.look()
                 missing = self._missing(work)
                 if missing and age > 2 * watch.LATE_S:
-                    ranks = ", ".join(str(self._ranks[i]) for i in missing)
-                    self._break(f"{work} cannot complete: these ranks have left: {ranks}. Look for their errors.")
+                    ranks = format_ranks([self._ranks[i] for i in missing])
+                    self._break(self._explained(work, f"cannot complete, because these ranks have left: {ranks}"))
+
+    def records(self) -> list[OperationRecord]:
+        """The pending operations, and the last ones that are done."""
+        now = time.monotonic()
+        pending = {work.sequence: work for work in list(self.collectives.pending)}
+        ranks = () if self.comm.size == MPI.COMM_WORLD.size else tuple(self._ranks)
+        return [
+            *(
+                OperationRecord(
+                    name, number, "" if dtype is None else dtype_name(dtype), None if shape is None else tuple(shape),
+                    ranks, self._group, now - started, number not in pending,
+                )
+                for number, name, dtype, shape, started in list(self._last)
+            ),
+            *(_message(message, now, self._group) for message in list(self._messages.pending)),
+        ]  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------
     def _missing(self, work: Work) -> list[int]:
@@ -133,6 +170,16 @@ class Channel:
         if work.peer != MPI.ANY_SOURCE:
             return [work.peer] if work.peer in left else []
         return list(left) if len(left) == self.comm.size - 1 else []
+
+    def _explained(self, work: Work, what: str) -> str:
+        """A failure of an operation, with what the other ranks do."""
+        running = running_watch()
+        if running is None:
+            return f"{work} {what}."
+        same = (each for each in self.records() if each.is_message is isinstance(work, Message))
+        operation = next((each for each in same if each.number == work.sequence), None)
+        call, others = running.explain(work.name, TimeoutError(what), operation)
+        return f"{self.label}: {call}, {what}{': ' * bool(others)}{others}."
 
     def _record(self, work: Work, call: Call) -> None:
         if torch.autograd._profiler_enabled():
@@ -145,7 +192,7 @@ class Channel:
 
     def _break(self, reason: str) -> None:
         """Fail all pending operations, and soon end the job: the threads may be in calls that never return."""
-        error = dist.DistBackendError(reason)
+        error = _explained_error(reason)
         self._broken = self._broken or error
         watch.abort_job_soon(error)
         for pending in [*self.collectives.pending, *self._messages.pending]:
@@ -169,9 +216,17 @@ class _Coalesced(dist.Work):
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
-def _position(work: Work) -> str:
-    """Which operation this is: the same text on all ranks that are in the same one."""
-    kind = "message" if isinstance(work, Message) else "operation"
-    alike = work.name in ("all_reduce", "broadcast", "reduce") and len(work.result()) == 1
-    of = f" of {describe(work.result()[0])}" if alike else ""
-    return f"{work.name}{of}, {kind} {work.sequence}"
+def _explained_error(reason: str) -> dist.DistBackendError:
+    """An error that says what the other ranks do; ``Backend.failure`` asks them no more."""
+    error = dist.DistBackendError(reason)
+    error.is_explained = True  # type: ignore[attr-defined]
+    return error
+
+
+def _message(message: Message, now: float, group: str) -> OperationRecord:
+    """A pending message; its time counts from when it is waited for."""
+    (tensor,) = message.result()
+    return OperationRecord(
+        message.name, message.sequence, dtype_name(tensor.dtype), tuple(tensor.shape), group=group,
+        seconds=max(0.0, now - message.started_at), is_message=True,
+    )  # fmt: skip

@@ -28,6 +28,8 @@ if not select.select([0], [], [], float(sys.argv[1]))[0]:
 """
 #: Time for the launcher to read the error: MPICH's drops what is still in the pipe when a rank aborts.
 _READ_S = 1.0
+#: The hook of the last ``init``.
+_newest_hook: object = None
 
 
 @contextmanager
@@ -134,16 +136,17 @@ def end_all_on_error(launch: Launch) -> None:
         return
     from mpi4py import MPI
 
+    global _newest_hook
     show = sys.excepthook
     process = os.getpid()  # a forked child must not abort the job
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
-        # Inside another hook (of an earlier init()) the error may not be shown yet.
-        if sys.excepthook is hook and launch.world_size > 1 and os.getpid() == process and not MPI.Is_finalized():
+        # Inside the hook of a later init() the error may not be shown yet.
+        if _newest_hook is hook and launch.world_size > 1 and os.getpid() == process and not MPI.Is_finalized():
             abort()
 
-    sys.excepthook = hook
+    sys.excepthook = _newest_hook = hook
 
 
 def _starts_mpi(launch: Launch, env: Mapping[str, str]) -> bool:

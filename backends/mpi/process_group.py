@@ -42,11 +42,11 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     calls them.
     """
 
-    def __init__(self, comm: MPI.Comm, store: dist.Store, timeout: timedelta, ranks: Sequence[int]) -> None:
+    def __init__(self, comm: MPI.Comm, store: dist.Store, timeout: timedelta, ranks: Sequence[int], name: str) -> None:
         super().__init__(comm.rank, comm.size)
         self._comm = comm
         self._store = store
-        self._channel = Channel(comm, store, timeout, ranks, NAME)
+        self._channel = Channel(comm, store, timeout, ranks, NAME, name)
         self._barriers = 0
 
     # -------------------------------------------------------------------------------- reductions
@@ -453,7 +453,7 @@ def _create(options: Any, _: object) -> MpiProcessGroup:
     world.Free()
     # The store may have been used by an earlier group of this name.
     session = comm.bcast(uuid.uuid4().hex if rank == 0 else None)
-    return MpiProcessGroup(comm, dist.PrefixStore(session, store), options.timeout, ranks)
+    return MpiProcessGroup(comm, dist.PrefixStore(session, store), options.timeout, ranks, str(options.group_id))
 
 
 def _reduction(opts: Any, tensor: Tensor) -> Reduction:

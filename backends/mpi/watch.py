@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 from weakref import WeakSet
@@ -15,10 +15,11 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from unidist.backends.mpi import launch
+from unidist.operations import OperationRecord
 
 #: Interval of the checks.
 _PERIOD_S = 0.25
-#: Age from which an operation is late: its rank reports it to the others.
+#: Age from which an operation is late: its rank looks for others that have left.
 LATE_S = 1.0
 #: Time that a process has to handle the error of its broken group before the job ends.
 _GRACE_S = 10.0
@@ -34,6 +35,9 @@ class Watched(Protocol):
 
     def leave(self) -> None:
         """Tell the other ranks that this one leaves the group."""
+
+    def records(self) -> list[OperationRecord]:
+        """The pending operations, and the last ones that are done."""
 
 
 _groups: WeakSet[Watched] = WeakSet()
@@ -51,6 +55,11 @@ def watch(group: Watched) -> None:
     if _started.acquire(blocking=False):
         threading.Thread(target=_run, name="unidist-mpi-watch", daemon=True).start()
         atexit.register(_at_exit)
+
+
+def operations() -> list[OperationRecord]:
+    """The operations of all groups of this rank."""
+    return [record for group in _all() for record in group.records()]
 
 
 def abort_job_soon(error: Exception) -> None:
@@ -91,28 +100,25 @@ def _at_exit() -> None:
 
 
 class Presence:
-    """Which operation each rank of a group is waiting in, and which ranks have left, as reported through the group's
-    store.
+    """Which ranks have left a group, as reported through the group's store.
 
     The store does not answer if its rank has stopped, so a thread of its own makes each request.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
-        #: Global ranks, by rank in the group.
-        self._ranks = ranks
+        self._size = size
         self._request: threading.Thread | None = None
         #: Ranks (in the group) that have left, with the sequence number of the last collective that they submitted.
         self.left: dict[int, int] = {}
 
-    def report(self, position: str) -> None:
-        """Report the operation that this rank is waiting in, and read which ranks have left. Returns at once."""
+    def look(self) -> None:
+        """Read which ranks have left. Returns at once."""
 
         def request() -> None:
-            self._store.set(f"waits/{self._rank}", position)
             if self._store.add("left", 0):
-                keys = {i: f"left/{i}" for i in self._others()}
+                keys = {i: f"left/{i}" for i in range(self._size) if i != self._rank}
                 self.left = {i: int(self._store.get(key)) for i, key in keys.items() if self._store.check([key])}
 
         if self._request is None or not self._request.is_alive():
@@ -128,27 +134,6 @@ class Presence:
         if os.getpid() == _process:
             _start(request).join(_STORE_TIMEOUT_S)
 
-    def describe(self, position: str) -> str:
-        """Which ranks are not in the operation that this rank is waiting in, for an error message."""
-        found: list[str] = []
-
-        def request() -> None:
-            self._store.set(f"waits/{self._rank}", position)
-            others: dict[str, list[int]] = {}
-            for i in self._others():
-                key = f"waits/{i}"
-                reported = self._store.get(key).decode() if self._store.check([key]) else ""
-                others.setdefault(reported, []).append(self._ranks[i])
-            others.pop(position, None)
-            found.extend(f"{_listed(ranks)} in {reported or 'no operation'}" for reported, ranks in others.items())
-            found.append("" if found else "all ranks are in it, and it does not complete")
-
-        _start(request).join(_STORE_TIMEOUT_S)
-        return "; ".join(filter(None, found)) or "the store, on rank 0, does not answer"
-
-    def _others(self) -> list[int]:
-        return [i for i in range(len(self._ranks)) if i != self._rank]
-
 
 def _start(request: Callable[[], None]) -> threading.Thread:
     def run() -> None:
@@ -158,7 +143,3 @@ def _start(request: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=run, name="unidist-mpi-store", daemon=True)
     thread.start()
     return thread
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'}"

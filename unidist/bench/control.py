@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from unidist.backends.processes import Process
 from unidist.bench.measure import OURS, Case
 from unidist.hvd.bootstrap import WELCOME, accept, introduce, new_key, welcomed
 from unidist.hvd.connection import Connection, frame
-from unidist.hvd.control import ControlOptions, CoordinatorThread, Process, StallTimeouts, parents
+from unidist.hvd.control import ControlOptions, CoordinatorThread, StallTimeouts, parents
 from unidist.hvd.messages import (
     AnnounceRounds,
     Complete,
@@ -181,6 +182,9 @@ class _World:
                 self._done.set()
         elif isinstance(message, AnnounceRounds):
             self._control.post(Join())
+
+    def report(self, title: str) -> None:
+        """See ``Endpoint``."""
 
     def activity(self) -> str:
         return ""

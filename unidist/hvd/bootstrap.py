@@ -18,6 +18,7 @@ from typing import Any
 from unidist import open_files
 from unidist.backends import addresses
 from unidist.backends.base import Backend
+from unidist.backends.processes import Process
 from unidist.errors import BackendError
 from unidist.hvd.connection import Connection
 from unidist.hvd.control import (
@@ -26,7 +27,6 @@ from unidist.hvd.control import (
     CoordinatorThread,
     Endpoint,
     LeaderThread,
-    Process,
     RankThread,
     parents,
 )

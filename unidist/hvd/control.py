@@ -10,10 +10,8 @@ A rank that sends nothing for too long is lost: stopped, or its host cannot be r
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import math
-import os
 import selectors
 import socket
 import threading
@@ -23,10 +21,9 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from unidist.backends import addresses
+from unidist.backends.processes import Process
 from unidist.hvd.connection import Connection, frame
 from unidist.hvd.host_submissions import Forwarded, HostSubmissions
 from unidist.hvd.messages import Failure, Forward, Heartbeat, Join, Leave, Rounds, Shutdown, Submit, decode, encode
@@ -43,6 +40,8 @@ _GRACE_S = 3.0
 _MAX_CYCLES = 5
 #: How long a leader keeps what not all ranks of its host have submitted.
 _HOLD_S = 0.005
+#: Stalled operations that a report names.
+_MAX_STALLS = 8
 #: Sets of ranks to which the way is remembered.
 _MAX_ROUTES = 256
 
@@ -81,43 +80,8 @@ class Endpoint(Protocol):
     def activity(self) -> str:
         """What this rank is doing."""
 
-
-class Process(NamedTuple):
-    """Where a rank runs."""
-
-    host: addresses.Host
-    pid: int
-    #: Processes of one namespace see each other by their pids.
-    pid_namespace: int
-
-    @classmethod
-    def current(cls) -> Process:
-        """This process."""
-        namespace = 0
-        with suppress(OSError):
-            namespace = os.stat("/proc/self/ns/pid").st_ino
-        return cls(addresses.this_host(), os.getpid(), namespace)
-
-    def to_json(self) -> str:
-        """For ``from_json`` on another rank."""
-        return json.dumps(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Process:
-        """The process of ``to_json``."""
-        (id_, name, found), pid, namespace = json.loads(text)
-        return cls(addresses.Host(id_, name, tuple(found)), pid, namespace)
-
-    def is_running(self) -> bool | None:
-        """Whether a process is neither stopped nor ended (one in a debugger is not); None: it cannot be seen."""
-        here = Process.current()
-        if not self.pid_namespace or (self.host.id, self.pid_namespace) != (here.host.id, here.pid_namespace):
-            return None
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return False
-        return state not in "TZX"
+    def report(self, title: str) -> None:
+        """Report what all ranks are doing. Returns at once."""
 
 
 def parents(processes: Sequence[Process]) -> list[int]:
@@ -569,21 +533,14 @@ class CoordinatorThread(ControlThread):
         warn, fail = self._options.stall
         stalled = self._coordinator.stalled(now, min(warn or math.inf, fail or math.inf))
         late = [entry for entry in stalled if warn and entry.seconds >= warn]
-        for entry in late:
-            if entry.name not in self._warned:
-                _log.warning(
-                    "stalled: %s has waited %.0f s for ranks %s; ranks %s are ready. Have they taken another branch, "
-                    "or ended?%s",
-                    entry.name,
-                    entry.seconds,
-                    format_ranks(entry.missing),
-                    format_ranks(entry.submitted),
-                    "".join(
-                        f" Rank {rank} (host {self._processes[rank].host.name}): {self._activity[rank]}."
-                        for rank in entry.missing[:8]
-                        if self._activity.get(rank)
-                    ),
-                )
+        new = [entry for entry in late if entry.name not in self._warned]
+        if new:
+            waiting = "; ".join(
+                f"{entry.name} has waited {entry.seconds:.0f} s for ranks {format_ranks(entry.missing)}; ranks "
+                f"{format_ranks(entry.submitted)} are ready"
+                for entry in new[:_MAX_STALLS]
+            )
+            self._endpoint.report(f"stalled: {waiting}. Have they taken another branch, or ended?")
         self._warned = {entry.name for entry in late}
         for entry in stalled:
             if fail and entry.seconds >= fail:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -33,7 +34,7 @@ class Operation:
 
     __slots__ = (
         "_done_lock", "done", "error", "inputs", "inputs_ready", "name", "outputs", "result", "set_id",
-        "signature", "splits", "to_result", "value",
+        "signature", "splits", "started", "to_result", "value",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +65,8 @@ class Operation:
             self.inputs_ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.inputs_ready.record()
         self.done = False
+        #: Time of ``time.monotonic()``.
+        self.started = time.monotonic()
         self._done_lock = threading.Lock()
         self._done_lock.acquire()
 

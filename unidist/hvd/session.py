@@ -48,6 +48,7 @@ from unidist.hvd.operation import GLOBAL_SET, Operation
 from unidist.hvd.response_cache import ResponseCache
 from unidist.hvd.rounds import GradientRounds
 from unidist.hvd.timeline import TensorTimeline
+from unidist.operations import JOIN, OperationRecord
 
 #: How long a session that closes waits for the operation that is being executed.
 _CLOSE_TIMEOUT_S = 5.0
@@ -122,10 +123,15 @@ class Session:
         self._joining = False
         #: Signature and name of the last operation that was executed.
         self._last: tuple[Signature, Name] | None = None
+        #: Time of ``time.monotonic()`` at that.
+        self._last_at = 0.0
         self._tasks: queue.SimpleQueue[_Task | ProcessSetAdded | ProcessSetRemoved | None] = queue.SimpleQueue()
         self._executor = threading.Thread(target=self._execute_all, name="unidist-hvd", daemon=True)
         self._control = open_control(backend, self, Coordinator(size, fusion, execution.reduce_values), options)
         self.rounds = GradientRounds(self._control.post)
+        self._watch = context.watch()
+        if self._watch is not None:
+            self._watch.sources.append(self.records)
         self._executor.start()
         self._control.start()
 
@@ -218,6 +224,8 @@ class Session:
 
     def close(self) -> None:
         """Shut down. Pending operations fail, here and on the other ranks."""
+        if self._watch is not None:
+            self._watch.sources.remove(self.records)
         self._control.close()
         self._close("Horovod has been shut down")
         for timer in self._timers:
@@ -290,10 +298,33 @@ class Session:
             return f"waiting for other ranks in {_row(waiting)}"
         return f"after {display_name(*self._last)}" if self._last else ""
 
+    def report(self, title: str) -> None:
+        """Report what all ranks do."""
+        if self._watch is not None:
+            self._watch.report_soon(f"unidist: {title}")
+
+    def records(self) -> list[OperationRecord]:
+        """The pending operations, and the last one that is done, for reports. Any thread."""
+        now = time.monotonic()
+        executing = [each for each in self._executing if each is not None]
+        pending = [*executing, *list(self._pending.values()), *list(self._submitted.values())]
+        found = [self._record(each.signature, each.name, each.set_id, now - each.started) for each in pending]
+        if self._joining:
+            found.append(OperationRecord(JOIN, group=_group(GLOBAL_SET)))
+        if self._last is not None:
+            found.append(self._record(*self._last, GLOBAL_SET, now - self._last_at)._replace(done=True))
+        return found
+
+    def _record(self, signature: Signature, name: Name, set_id: int, seconds: float) -> OperationRecord:
+        dtype, shape = (*signature.dtypes, "")[0], (*signature.shapes, None)[0]
+        ranks = () if set_id == GLOBAL_SET else self.process_sets[set_id].ranks
+        return OperationRecord(display_name(signature, name), 0, dtype, shape, ranks, _group(set_id), seconds)
+
     def _take_pending(self, set_id: int, name: Name) -> Operation | None:
         operation = self._pending.pop((set_id, name), None)
         if operation is not None:
             self._last = (operation.signature, operation.name)
+            self._last_at = time.monotonic()
             if self.timeline.on:
                 self.timeline.end(_row(operation))
         return operation
@@ -395,6 +426,10 @@ class Session:
         return [None]
 
 
+def _group(set_id: int) -> str:
+    return f"process set {set_id}"
+
+
 def _row(operation: Operation) -> str:
     """An operation for messages, and its row of the timeline."""
     return display_name(operation.signature, operation.name)
@@ -476,7 +511,7 @@ def open_session() -> None:
     env = os.environ
     timeout = context.timeout()
     seconds = None if timeout is None else timeout.total_seconds()
-    warn = knobs.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60)
+    warn = knobs.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", knobs.stall(env))
     stall = StallTimeouts(
         0.0 if knobs.horovod_flag(env, "HOROVOD_STALL_CHECK_DISABLE") else warn,
         knobs.horovod_number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", seconds + _LATER_S if seconds else 0),

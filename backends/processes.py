@@ -1,0 +1,64 @@
+"""Where a rank runs, and whether it does."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from unidist.backends import addresses
+
+
+class Process(NamedTuple):
+    """Where a rank runs."""
+
+    host: addresses.Host
+    pid: int
+    #: Processes of one namespace see each other by their pids.
+    pid_namespace: int
+
+    @classmethod
+    def current(cls) -> Process:
+        """This process."""
+        namespace = 0
+        with suppress(OSError):
+            namespace = os.stat("/proc/self/ns/pid").st_ino
+        return cls(addresses.this_host(), os.getpid(), namespace)
+
+    def to_json(self) -> str:
+        """For ``from_json`` on another rank."""
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Process:
+        """The process of ``to_json``."""
+        (id_, name, found), pid, namespace = json.loads(text)
+        return cls(addresses.Host(id_, name, tuple(found)), pid, namespace)
+
+    def state(self) -> str:
+        """The letter that the kernel shows, such as R, S and T (stopped); X: it has ended; empty: it cannot be seen."""
+        here = Process.current()
+        if not self.pid_namespace or (self.host.id, self.pid_namespace) != (here.host.id, here.pid_namespace):
+            return ""
+        return stat_fields(self.pid)[0] or "X"
+
+    def is_running(self) -> bool | None:
+        """Whether a process is neither stopped nor ended (one in a debugger is not); None: it cannot be seen."""
+        state = self.state()
+        return state not in "TZX" if state else None
+
+
+def start_time(pid: int) -> str:
+    """What tells a process from another one that has its pid later; empty: it has ended, or this is not Linux."""
+    return stat_fields(pid)[1]
+
+
+def stat_fields(pid: int) -> tuple[str, str]:
+    """A process's state and start time, or empty."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except (OSError, IndexError):
+        return "", ""

@@ -1,0 +1,84 @@
+"""Where in the user's code a thread is."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from types import FrameType, TracebackType
+
+
+def place_of(thread: int) -> str:
+    """The line and function of the user's code in which a thread is, such as ``train.py:41 (step)``.
+
+    It is the innermost one that is not of torch, unidist, Horovod, an installed package or the standard library; if
+    there is none, the innermost of all.
+    """
+    frames = sys._current_frames()
+    frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
+    return _place([(each, each.f_lineno) for each in _outwards(frame)])
+
+
+def place_in(trace: TracebackType | None) -> str:
+    """The same of a traceback."""
+    return _place([(frame, line) for frame, line in traceback.walk_tb(trace)][::-1])
+
+
+def stacks() -> str:
+    """The Python stacks of all threads of this process but the one that calls, the main thread's last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = sorted(sys._current_frames().items(), key=lambda item: item[0] == threading.main_thread().ident)
+    return "".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in found
+        if ident != threading.get_ident()
+    )
+
+
+def _place(frames: list[tuple[FrameType, int]]) -> str:
+    """The place in frames, innermost first."""
+    if not frames:
+        return ""
+    frame, line = next((each for each in frames if _is_users(each[0].f_code.co_filename)), frames[0])
+    code = frame.f_code
+    function = "" if code.co_name == "<module>" else f" ({code.co_name})"
+    return f"{_short(code.co_filename)}:{line}{function}"
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _short(path: str) -> str:
+    """A path in the working directory without it."""
+    try:
+        inside = os.path.relpath(path)
+    except (OSError, ValueError):
+        return path
+    return path if inside.startswith("..") or path.startswith("<") else inside
+
+
+def _is_users(path: str) -> bool:
+    return not path.startswith("<frozen") and not os.path.abspath(path).startswith(_libraries())
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    roots = {
+        package,
+        os.path.realpath(os.path.join(package, "backends")),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    }
+    modules = (sys.modules.get(name) for name in ("torch", "horovod"))
+    roots |= {os.path.dirname(module.__file__) for module in modules if module is not None and module.__file__}
+    return tuple(os.path.join(root, "") for root in roots if root)
