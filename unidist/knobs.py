@@ -4,6 +4,8 @@
 UNIDIST_BACKEND      backend for ``init("auto")``: ``single``, ``gloo``, ``nccl``, ``mpi``, ``horovod``
 UNIDIST_LAUNCHER     launcher whose variables are read, whatever others are set; ``none`` reads none
 UNIDIST_TIMEOUT      seconds after which a start-up or a collective fails that not all ranks take part in
+UNIDIST_ELASTIC      set by ``unidist run`` for the workers of an elastic run: where it listens, and who the worker is
+UNIDIST_GRACE        seconds after a loss that ``unidist run`` waits for a worker before it takes it for hung (60)
 UNIDIST_CACHE        directory of built wheels (default ``$XDG_CACHE_HOME/unidist``)
 ===================  ==========================================================================
 """
@@ -20,6 +22,8 @@ from unidist.errors import LaunchError
 BACKEND = "UNIDIST_BACKEND"
 LAUNCHER = "UNIDIST_LAUNCHER"
 TIMEOUT = "UNIDIST_TIMEOUT"
+ELASTIC = "UNIDIST_ELASTIC"
+GRACE = "UNIDIST_GRACE"
 CACHE = "UNIDIST_CACHE"
 
 
@@ -30,7 +34,17 @@ def backend(env: Mapping[str, str]) -> str:
 
 def timeout(env: Mapping[str, str]) -> timedelta | None:
     """The timeout, or None when unset."""
-    text = env.get(TIMEOUT)
+    found = _seconds(env, TIMEOUT)
+    return None if found is None else timedelta(seconds=found)
+
+
+def grace(env: Mapping[str, str]) -> float:
+    """Seconds after which a worker hangs that others wait for."""
+    return _seconds(env, GRACE) or 60.0
+
+
+def _seconds(env: Mapping[str, str], name: str) -> float | None:
+    text = env.get(name)
     if not text:
         return None
     try:
@@ -38,8 +52,8 @@ def timeout(env: Mapping[str, str]) -> timedelta | None:
         if not 0 < seconds < 1e9:
             raise ValueError
     except ValueError:
-        raise LaunchError(f"{TIMEOUT}={text!r} is not a number of seconds above 0: correct or unset it.") from None
-    return timedelta(seconds=seconds)
+        raise LaunchError(f"{name}={text!r} is not a number of seconds above 0: correct or unset it.") from None
+    return seconds
 
 
 def cache_dir(env: Mapping[str, str]) -> Path:

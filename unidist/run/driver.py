@@ -153,16 +153,10 @@ class Driver(ABC):
         self.agents.append(agent)
         return agent
 
-    def variables(self, address: str, port: int) -> dict[str, str]:
-        """The variables of all ranks, beside their own.
-
-        Args:
-            address, port: where torch's key-value store is.
-        """
+    def variables(self) -> dict[str, str]:
+        """The variables of all ranks, beside their own and those of torch's key-value store."""
         return {
             **self.job.environment(),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
             RUN_ID: f"{EXPORTED}unidist-run",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -292,7 +286,8 @@ class _FixedDriver(Driver):
         address = self.listen_address(hosts)
         listening = create_server(address)
         port = listening.getsockname()[1]
-        env = {**self.variables(address, port), **self._horovod(address)}
+        store = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        env = {**self.variables(), **store, **self._horovod(address)}
         if job.verbose:
             for placement in job.placements:
                 say(f"{placement.name}: ranks {placement.first} to {placement.first + placement.count - 1}")

@@ -36,7 +36,7 @@ class Output:
         self._last: dict[int, deque[str]] = {}
         self._files: dict[tuple[int, str], TextIO] = {}
         self._directory = None if directory is None else Path(directory)
-        self._digits = len(str(ranks - 1))
+        self._digits = len(str(max(ranks - 1, 0)))
         try:
             for rank in range(ranks):
                 self._open(rank)
