@@ -58,7 +58,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 #: gloo's messages when another rank has ended or does not respond.
-_LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Timed out waiting \d+ms")
+LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Timed out waiting \d+ms")
 
 #: Modules that call gloo.
 _CALLING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
@@ -125,7 +125,7 @@ class TorchBackend(Backend):
             modules = {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(trace)}
             foreign = not isinstance(error, RuntimeError) or isinstance(error, UnidistError)
             calls = any(module.startswith(_CALLING) for module in modules)
-            if foreign or not calls or self.topology.world_size == 1 or not _LOST_RANK.search(str(error)):
+            if foreign or not calls or self.topology.world_size == 1 or not LOST_RANK.search(str(error)):
                 show(kind, error, trace)
                 return
             call = "backward" if "torch.autograd" in modules else "a call of torch.distributed"

@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -90,6 +89,11 @@ class Membership:
             self._lost, self._hold = place.get("lost", ""), "hold" in place
             self._last_check = place.get("last_check")
         os.environ.update(place["env"])
+
+    @property
+    def checks(self) -> int:
+        """How often ``check`` was called in this generation."""
+        return self._checks
 
     def lost(self, wait: float = 0.0) -> str:
         """Who is lost of this generation, as far as the driver says within ``wait`` seconds; empty: nobody."""

@@ -100,7 +100,7 @@ class Elastic:
             return []
         taken = {worker.place for worker in self.workers.values()}
         room = (self.limits.max_np or math.inf) - sum(not worker.leaving for worker in self.workers.values())
-        found = []
+        found: list[Worker] = []
         for place in self._places():
             if place not in taken and len(found) < room and not self.is_blacklisted(place.host, now):
                 worker = self.workers[self._started] = Worker(self._started, place)
@@ -109,7 +109,7 @@ class Elastic:
         return found
 
     def ask(self, number: int, now: float, *, failed: bool) -> None:
-        """A worker asks for the next generation: it is new, its training was interrupted, or a call of it has failed."""
+        """A worker asks for the next generation: it is new, was interrupted, or a call of it has failed."""
         worker = self.workers.get(number)
         if worker is None:
             return
@@ -196,8 +196,8 @@ class Elastic:
             return None
         if not self._may_reset:
             return (
-                f"the workers of generation {self.generation} were changed, and --reset-limit {self.limits.reset_limit} "
-                "allows no further change"
+                f"generation {self.generation} is over, and --reset-limit {self.limits.reset_limit} allows no further "
+                "change of the workers"
             )
         blacklisted = [host for host in self._slots if self.is_blacklisted(host.name, math.inf)]
         need = (
@@ -214,7 +214,7 @@ class Elastic:
 
     def is_blacklisted(self, host: str, now: float) -> bool:
         """Whether no worker is started on a host, for it has failed too often."""
-        return host in self._hosts and self._hosts[host].until > now or self._is_for_ever(host)
+        return self._is_for_ever(host) or (host in self._hosts and self._hosts[host].until > now)
 
     # ---------------------------------------------------------------------------------------------
     @property

@@ -1,4 +1,4 @@
-"""The driver of an elastic job: it starts workers and ends them, and tells them of their places, as ``elastic.py`` decides.
+"""The driver of an elastic job: it starts and ends workers, and tells them their places, as ``elastic.py`` decides.
 
 Each worker has a connection to it (``unidist.membership``). Each generation has a key-value store of its own: when it
 ends by a loss, the store is closed, so that no worker waits in it for one that is lost.
@@ -108,8 +108,9 @@ class _ElasticDriver(Driver):
         try:
             while not self.ending and (self.elastic.workers or not self.elastic.finishing):
                 self._decide(time.monotonic())
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.something.wait(), _TICK_S)
+                waiting = asyncio.ensure_future(self.something.wait())
+                await asyncio.wait({waiting}, timeout=_TICK_S)
+                waiting.cancel()
                 self.something.clear()
         finally:
             looking.cancel()
@@ -219,10 +220,9 @@ class _ElasticDriver(Driver):
 
     async def _new_agent(self, name: str) -> HostAgent:
         agent = await self.start_agent(name)
-        try:
-            await asyncio.wait_for(agent.answered.wait(), self.job.start_timeout)
-        except asyncio.TimeoutError:
-            raise LaunchError(f"no answer of host {name} within {self.job.start_timeout:g} s") from None
+        await asyncio.wait({asyncio.ensure_future(agent.answered.wait())}, timeout=self.job.start_timeout)
+        if not agent.answered.is_set():
+            raise LaunchError(f"no answer of host {name} within {self.job.start_timeout:g} s")
         if agent.host is None:
             raise LaunchError(agent.why_gone())
         return agent
