@@ -108,7 +108,7 @@ class ObjectState(State):
 
     def _sync_from(self, src: int) -> None:
         self._saved = broadcast_object({name: getattr(self, name) for name in self._saved}, src)
-        self.restore()
+        self._set_attributes(copy.deepcopy(self._saved))
 
     def _copy(self, name: str) -> Any:
         try:

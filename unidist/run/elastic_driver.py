@@ -133,7 +133,7 @@ class _ElasticDriver(Driver):
             self._dismiss(worker)
         if why := elastic.why_over(now):
             text, status = self.last_failure or ("", 1)
-            self.failed(f"{why}. {text}".strip(), status)
+            self.failed(f"{why}. The last failure: {text}" if text else f"{why}.", status)
             return
         for worker in elastic.start(now):
             self._in_background(self._start_worker(worker))
@@ -200,10 +200,12 @@ class _ElasticDriver(Driver):
             self._worker_ended(worker.number, 1, f"cannot be started on host {name}: {error}")
             return
         slots = max(other.place.local_rank for other in self.elastic.workers.values() if other.place.host == name) + 1
+        # Its place until init(), and the one that it gets there if nobody fails before.
+        news = [other for other in self.elastic.workers.values() if other not in self.elastic.members]
+        everyone = [*self.elastic.members, *news]
+        place = rank_variables([other.place for other in everyone])[everyone.index(worker)]
         env = {
-            "LOCAL_RANK": str(worker.place.local_rank),
-            "HOROVOD_LOCAL_RANK": str(worker.place.local_rank),
-            "HOROVOD_HOSTNAME": name,
+            **place,
             "HOROVOD_ELASTIC": "1",
             knobs.ELASTIC: f"{endpoint[0]} {endpoint[1]} {worker.number} {self.key}",
         }
@@ -257,13 +259,13 @@ class _ElasticDriver(Driver):
         if failed and not self.ending:
             who = f"worker {number}" + f", rank {rank} of generation {self.elastic.generation}," * (rank is not None)
             text = f"{who} on host {worker.place.host} {how}"
-            self.last_failure = (text, status if status > 0 else 128 - status or 1)
+            self.last_failure = (text.split(" Its last lines")[0], status if status > 0 else 128 - status or 1)
             if self.elastic.finishing:
                 self.failed(f"{text} The others have ended well, or are ending.", self.last_failure[1])
             else:
                 say(text)
             if rank is not None:
-                self._lose(text.split(" Its last lines")[0])
+                self._lose(self.last_failure[0])
         self.something.set()
 
     def _signal(self, worker: Worker, number: int) -> None:
@@ -283,7 +285,7 @@ class _ElasticDriver(Driver):
     # ----------------------------------------------------------------------------------- connections
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number = None
-        with suppress(OSError, ValueError, KeyError, asyncio.IncompleteReadError):
+        with suppress(OSError, ValueError, KeyError, asyncio.CancelledError):  # the last: at the end
             while line := await reader.readline():
                 message = json.loads(line)
                 if number is None:

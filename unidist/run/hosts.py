@@ -46,7 +46,7 @@ def rank_variables(places: Sequence[Place]) -> list[dict[str, str]]:
     """The variables of each rank, torchrun's and horovodrun's.
 
     Args:
-        places: those of all ranks, in rank order.
+        places: those of all ranks, in rank order. Where a local rank is missing on a host, LOCAL_WORLD_SIZE is empty.
     """
     nodes = list(dict.fromkeys(place.host for place in places))
     found = []
@@ -58,14 +58,14 @@ def rank_variables(places: Sequence[Place]) -> list[dict[str, str]]:
             "RANK": rank,
             "WORLD_SIZE": len(places),
             "LOCAL_RANK": place.local_rank,
-            "LOCAL_WORLD_SIZE": max(local_ranks) + 1,
+            "LOCAL_WORLD_SIZE": len(local_ranks) if max(local_ranks) < len(local_ranks) else "",
             "GROUP_RANK": nodes.index(place.host),
             "GROUP_WORLD_SIZE": len(nodes),
             "HOROVOD_HOSTNAME": place.host,
             "HOROVOD_RANK": rank,
             "HOROVOD_SIZE": len(places),
             "HOROVOD_LOCAL_RANK": place.local_rank,
-            "HOROVOD_LOCAL_SIZE": max(local_ranks) + 1,
+            "HOROVOD_LOCAL_SIZE": len(local_ranks),
             "HOROVOD_CROSS_RANK": across.index(place.host),
             "HOROVOD_CROSS_SIZE": len(across),
         }
