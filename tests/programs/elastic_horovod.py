@@ -21,7 +21,8 @@ PAUSE = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
 
 def note(event: str, **values: object) -> None:
     with open(DIRECTORY / f"worker-{os.getpid()}.jsonl", "a") as file:
-        file.write(json.dumps({"event": event, "time": time.time(), "rank": hvd.rank(), **values}) + "\n")
+        place = {"rank": hvd.rank(), "generation": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))}
+        file.write(json.dumps({"event": event, "time": time.time(), **place, **values}) + "\n")
 
 
 def fault(step: int) -> None:
@@ -67,7 +68,7 @@ def on_reset() -> None:
 @hvd.elastic.run
 def train(state: hvd.elastic.TorchState) -> None:
     note("enter", size=hvd.size(), step=state.step)
-    for state.epoch in range(state.epoch, EPOCHS):
+    while state.epoch < EPOCHS:
         ids: list[int] = []
         for index, (x, y, number) in enumerate(loader, start=state.batch):
             fault(state.step)
@@ -84,7 +85,8 @@ def train(state: hvd.elastic.TorchState) -> None:
             note("committed", epoch=state.epoch, ids=ids, step=state.step, size=hvd.size())
             state.check_host_updates()
         state.batch = 0
-        state.sampler.set_epoch(state.epoch + 1)
+        state.epoch += 1
+        state.sampler.set_epoch(state.epoch)
     note("end", step=state.step, losses=state.losses)
 
 

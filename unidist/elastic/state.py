@@ -77,15 +77,15 @@ class ObjectState(State):
     """Python objects, as attributes of the state.
 
     Args:
-        attributes: their names and values; what can be copied (``copy.deepcopy``) and pickled.
+        kwargs: their names and values; what can be copied (``copy.deepcopy``) and pickled.
     """
 
-    def __init__(self, **attributes: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__()
-        self._saved = attributes
+        self._saved = kwargs
         #: How often the state was saved, in all worlds.
         self._commits = 0
-        self._set_attributes(attributes)
+        self._set_attributes(kwargs)
 
     def save(self) -> None:
         """Copy the attributes."""
@@ -133,14 +133,14 @@ class TorchState(ObjectState):
     Args:
         model: a plain one.
         optimizer: its optimizer; one of ``hvd.DistributedOptimizer``, too.
-        attributes: more of them, and Python objects.
+        kwargs: more of them, and Python objects, as attributes of the state.
 
     Raises:
         ValueError: a model is wrapped by ``unidist.wrap_model`` or ``DistributedDataParallel``.
     """
 
-    def __init__(self, model: Any = None, optimizer: Any = None, **attributes: Any) -> None:
-        everything = {"model": model, "optimizer": optimizer, **attributes}
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        everything = {"model": model, "optimizer": optimizer, **kwargs}
         #: The names of those that are kept by their state_dict.
         self._stateful = [name for name, value in everything.items() if _is_stateful(value)]
         for name in self._stateful:
@@ -175,13 +175,6 @@ class TorchState(ObjectState):
             self.restore()
         self._sync_from(self._latest())
         self._saved_states = self._state_dicts()
-
-    def reset(self) -> None:
-        """Samplers share what is left of the epoch among the workers that there are now."""
-        for name in self._stateful:
-            value = getattr(self, name)
-            if isinstance(value, torch.utils.data.Sampler):
-                value.load_state_dict(value.state_dict())  # type: ignore[attr-defined]  # it is stateful
 
     def _sync_from(self, src: int) -> None:
         others = {}

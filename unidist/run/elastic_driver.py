@@ -12,9 +12,12 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from unidist import knobs
@@ -92,7 +95,7 @@ class _ElasticDriver(Driver):
         self.by_host: dict[str, asyncio.Task[HostAgent]] = {}
         self.servers: dict[str, asyncio.Server] = {}
         self.writers: dict[int, asyncio.StreamWriter] = {}
-        self.store: asyncio.Task[Any] | None = None
+        self.store: asyncio.Future[Any] | None = None
         self.tasks: set[asyncio.Task[Any]] = set()
         #: The last failure: what to say, and the status.
         self.last_failure: tuple[str, int] | None = None
@@ -153,7 +156,7 @@ class _ElasticDriver(Driver):
         hosts = [host for worker in members if (host := self.by_host[worker.place.host].result().host) is not None]
         address = self.listen_address(hosts)
         listening = create_server(address)
-        self.store = asyncio.ensure_future(asyncio.to_thread(_serve_store, address, listening))
+        self.store = _in_thread(partial(_serve_store, address, listening))
         self.store.add_done_callback(self._store_served)
         shared = {
             "MASTER_ADDR": address,
@@ -168,7 +171,7 @@ class _ElasticDriver(Driver):
         where = ", ".join(f"{host}:{slots}" for host, slots in count.items())
         say(f"generation {self.elastic.generation}: {len(members)} workers on {where}")
 
-    def _store_served(self, task: asyncio.Task[Any]) -> None:
+    def _store_served(self, task: asyncio.Future[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.failed(f"cannot serve torch's key-value store: {error}", 1)
 
@@ -332,9 +335,27 @@ def _serve_store(address: str, listening: socket.socket) -> Any:
     return rendezvous.serve(address, listening)
 
 
-async def _drop(store: asyncio.Task[Any]) -> None:
+async def _drop(store: asyncio.Future[Any]) -> None:
     """Close a store. Not in the loop's thread: it joins one of the store's."""
     with suppress(Exception):
         held = [await store]
         del store
-        await asyncio.to_thread(held.clear)
+        await _in_thread(held.clear)
+
+
+def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
+    """The result of a call in a thread, for whose end nobody waits at the end of the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def run() -> None:
+        set_done: Callable[[Any], None]
+        try:
+            set_done, value = done.set_result, call()
+        except Exception as error:
+            set_done, value = done.set_exception, error
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(lambda: done.cancelled() or set_done(value))
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
