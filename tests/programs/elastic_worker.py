@@ -1,7 +1,7 @@
 """A worker of an elastic run without tensors, for the tests of `unidist run`: it needs no torch.
 
-Each generation it makes checks until a file tells it what to do: ``end``, or a fault of this worker or of this rank. The
-first argument is the directory of the files.
+In each generation it makes checks until a file tells it what to do: ``end``, or a fault of this worker. The first
+argument is the directory of the files.
 """
 
 import json

@@ -116,8 +116,8 @@ class Elastic:
         worker.asked = now
         if worker in self.members:
             self._over = True
-            if failed:
-                self._failed_at = self._failed_at or now
+            if failed and self._failed_at is None:
+                self._failed_at = now
 
     def end(self, number: int, status: int, now: float) -> bool:
         """A worker has ended; whether that is a failure."""
@@ -134,7 +134,7 @@ class Elastic:
         self._strike(worker.place, now)
         if was_member:
             self._over = True
-            self._failed_at = self._failed_at or now
+            self._failed_at = now if self._failed_at is None else self._failed_at
         return True
 
     # ------------------------------------------------------------------------------ what follows
@@ -178,9 +178,9 @@ class Elastic:
         asked = [member.asked for member in self.members if member.asked is not None]
         if not asked:  # nobody waits who has the state
             return []
-        failed = self._failed_at is not None
-        since = max(min(asked), self._failed_at or 0.0)
-        patience = self.limits.grace if failed else self.limits.timeout
+        since, patience = min(asked), self.limits.timeout
+        if self._failed_at is not None:
+            since, patience = max(since, self._failed_at), self.limits.grace
         return [member for member in self.members if member.asked is None and now - since > patience]
 
     def why_over(self, now: float) -> str | None:
@@ -245,7 +245,7 @@ class Elastic:
             for worker in self.workers.values()
             if worker.asked is None and not worker.leaving and worker not in self.members
         ]
-        return bool(starting) and now - min(worker.asked or now for worker in ready) < GATHER_S
+        return bool(starting) and now - min(worker.asked for worker in ready if worker.asked is not None) < GATHER_S
 
     def _strike(self, place: Place, now: float) -> None:
         host = self._hosts.setdefault(place.host, _Host())

@@ -349,13 +349,12 @@ def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
     done: asyncio.Future[Any] = loop.create_future()
 
     def run() -> None:
-        set_done: Callable[[Any], None]
         try:
-            set_done, value = done.set_result, call()
+            finish = partial(done.set_result, call())
         except Exception as error:
-            set_done, value = done.set_exception, error
+            finish = partial(done.set_exception, error)
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(lambda: done.cancelled() or set_done(value))
+            loop.call_soon_threadsafe(finish)
 
     threading.Thread(target=run, daemon=True).start()
     return done
