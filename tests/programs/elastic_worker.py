@@ -15,8 +15,10 @@ from unidist import membership
 from unidist.errors import CollectiveError
 
 DIRECTORY = Path(sys.argv[1])
-START = sys.argv[2] if len(sys.argv) > 2 else ""
-if START == "fail" or (START == "fail later" and int(os.environ["UNIDIST_ELASTIC"].split()[2]) > 1):
+WHAT = sys.argv[2] if len(sys.argv) > 2 else ""
+#: Those that replace the first two fail as long as a file is there.
+REPLACES = int(os.environ["UNIDIST_ELASTIC"].split()[2]) > 1
+if WHAT == "fail at the start" or (REPLACES and (DIRECTORY / "broken").exists()):
     sys.exit(3)
 member = membership.current()
 assert member is not None
@@ -45,7 +47,7 @@ while True:
                 sys.exit(0)
             if take(f"kill.{member.number}"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if take(f"exit.{member.number}") or START == "fail in training":
+            if take(f"exit.{member.number}") or WHAT == "fail in training":
                 sys.exit(5)
             if take(f"hang.{member.number}"):
                 time.sleep(1000)

@@ -216,6 +216,10 @@ class Elastic:
         """Whether no worker is started on a host, for it has failed too often."""
         return self._is_for_ever(host) or (host in self._hosts and self._hosts[host].until > now)
 
+    def how_long(self, host: str, now: float) -> str:
+        """For how long a blacklisted host stays so, for a message."""
+        return " any more" if self._is_for_ever(host) else f" for {self._hosts[host].until - now:.0f} s"
+
     # ---------------------------------------------------------------------------------------------
     @property
     def _needed(self) -> int:

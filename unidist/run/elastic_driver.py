@@ -156,11 +156,12 @@ class _ElasticDriver(Driver):
         hosts = [host for worker in members if (host := self.by_host[worker.place.host].result().host) is not None]
         address = self.listen_address(hosts)
         listening = create_server(address)
+        port = listening.getsockname()[1]
         self.store = _in_thread(partial(_serve_store, address, listening))
         self.store.add_done_callback(self._store_served)
         shared = {
             "MASTER_ADDR": address,
-            "MASTER_PORT": str(listening.getsockname()[1]),
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_RESTART_COUNT": str(self.elastic.generation - 1),
         }
         numbers = [worker.number for worker in members]
@@ -256,17 +257,21 @@ class _ElasticDriver(Driver):
         if worker is None:
             return
         rank = self.elastic.members.index(worker) if worker in self.elastic.members else None
-        failed = self.elastic.end(number, status, time.monotonic())
+        now, host = time.monotonic(), worker.place.host
+        was_blacklisted = self.elastic.is_blacklisted(host, now)
+        failed = self.elastic.end(number, status, now)
         if (writer := self.writers.pop(number, None)) is not None:
             writer.close()
         if failed and not self.ending:
             who = f"worker {number}" + f", rank {rank} of generation {self.elastic.generation}," * (rank is not None)
-            text = f"{who} on host {worker.place.host} {how}"
+            text = f"{who} on host {host} {how}"
             self.last_failure = (text.split(" Its last lines")[0], status if status > 0 else 128 - status or 1)
             if self.elastic.finishing:
                 self.failed(f"{text} The others have ended well, or are ending.", self.last_failure[1])
             else:
                 say(text)
+            if self.elastic.is_blacklisted(host, now) and not was_blacklisted:
+                say(f"host {host} is blacklisted: no worker is started there{self.elastic.how_long(host, now)}")
             if rank is not None:
                 self._lose(self.last_failure[0])
         self.something.set()
