@@ -108,6 +108,7 @@ class _ElasticDriver(Driver):
         self.elastic.set_hosts(await self.discovery.find())
         self.handle_signals()
         looking = asyncio.ensure_future(self._look_for_hosts())
+        _in_thread(_import_torch)  # while the workers do so
         try:
             while not self.ending and (self.elastic.workers or not self.elastic.finishing):
                 self._decide(time.monotonic())
@@ -332,6 +333,10 @@ class _ElasticDriver(Driver):
         task = asyncio.ensure_future(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+
+def _import_torch() -> None:
+    from unidist.backends import rendezvous  # noqa: F401
 
 
 def _serve_store(address: str, listening: socket.socket) -> Any:
