@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unidist.backends.backward_pass import AtEnd, BackwardPass, BackwardPasses, current_pass
 from unidist.backends.base import ModelOptions
 from unidist.backends.data_parallel import AveragingPass, LocalPass, ModelGradients, Reducer
-from unidist.backends.wrapper import frozen_parameters, refuse_join, refuse_unfrozen
+from unidist.backends.wrapper import frozen_parameters, refuse_join, refuse_unfrozen, world_ended
 
 #: How many models have been made, by the ranks that train them.
 _made = Counter[tuple[int, ...]]()
@@ -20,6 +20,15 @@ _made = Counter[tuple[int, ...]]()
 _running: list[_ReplicaPass] = []
 #: The parameters of all models, as long as they are watched, by the ranks that train them and the model's number.
 _watched: weakref.WeakValueDictionary[tuple[tuple[int, ...], int], _Watched] = weakref.WeakValueDictionary()
+
+
+def end_all() -> None:
+    """The world of all models has ended: their next backward pass that averages is an error."""
+    for watched in _watched.values():
+        watched.ended = True
+    _made.clear()
+    _watched.clear()
+    _running.clear()
 
 
 class Replica:
@@ -76,6 +85,8 @@ class _Watched:
         self.frozen = frozen_parameters(model)
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.sync = True
+        #: Whether the world in which it was made has ended.
+        self.ended = False
         self.average: Callable[[], None] | None = None
         self.gradients: ModelGradients | None = None
         if reducer is not None:
@@ -84,6 +95,8 @@ class _Watched:
 
     def begin(self, _: bool) -> BackwardPass:
         refuse_unfrozen(self.frozen, "unidist.replicate(model)")
+        if self.sync and self.ended and self.gradients is not None:
+            raise world_ended("unidist.replicate")
         if self.sync and self.average is not None:
             return AtEnd(self.average)
         if self.sync:

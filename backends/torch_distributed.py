@@ -63,7 +63,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 #: gloo's messages when another rank has ended or does not respond.
-_LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Timed out waiting \d+ms")
+LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Timed out waiting \d+ms")
 
 #: Modules that call gloo.
 _CALLING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
@@ -302,7 +302,7 @@ class TorchBackend(Backend):
 
 def _is_lost_rank(error: BaseException, trace: TracebackType | None) -> bool:
     """Whether an error is one of gloo that this package has not converted."""
-    if not isinstance(error, RuntimeError) or isinstance(error, UnidistError) or not _LOST_RANK.search(str(error)):
+    if not isinstance(error, RuntimeError) or isinstance(error, UnidistError) or not LOST_RANK.search(str(error)):
         return False
     return any(module.startswith(_CALLING) for module in _modules(trace))
 

@@ -16,14 +16,18 @@ class Wrapper(WrappedModel[M]):
 
     #: Parameters that did not require grad when the model was wrapped, with their names.
     frozen: list[tuple[str, torch.Tensor]]
+    #: Whether the world in which it was wrapped, of several ranks, has ended.
+    ended = False
 
     def check_forward(self) -> None:
         """Raise if the gradients of the next backward pass would not be averaged.
 
         Raises:
-            UnidistError: inside a ``unidist.join`` block that was not given this model, or when a parameter that was
-                frozen when the model was wrapped requires grad now.
+            UnidistError: inside a ``unidist.join`` block that was not given this model, when a parameter that was
+                frozen when the model was wrapped requires grad now, or when its world has ended.
         """
+        if self.ended:
+            raise world_ended("unidist.wrap_model")
         if self.require_backward_grad_sync:
             refuse_join(self.options)
         refuse_unfrozen(self.frozen, "model = unidist.wrap_model(unidist.unwrap(model))")
@@ -65,6 +69,15 @@ def refuse_unfrozen(frozen: Sequence[tuple[str, torch.Tensor]], again: str) -> N
             f"{len(unfrozen)} parameters, {unfrozen[0]!r} the first, were frozen when the model was made data-parallel "
             f"and require grad now: do it again, on every rank, with {again}."
         )
+
+
+def world_ended(call: str) -> UnidistError:
+    """The error for a model that was made data-parallel in a world that has ended."""
+    return UnidistError(
+        f"this model was given to {call} in a world that has ended, by unidist.shutdown() or because the workers of an "
+        f"elastic run have changed: call {call} again on the plain model, in the function that unidist.elastic.run "
+        "calls."
+    )
 
 
 def frozen_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

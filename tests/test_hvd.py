@@ -212,11 +212,12 @@ def test_every_way_to_import() -> None:
                 assert missing in str(error)
             else:
                 raise SystemExit(missing)
-        try:
-            one.elastic.run
-        except NotImplementedError as error:
-            assert "torchrun --max-restarts" in str(error)
-        assert not hasattr(one.elastic, "run")
+        from horovod.common.elastic import ObjectState, State, run_fn
+        from horovod.torch.elastic import ElasticSampler, TorchState
+        from horovod.torch.elastic.sampler import ElasticSampler as same_sampler
+        from horovod.torch.elastic.state import TorchState as same_state
+        assert TorchState is same_state is one.elastic.TorchState and ElasticSampler is same_sampler
+        assert issubclass(ObjectState, object) and one.elastic.run and run_fn
         assert {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")} == {
             "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
             "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1",
@@ -536,11 +537,15 @@ def test_the_suite_calls_every_public_name() -> None:
 
 def test_every_public_name_and_signature() -> None:
     """Names, parameters and defaults are Horovod's; what is left out, or more, is in the table of docs/hvd.md."""
-    code = "import json; from tests.support.hvd_names import compare; print('NAMES', json.dumps(compare()))"
+    code = (
+        "import json; from tests.support import hvd_names as names; "
+        "print('METHODS', json.dumps(names.compare_methods())); print('NAMES', json.dumps(names.compare()))"
+    )
     result = run_world("python", 1, ["-W", "ignore", "-c", code])
     assert result.returncode == 0, result.output
     rows = json.loads(result.output.split("NAMES ")[1].splitlines()[0])
-    wrong = [row for row in rows if row[1] not in ("same", "more", "other")]
+    methods = json.loads(result.output.split("METHODS ")[1].splitlines()[0])
+    wrong = [row for row in [*rows, *methods] if row[1] not in ("same", "more", "other")]
     assert not wrong, wrong
     table = "\n".join(f"| `{name}` | {verdict}{': ' if why else ''}{why} |" for name, verdict, why in rows)
     page = (ROOT / "docs/hvd.md").read_text()

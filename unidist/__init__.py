@@ -188,7 +188,7 @@ def __getattr__(name: str) -> Any:
         if name in names:
             value = globals()[name] = getattr(import_module(f"unidist.{module}"), name)
             return value
-    if name in _MODULES or name in ("backends", "batch_norm", "knobs", "topology", "tree"):
+    if name in _MODULES or name in ("backends", "batch_norm", "elastic", "knobs", "topology", "tree"):
         return import_module(f"unidist.{name}")
     raise AttributeError(f"module 'unidist' has no attribute {name!r}")
 

@@ -11,16 +11,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from unidist import knobs, open_files
+from unidist import knobs, membership, open_files
 from unidist.backends.base import Backend, Start
 from unidist.backends.checked import Checked
 from unidist.backends.joined import Joined
 from unidist.backends.watch.watch import Watch
-from unidist.errors import BackendError, NotInitializedError, WorldSizeError
+from unidist.errors import BackendError, NotInitializedError, UnidistError, WorldSizeError
 from unidist.seed import set_seed
 from unidist.topology import EXPLICIT, Launch, allocated_tasks, detect
 from unidist.topology import NONE as NO_LAUNCHER
@@ -53,9 +53,13 @@ _log = logging.getLogger("unidist")
 _current: Backend | None = None
 _watch: Watch | None = None
 _arguments: dict[str, object] = {}
+#: The arguments of the last world, for ``rejoin``.
+_again: dict[str, Any] = {}
 _sessions = 0
 #: Restores the variables that ``init(export_env=True)`` has set.
 _take_back_env: Callable[[], None] | None = None
+#: Seconds after a failure in which the driver of an elastic run may say that a worker is lost.
+_VERDICT_S = 2.0
 _closers: list[Callable[[], None]] = []
 _timeline: Timeline | None = None
 _process = os.getpid()
@@ -126,7 +130,7 @@ def _init(
     *,
     default_group: bool,
 ) -> None:
-    global _current, _watch, _arguments, _sessions, _take_back_env
+    global _current, _watch, _arguments, _again, _take_back_env
     arguments: dict[str, object] = {
         "backend": None if backend == "auto" else backend,
         "init_method": init_method,
@@ -139,15 +143,16 @@ def _init(
     if _current is not None:
         _refuse_change(arguments, _current)
     else:
-        launch = _declared(init_method, rank, world_size)
-        wanted = None if device is None else torch.device(device)
-        start = Start(launch, init_method, _timeout(timeout), wanted, default_group, _sessions)
         stall, is_checked = knobs.stall(os.environ), knobs.check(os.environ)
-        open_files.allow(launch.world_size)
         name = backend if backend != "auto" else knobs.backend(os.environ)
-        _sessions += 1  # failed attempts count: they have left keys in the store
-        started, why = _start(name, start)
+        wanted = None if device is None else torch.device(device)
+        start, started, why = _meet(name, init_method, rank, world_size, _timeout(timeout), wanted, default_group)
+        launch = start.launch
         _guard(started, launch)
+        _again = {
+            "backend": backend, "timeout": timeout, "device": device, "export_env": export_env,
+            "default_group": default_group,
+        }  # fmt: skip
         if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
             _take_back_env = _export(started, start)
         if started.topology.world_size > 1:
@@ -174,6 +179,34 @@ def _init(
                 launch.evidence,
                 started.device,
             )
+
+
+def _meet(
+    name: str,
+    init_method: str | None,
+    rank: int | None,
+    world_size: int | None,
+    timeout: timedelta | None,
+    device: torch.device | None,
+    default_group: bool,
+) -> tuple[Start, Backend, str]:
+    """Start the backend, in the next generation of an elastic run; its arguments, and the reason for the choice."""
+    global _sessions
+    member = membership.current() if init_method is None and rank is None else None
+    while True:
+        if member is not None:
+            member.take()
+        launch = _declared(init_method, rank, world_size)
+        # Each generation has a store of its own.
+        start = Start(launch, init_method, timeout, device, default_group, 0 if member else _sessions)
+        open_files.allow(launch.world_size)
+        _sessions += 1  # failed attempts count: they have left keys in the store
+        try:
+            return start, *_start(name, start)
+        except UnidistError as error:
+            if member is None or not member.lost(wait=_VERDICT_S):
+                raise
+            member.ask(failed=str(error))
 
 
 def _warn_of_horovod(backend: Backend, launch: Launch) -> None:
@@ -282,6 +315,13 @@ def leave(*, alone: bool = True) -> None:
         take_back, _take_back_env = _take_back_env, None
         if take_back is not None:
             take_back()
+
+
+def rejoin() -> None:
+    """``init`` with the arguments of the last world, after ``leave``: in the next generation of an elastic run.
+    Collective.
+    """
+    _init(**_again)
 
 
 def is_initialized() -> bool:

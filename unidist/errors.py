@@ -38,3 +38,15 @@ class CollectiveError(UnidistError):
 
 class CheckpointError(UnidistError):
     """A checkpoint could not be written or loaded, on this rank or on another."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Workers are to come or leave: no error, ``unidist.elastic.run`` and ``hvd.elastic.run`` handle it.
+
+    Args:
+        skip_sync: of no effect: the state is always synchronized.
+    """
+
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync

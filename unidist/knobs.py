@@ -7,6 +7,8 @@ UNIDIST_TIMEOUT      seconds after which a start-up or a collective fails that n
 UNIDIST_TIMELINE     file for ``unidist.timeline`` from ``init()`` on: ``trace.json`` is ``trace.0.json`` on rank 0
 UNIDIST_STALL_S      seconds that an operation may wait until what all ranks do is reported (default 60; 0: for ever)
 UNIDIST_CHECK        1: compare the ranks' calls before each collective call
+UNIDIST_ELASTIC      set by ``unidist run`` for the workers of an elastic run: where it listens, and who the worker is
+UNIDIST_GRACE        seconds after a loss that ``unidist run`` waits for a worker before it takes it for hung (60)
 UNIDIST_CACHE        directory of built wheels (default ``$XDG_CACHE_HOME/unidist``)
 ===================  ==========================================================================
 """
@@ -25,6 +27,8 @@ LAUNCHER = "UNIDIST_LAUNCHER"
 TIMEOUT = "UNIDIST_TIMEOUT"
 STALL = "UNIDIST_STALL_S"
 CHECK = "UNIDIST_CHECK"
+ELASTIC = "UNIDIST_ELASTIC"
+GRACE = "UNIDIST_GRACE"
 CACHE = "UNIDIST_CACHE"
 TIMELINE = "UNIDIST_TIMELINE"
 
@@ -36,7 +40,17 @@ def backend(env: Mapping[str, str]) -> str:
 
 def timeout(env: Mapping[str, str]) -> timedelta | None:
     """The timeout, or None when unset."""
-    text = env.get(TIMEOUT)
+    found = _seconds(env, TIMEOUT)
+    return None if found is None else timedelta(seconds=found)
+
+
+def grace(env: Mapping[str, str]) -> float:
+    """Seconds after which a worker hangs that others wait for."""
+    return _seconds(env, GRACE) or 60.0
+
+
+def _seconds(env: Mapping[str, str], name: str) -> float | None:
+    text = env.get(name)
     if not text:
         return None
     try:
@@ -44,8 +58,8 @@ def timeout(env: Mapping[str, str]) -> timedelta | None:
         if not 0 < seconds < 1e9:
             raise ValueError
     except ValueError:
-        raise LaunchError(f"{TIMEOUT}={text!r} is not a number of seconds above 0: correct or unset it.") from None
-    return timedelta(seconds=seconds)
+        raise LaunchError(f"{name}={text!r} is not a number of seconds above 0: correct or unset it.") from None
+    return seconds
 
 
 def timeline(env: Mapping[str, str], *, of_horovod: bool) -> str:

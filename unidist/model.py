@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from unidist.backends.base import Group, M, ModelOptions, ReplicatedModel, WrappedModel
+from unidist.backends.replica import end_all
 from unidist.batch_norm import convert_batch_norm
 from unidist.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
-from unidist.context import current, in_join
+from unidist.context import before_leaving, current, in_join
 from unidist.errors import MismatchError
 from unidist.tree import map_leaves, walk
 
@@ -29,6 +30,18 @@ N = TypeVar("N", bound=nn.Module)
 _replicas: weakref.WeakKeyDictionary[nn.Module, ReplicatedModel] = weakref.WeakKeyDictionary()
 #: Their parts that have parameters: they may live longer than the model.
 _parts: weakref.WeakKeyDictionary[nn.Module, ReplicatedModel] = weakref.WeakKeyDictionary()
+#: What ``wrap_model`` has returned in this world, of several ranks.
+_wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@before_leaving
+def _end_models() -> None:
+    """No model of this world averages with the ranks of the next one."""
+    end_all()
+    _parts.clear()
+    for wrapped in _wrapped:
+        wrapped.ended = True  # type: ignore[assignment]  # not a submodule
+    _wrapped.clear()
 
 
 def wrap_model(
@@ -84,7 +97,10 @@ def wrap_model(
         broadcast_buffers=broadcast_buffers,
         static_graph=static_graph,
     )
-    return current().wrap_model(model, options, group)
+    wrapped = current().wrap_model(model, options, group)
+    if current().topology.world_size > 1:
+        _wrapped.add(wrapped)
+    return wrapped
 
 
 def replicate(

@@ -3,7 +3,6 @@ import os
 import time
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.hvd.api import REAL, hvd
@@ -55,10 +54,3 @@ def test_timeline(rank: int, size: int, tmp_path: Path) -> None:
     if not REAL:  # Horovod leaves the list open, as Chrome allows
         rows = [event["args"]["name"] for event in json.loads(path.read_text()) if event["ph"] == "M"]
         assert "allreduce.traced" in rows
-
-
-@pytest.mark.skipif(REAL, reason="Horovod has it")
-def test_elastic_is_not_there_yet() -> None:
-    assert not hasattr(hvd.elastic, "run")
-    with pytest.raises(NotImplementedError, match="max-restarts"):
-        hvd.elastic.run(lambda state: None)

@@ -9,7 +9,7 @@ from typing import Any
 #: What is not as in Horovod, and why.
 LEFT_OUT = {
     "mpi_lib_v2": "Horovod's compiled extension",
-    "elastic": "an error that says so, until it is there",
+    "elastic.State.on_hosts_updated": "Horovod's driver calls it",
 }
 
 
@@ -19,14 +19,37 @@ def compare() -> list[list[str]]:
 
     import unidist.hvd as ours
 
+    rows = _compare_names("", theirs, ours)
+    return rows + _compare_names("elastic.", theirs.elastic, ours.elastic)
+
+
+def compare_methods() -> list[list[str]]:
+    """The same for the methods of elastic training's classes."""
+    import horovod.common.elastic as theirs
+    import horovod.torch.elastic as theirs_for_torch
+
+    import unidist.hvd.common.elastic as ours
+    import unidist.hvd.elastic as ours_for_torch
+
+    pairs: list[tuple[str, Any, Any]] = [(name, theirs, ours) for name in ("State", "ObjectState")]
+    pairs += [(name, theirs_for_torch, ours_for_torch) for name in ("TorchState", "ElasticSampler")]
+    return [
+        row
+        for name, one, other in pairs
+        for row in _compare_names(f"elastic.{name}.", getattr(one, name), getattr(other, name))
+    ]
+
+
+def _compare_names(prefix: str, theirs: Any, ours: Any) -> list[list[str]]:
     rows = []
     for name in sorted(name for name in dir(theirs) if not name.startswith("_")):
-        if name in LEFT_OUT:
-            rows.append([name, "other", LEFT_OUT[name]])
+        known = LEFT_OUT.get(prefix + name) or (LEFT_OUT.get(f"elastic.State.{name}") if prefix.count(".") > 1 else "")
+        if known:
+            rows.append([prefix + name, "other", known])
         elif not hasattr(ours, name):
-            rows.append([name, "MISSING", ""])
+            rows.append([prefix + name, "MISSING", ""])
         else:
-            rows.append([name, *_verdict(getattr(theirs, name), getattr(ours, name))])
+            rows.append([prefix + name, *_verdict(getattr(theirs, name), getattr(ours, name))])
     return rows
 
 

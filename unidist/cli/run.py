@@ -12,7 +12,7 @@ import click
 from unidist import __version__
 from unidist.errors import LaunchError
 from unidist.launchers.table import BACKENDS, COMMANDS, missing, unavailable
-from unidist.run import driver, hosts, mpirun, options
+from unidist.run import driver, elastic_driver, hosts, mpirun, options
 from unidist.run.output import say
 from unidist.run.transport import Ssh
 
@@ -33,7 +33,8 @@ def command(argv: tuple[str, ...]) -> None:
         return
     if not given.command:
         raise LaunchError("there is no command to start: unidist run -np 2 python train.py")
-    job = _job(given)
+    elastic = options.is_elastic(given)
+    job = _job(given, [] if elastic else _placements(given))
     unused = options.without_effect(given)
     if unused and (given.hvd or find_spec("horovod") is None):
         say(f"{', '.join(unused)}: these tune Horovod itself. They become HOROVOD_* variables, without effect.")
@@ -42,12 +43,29 @@ def command(argv: tuple[str, ...]) -> None:
         if not given.dry_run:
             mpirun.execute(line, job)
         click.echo(shlex.join(line))
+    elif elastic:
+        _run_elastic(given, job)
     elif given.dry_run:
         click.echo(driver.describe(job))
     else:
         status = driver.run(job)
         # Not through the interpreter's end, which would wait for an import of torch that nobody needs any more.
         os._exit(status)
+
+
+def _run_elastic(given: argparse.Namespace, job: driver.Job) -> None:
+    limits = options.elastic_limits(given, os.environ)
+    script = given.host_discovery_script
+    found = [] if script else _hosts(given)
+    if not script and not found:
+        found = [hosts.HostSlots("localhost", given.num_proc or limits.min_np)]
+    if given.dry_run:
+        where = script or ", ".join(f"{host.name}:{host.slots}" for host in found)
+        most = limits.max_np or "any number of"
+        click.echo(f"{limits.min_np} to {most} workers on {where}: {shlex.join(job.command)}")
+        return
+    discovery = elastic_driver.Discovery(found, script, given.slots or 1)
+    os._exit(elastic_driver.run(job, limits, discovery))
 
 
 def check_build() -> None:
@@ -61,12 +79,15 @@ def check_build() -> None:
             click.echo(f"    [{' ' if lack else 'X'}] {name}")
 
 
-def _job(given: argparse.Namespace) -> driver.Job:
+def _placements(given: argparse.Namespace) -> list[hosts.Placement]:
     found = _hosts(given)
     count = sum(host.slots for host in found) if given.num_proc is None else given.num_proc
     if count < 1:
         raise LaunchError(f"-np {count} is not a number of ranks from 1 up.")
-    placements = hosts.place(found or [hosts.HostSlots("localhost", count)], count)
+    return hosts.place(found or [hosts.HostSlots("localhost", count)], count)
+
+
+def _job(given: argparse.Namespace, placements: list[hosts.Placement]) -> driver.Job:
     variables = options.variables(given)
     if given.hvd:
         from unidist.hvd import alias
@@ -95,6 +116,6 @@ def _hosts(given: argparse.Namespace) -> list[hosts.HostSlots]:
     if given.hostfile:
         return hosts.read_hostfile(given.hostfile)
     found = hosts.allocated_hosts(os.environ)
-    if not found and given.num_proc is None:
+    if not found and given.num_proc is None and given.min_num_proc is None:
         raise LaunchError("-np is missing: the number of ranks, such as unidist run -np 2 python train.py")
     return found

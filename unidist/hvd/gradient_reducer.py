@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,21 @@ from unidist.hvd.session import current_session
 _BACKEND_OPS: dict[int, Op] = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 #: MiB of gradients that are reduced together.
 _BUCKET_MB = 25.0
+
+
+#: All reducers, in the order in which they were made.
+_reducers: list[weakref.ref[GradientReducer]] = []
+
+
+def rejoin() -> None:
+    """Let all reducers go on in the running session, after one that has ended in the middle of a step.
+
+    Not collective: in their first round the ranks compare their parameters, as those of new optimizers do.
+    """
+    _reducers[:] = [reference for reference in _reducers if reference() is not None]
+    for reference in _reducers:
+        if (reducer := reference()) is not None:
+            reducer.rejoin()
 
 
 class ReduceOptions(NamedTuple):
@@ -75,12 +91,18 @@ class GradientReducer:
         #: Whether a gradient has been accumulated since the last round.
         self.in_progress = False
         self._join_session()
+        _reducers.append(weakref.ref(self))
         watch_gradients(self._names, self._accumulated)
 
     def set_passes(self, passes: int) -> None:
         """Expect so many backward passes before the next round."""
         self._passes = passes
         self._passes_left = dict.fromkeys(self._names, passes)
+
+    def rejoin(self) -> None:
+        """Forget the current round, and join the running session."""
+        self._end_round()
+        self._join_session()
 
     def abandon(self) -> None:
         """Forget the current round, after the reductions that have been started."""

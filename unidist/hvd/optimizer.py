@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unidist import membership
 from unidist.hvd.adasum import adasum
 from unidist.hvd.basics import Adasum, Average
 from unidist.hvd.common.exceptions import HorovodInternalError
@@ -107,7 +108,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._start(options)
 
     def _start(self, options: ReduceOptions) -> None:
-        if self.process_set.included() and (self.process_set.size() or 1) > 1:
+        # Others may join an elastic run later.
+        several = (self.process_set.size() or 1) > 1 or membership.current() is not None
+        if self.process_set.included() and several:
             self._reducer = GradientReducer(self._parameter_names, self.backward_passes_per_step, options)
 
     def set_backward_passes_per_step(self, passes: int) -> None:

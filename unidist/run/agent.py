@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import queue
 import re
 import select
 import selectors
@@ -50,8 +51,11 @@ class _Agent:
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
         self.selector = selectors.DefaultSelector()
-        self.start: dict[str, Any] | None = None
-        self.started = threading.Event()
+        #: What the driver has said to start, and whether it may say so again.
+        self.starts: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.begun = self.stay = False
+        self.wake_reader, self.wake_writer = os.pipe()
+        self.selector.register(self.wake_reader, selectors.EVENT_READ)
         self.lock = threading.Lock()
         self.finished = False
         self.guard = _start_guard()
@@ -60,20 +64,20 @@ class _Agent:
         """Until all ranks have ended and the driver knows, or the driver is lost."""
         threading.Thread(target=self._listen, daemon=True).start()
         self._send(host=this_host())
-        while not self.started.wait(BEAT_S):
-            self._send()
-        assert self.start is not None
-        if self._start_ranks(self.start):
-            beat = time.monotonic()
-            while not all(rank.ended for rank in self.ranks):
-                for key, _ in self.selector.select(0.1):
+        beat = time.monotonic()
+        while self.stay or not self.begun or self.ranks:
+            for key, _ in self.selector.select(0.1 if self.ranks else BEAT_S):
+                if key.data is None:
+                    os.read(self.wake_reader, 1)
+                    self._start_ranks(self.starts.get())
+                else:
                     self._read(*key.data)
-                for rank in self.ranks:
-                    if not rank.ended:
-                        self._look_at(rank)
-                if time.monotonic() - beat > BEAT_S:
-                    beat = time.monotonic()
-                    self._send()
+            for rank in self.ranks:
+                self._look_at(rank)
+            self.ranks = [rank for rank in self.ranks if not rank.ended]
+            if time.monotonic() - beat > BEAT_S:
+                beat = time.monotonic()
+                self._send()
         self._send(done=True)
 
     # ------------------------------------------------------------------------------ the driver's messages
@@ -89,32 +93,41 @@ class _Agent:
             for line in lines:
                 message = json.loads(line)
                 if "start" in message:
-                    self.start = message["start"]
-                    self.started.set()
+                    self.starts.put(message["start"])
+                    os.write(self.wake_writer, b"\n")
                 if "signal" in message:
-                    threading.Thread(target=self._end, args=(message["signal"],), daemon=True).start()
+                    arguments = (message["signal"], message.get("ranks"))
+                    threading.Thread(target=self._end, args=arguments, daemon=True).start()
                 if "leave" in message:
                     os._exit(0)
 
-    def _end(self, number: int) -> None:
-        """Send a signal to all ranks, and SIGKILL to those that are left after a while."""
-        self.finished = True  # no rank starts any more
+    def _end(self, number: int, only: list[int] | None = None) -> None:
+        """Send a signal to all ranks, or to some, and SIGKILL to those that are left after a while."""
+        if only is None:
+            self.finished = True  # no rank starts any more
+        ranks = [rank for rank in self.ranks if only is None or rank.rank in only]
         for each, until in ((number, time.monotonic() + GRACE_S), (signal.SIGKILL, 0.0)):
             with self.lock:
-                left = [rank.process.pid for rank in self.ranks if not rank.ended]
+                left = [rank.process.pid for rank in ranks if not rank.ended]
                 for pid in left:
                     _signal_group(pid, each)
-            while left and time.monotonic() < until and not all(rank.ended or _is_over(rank) for rank in self.ranks):
+            while left and time.monotonic() < until and not all(rank.ended or _is_over(rank) for rank in ranks):
                 time.sleep(0.02)
-        if not self.started.is_set():
+        if not self.begun:
             os._exit(1)
 
     # -------------------------------------------------------------------------------------- the ranks
-    def _start_ranks(self, start: dict[str, Any]) -> bool:
-        error = _why_unreachable(start["store"])
+    def _start_ranks(self, start: dict[str, Any]) -> None:
+        self.begun, self.stay = True, start["stay"]
+        left = dict(start["ranks"])
+        error, status = _why_unreachable(start["store"]), 1
+        if not error:
+            error, status = self._start_each(start, left)
         if error:
-            self._send(error=error)
-            return False
+            self._send(error=error, status=status, ranks=list(left))
+
+    def _start_each(self, start: dict[str, Any], left: dict[int, dict[str, str]]) -> tuple[str, int]:
+        """Why not all have been started, which are ``left`` then, and the status for it."""
         own, hosts = this_host(), [Host(id, name, tuple(found)) for id, name, found in start["hosts"]]
         env = {name: text for name, text in os.environ.items() if not re.fullmatch(start["without"], name)}
         env.update(start["env"])
@@ -122,26 +135,27 @@ class _Agent:
             try:
                 interface = interface_of(listen_address(own, hosts, env))
             except BackendError as error:
-                self._send(error=f"has no network in common with the others: {error}")
-                return False
+                return f"has no network in common with the others: {error}", 1
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
             env.setdefault("HOROVOD_GLOO_IFACE", interface)
         env.setdefault("HOROVOD_GLOO_IFACE", "lo")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(start["ranks"]))))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // start["slots"])))
         directory = start["cwd"]
         if not os.path.isdir(directory):
             directory = os.path.expanduser("~")
             self._send(warning=f"has no directory {start['cwd']}: its ranks start in {directory}")
         for rank, variables in start["ranks"]:
-            if not self._start_rank(rank, start["command"], {**env, **variables}, directory):
-                return False
-        return True
+            if why := self._start_rank(rank, start["command"], {**env, **variables}, directory):
+                return why, 127
+            del left[rank]
+        return "", 0
 
-    def _start_rank(self, rank: int, command: list[str], env: dict[str, str], directory: str) -> bool:
+    def _start_rank(self, rank: int, command: list[str], env: dict[str, str], directory: str) -> str:
+        """Why it has not been started; empty if it has, or if all are being ended."""
         with self.lock:
             if self.finished:
-                return False
+                return ""
             try:
                 process = subprocess.Popen(
                     command, cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -151,8 +165,7 @@ class _Agent:
                 remedy = "Is it on PATH there?"
                 if len(command) == 1 and " " in command[0]:
                     remedy = "For a shell's command line, use bash -c '...'."
-                self._send(error=f"cannot start {command[0]}: {error.strerror}. {remedy}", status=127)
-                return False
+                return f"cannot start {command[0]}: {error.strerror}. {remedy}"
             os.write(self.guard, b"+%d\n" % process.pid)
             entry = _Rank(rank, process)
             self.ranks.append(entry)
@@ -160,7 +173,7 @@ class _Agent:
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
             self.selector.register(pipe, selectors.EVENT_READ, (entry, name, pipe))
-        return True
+        return ""
 
     def _read(self, rank: _Rank, name: str, pipe: Any) -> None:
         """Pass on the complete lines of what can be read now."""
@@ -189,7 +202,7 @@ class _Agent:
         if not _is_over(rank):
             return
         for key in list(self.selector.get_map().values()):
-            if key.data[0] is rank:
+            if key.data is not None and key.data[0] is rank:
                 self._read(*key.data)
         with self.lock:
             pid = rank.process.pid

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address
 from pathlib import Path
+from typing import NamedTuple
 
 from unidist.errors import LaunchError
 
@@ -34,6 +35,44 @@ class Placement:
     count: int
 
 
+class Place(NamedTuple):
+    """Where a rank runs."""
+
+    host: str
+    local_rank: int
+
+
+def rank_variables(places: Sequence[Place]) -> list[dict[str, str]]:
+    """The variables of each rank, torchrun's and horovodrun's.
+
+    Args:
+        places: those of all ranks, in rank order. Where a local rank is missing on a host, LOCAL_WORLD_SIZE is empty.
+    """
+    nodes = list(dict.fromkeys(place.host for place in places))
+    found = []
+    for rank, place in enumerate(places):
+        local_ranks = [other.local_rank for other in places if other.host == place.host]
+        # The hosts that have this local rank.
+        across = list(dict.fromkeys(other.host for other in places if other.local_rank == place.local_rank))
+        values = {
+            "RANK": rank,
+            "WORLD_SIZE": len(places),
+            "LOCAL_RANK": place.local_rank,
+            "LOCAL_WORLD_SIZE": len(local_ranks) if max(local_ranks) < len(local_ranks) else "",
+            "GROUP_RANK": nodes.index(place.host),
+            "GROUP_WORLD_SIZE": len(nodes),
+            "HOROVOD_HOSTNAME": place.host,
+            "HOROVOD_RANK": rank,
+            "HOROVOD_SIZE": len(places),
+            "HOROVOD_LOCAL_RANK": place.local_rank,
+            "HOROVOD_LOCAL_SIZE": len(local_ranks),
+            "HOROVOD_CROSS_RANK": across.index(place.host),
+            "HOROVOD_CROSS_SIZE": len(across),
+        }
+        found.append({name: str(value) for name, value in values.items()})
+    return found
+
+
 def parse_hosts(text: str) -> list[HostSlots]:
     """What ``-H`` gives: ``a:4,b:4``. A host without slots has one; equal hosts are added up.
 
@@ -41,6 +80,16 @@ def parse_hosts(text: str) -> list[HostSlots]:
         LaunchError: a part of it names no host, or has no slots.
     """
     return _merged(_parse_host(part.strip(), f"-H {text}") for part in text.split(",") if part.strip())
+
+
+def discovered_hosts(text: str, slots: int) -> list[HostSlots]:
+    """What a discovery script prints: a host in each line, ``a:4``, or ``a`` with the default number of slots.
+
+    Raises:
+        LaunchError: a line names no host.
+    """
+    lines = [line.strip() for line in text.splitlines()]
+    return _merged(_parse_host(line, "--host-discovery-script", str(slots)) for line in lines if line)
 
 
 def read_hostfile(path: str) -> list[HostSlots]:
@@ -105,13 +154,13 @@ def place(hosts: Sequence[HostSlots], num_proc: int) -> list[Placement]:
 
 
 # ---------------------------------------------------------------------------------------------
-def _parse_host(text: str, where: str) -> HostSlots:
+def _parse_host(text: str, where: str, slots: str = "1") -> HostSlots:
     with suppress(ValueError):
-        return HostSlots(str(IPv6Address(text)), 1)
+        return HostSlots(str(IPv6Address(text)), int(slots))
     match = _WITH_SLOTS.fullmatch(text)
     if match is None:
         raise LaunchError(f"{where}: {text!r} is not a host: {_EXAMPLE}.")
-    return HostSlots(match[1] or match[2], _slots(match[3] or "1", where))
+    return HostSlots(match[1] or match[2], _slots(match[3] or slots, where))
 
 
 def _slots(text: str, where: str) -> int:

@@ -6,12 +6,14 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from unidist import knobs
 from unidist.errors import LaunchError
+from unidist.run.elastic import Limits
 
 #: Values of HOROVOD_LOG_LEVEL.
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-#: Options of elastic training that it does not have.
-_ELASTIC = ("min_num_proc", "max_num_proc", "host_discovery_script", "slots", "reset_limit", "cooldown_range")
+#: Options that only elastic training has: it is elastic with one of the first two.
+_ELASTIC = ("host_discovery_script", "min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range")
 
 
 def _from_0(kind: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -166,7 +168,7 @@ def parser(prog: str = "unidist run") -> argparse.ArgumentParser:
     group = result.add_argument_group("hosts").add_mutually_exclusive_group()
     group.add_argument("-H", "--hosts", help="hosts and their slots: a:4,b:4; default: the allocation, or this host")
     group.add_argument("-hostfile", "--hostfile", help="file with a host in each line: a slots=4")
-    group.add_argument("--host-discovery-script", help=argparse.SUPPRESS)
+    group.add_argument("--host-discovery-script", help="prints the hosts, a:4 in each line; makes the job elastic")
     ssh = result.add_argument_group("ssh")
     ssh.add_argument("-p", "--ssh-port", type=int, help="port of the hosts' ssh servers")
     ssh.add_argument("-i", "--ssh-identity-file", help="private key")
@@ -179,12 +181,29 @@ def parser(prog: str = "unidist run") -> argparse.ArgumentParser:
     mpi.add_argument("--binding-args", help="mpirun's binding; default: --bind-to none --map-by slot")
     mpi.add_argument("--tcp", action="store_true", dest="tcp_flag", help="no InfiniBand (NCCL_IB_DISABLE=1)")
     elastic = result.add_argument_group("elastic training")
-    elastic.add_argument("--min-np", "--min-num-proc", type=int, dest="min_num_proc", help=argparse.SUPPRESS)
-    elastic.add_argument("--max-np", "--max-num-proc", type=int, dest="max_num_proc", help=argparse.SUPPRESS)
-    elastic.add_argument("--slots-per-host", type=int, dest="slots", help=argparse.SUPPRESS)
-    elastic.add_argument("--elastic-timeout", type=int, help=argparse.SUPPRESS)
-    elastic.add_argument("--reset-limit", type=int, help=argparse.SUPPRESS)
-    elastic.add_argument("--blacklist-cooldown-range", type=int, nargs=2, dest="cooldown_range", help=argparse.SUPPRESS)
+    elastic.add_argument(
+        "--min-np", "--min-num-proc", type=int, dest="min_num_proc",
+        help="training goes on with so many workers; makes the job elastic; default: -np",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--max-np",
+        "--max-num-proc",
+        type=int,
+        dest="max_num_proc",
+        help="no more workers than this; default: all slots",
+    )
+    elastic.add_argument(
+        "--slots-per-host", type=int, dest="slots", help="slots of hosts that the script prints without (default: 1)"
+    )
+    elastic.add_argument(
+        "--elastic-timeout", type=int,
+        help="seconds to wait for the workers that are needed (default: HOROVOD_ELASTIC_TIMEOUT, else 600)",
+    )  # fmt: skip
+    elastic.add_argument("--reset-limit", type=int, help="how often the workers may change (default: any number)")
+    elastic.add_argument(
+        "--blacklist-cooldown-range", type=int, nargs=2, dest="cooldown_range", metavar=("MIN", "MAX"),
+        help="seconds that a host stays blacklisted, doubled each time (default: for ever)",
+    )  # fmt: skip
     tuning = result.add_argument_group("options of Horovod and unidist.hvd, which become HOROVOD_* variables")
     for setting in SETTINGS:
         if setting.type is None:
@@ -211,24 +230,60 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Horovod's options of a command line, with those of its ``--config-file``.
 
     Raises:
-        LaunchError: an option is unknown, has no value or a wrong one, or belongs to elastic training.
+        LaunchError: an option is unknown, has no value or a wrong one, or belongs to others that are missing.
     """
     options = parser().parse_args(argv)
     if options.command[:1] == ["--"]:
         del options.command[0]
     if options.config_file:
         _read_config(options)
-    elastic = [name for name in _ELASTIC if getattr(options, name) is not None]
-    fixed = {"min_num_proc": options.num_proc, "max_num_proc": options.num_proc}
-    if any(getattr(options, name) != fixed.get(name) for name in elastic):
+    given = [name for name in _ELASTIC if getattr(options, name) is not None]
+    if given and not is_elastic(options):
         raise LaunchError(
-            "elastic training is not supported by unidist run: leave out --min-np, --max-np, --host-discovery-script, "
-            "--slots-per-host, --reset-limit and --blacklist-cooldown-range, and start a fixed number of ranks by -np; "
-            "torchrun --max-restarts starts them again after a failure."
+            f"--{given[0].replace('_', '-')} is an option of elastic training, which has --min-np or "
+            "--host-discovery-script, too."
         )
+    if is_elastic(options) and options.use_mpi:
+        raise LaunchError("--mpi is not for elastic training: MPI ends a job when a process of it dies. Leave it out.")
     if options.use_jsrun:
         raise LaunchError("--jsrun is not supported: leave it out, or start the script by jsrun itself.")
     return options
+
+
+def is_elastic(options: argparse.Namespace) -> bool:
+    """Whether the number of workers may change."""
+    return options.host_discovery_script is not None or options.min_num_proc is not None
+
+
+def elastic_limits(options: argparse.Namespace, env: Mapping[str, str]) -> Limits:
+    """The limits of an elastic job.
+
+    Raises:
+        LaunchError: they contradict each other, or have no sense.
+    """
+    least = options.num_proc if options.min_num_proc is None else options.min_num_proc
+    if least is None or least < 1:
+        raise LaunchError(
+            f"--min-np {least} is not a number of workers from 1 up: the least with which training goes on."
+        )
+    at_start = options.num_proc or least
+    if options.max_num_proc is not None and options.max_num_proc < max(least, at_start):
+        raise LaunchError(f"--max-np {options.max_num_proc} is below --min-np or -np, {max(least, at_start)}.")
+    cooldown = options.cooldown_range
+    if cooldown is not None and not 1 <= cooldown[0] <= cooldown[1] <= 3600:
+        raise LaunchError(f"--blacklist-cooldown-range {cooldown[0]} {cooldown[1]}: from 1 to 3600 seconds, MIN first.")
+    if options.reset_limit is not None and options.reset_limit < 0:
+        raise LaunchError(f"--reset-limit {options.reset_limit} is not a number from 0 up.")
+    timeout = options.elastic_timeout or knobs.horovod_number(env, "HOROVOD_ELASTIC_TIMEOUT", 0) or 600
+    return Limits(
+        min_np=least,
+        max_np=options.max_num_proc,
+        num_proc=at_start,
+        reset_limit=options.reset_limit,
+        timeout=timeout,
+        grace=knobs.grace(env),
+        cooldown=None if cooldown is None else (cooldown[0], cooldown[1]),
+    )
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:

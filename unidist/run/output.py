@@ -26,25 +26,32 @@ class Output:
         directory: where to write it as well, in ``rank.RANK/stdout`` and ``rank.RANK/stderr``; zeros before the ranks
             make them equally long.
         timestamps: whether the time comes before each line.
+
+    Raises:
+        LaunchError: the directory cannot be made.
     """
 
     def __init__(self, ranks: int, directory: str | None = None, *, timestamps: bool = False) -> None:
         self._timestamps = timestamps
         self._last: dict[int, deque[str]] = {}
         self._files: dict[tuple[int, str], TextIO] = {}
-        if directory is not None:
-            try:
-                self._open_files(ranks, Path(directory))
-            except OSError as error:
-                raise LaunchError(f"--output-filename {directory}: {error}") from error
+        self._directory = None if directory is None else Path(directory)
+        self._digits = len(str(max(ranks - 1, 0)))
+        try:
+            for rank in range(ranks):
+                self._open(rank)
+        except OSError as error:
+            raise LaunchError(f"--output-filename {directory}: {error}") from error
 
-    def _open_files(self, ranks: int, directory: Path) -> None:
-        for rank in range(ranks):
-            home = directory / f"rank.{rank:0{len(str(ranks - 1))}}"
-            home.mkdir(parents=True, exist_ok=True)
-            for stream in ("stdout", "stderr"):
-                path = home / stream
-                self._files[rank, stream] = path.open("w", buffering=1, encoding="utf-8", errors="surrogateescape")
+    def _open(self, rank: int) -> None:
+        """Begin the files of a rank."""
+        if self._directory is None:
+            return
+        home = self._directory / f"rank.{rank:0{self._digits}}"
+        home.mkdir(parents=True, exist_ok=True)
+        for stream in ("stdout", "stderr"):
+            path = home / stream
+            self._files[rank, stream] = path.open("w", buffering=1, encoding="utf-8", errors="surrogateescape")
 
     def write(self, rank: int, stream: str, text: str) -> None:
         """Print the lines of a rank to the stream of this process that they had in it."""
@@ -53,6 +60,8 @@ class Output:
         printed = "".join(f"{stamp}[{rank}]<{stream}>:{line}\n" for line in lines)
         self._last.setdefault(rank, deque(maxlen=_LAST)).extend(lines)
         _print(sys.stdout if stream == "stdout" else sys.stderr, printed)
+        if (rank, stream) not in self._files:  # a worker of an elastic run, which came later
+            self._open(rank)
         if file := self._files.get((rank, stream)):
             file.write(text)
 

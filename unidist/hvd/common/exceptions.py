@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
+from unidist.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+
 
 class HorovodInternalError(RuntimeError):
     """An operation failed: ranks that do not agree, one that is gone, or the backend's own error."""
-
-
-class HostsUpdatedInterrupt(RuntimeError):
-    """The set of hosts has changed.
-
-    Args:
-        skip_sync: whether the state need not be synchronized again.
-    """
-
-    def __init__(self, skip_sync: bool) -> None:
-        super().__init__(skip_sync)
-        self.skip_sync = skip_sync
 
 
 class HorovodVersionMismatchError(ImportError):

@@ -1,0 +1,288 @@
+"""Elastic training under `unidist run` and torchrun: workers that come, leave, fail and hang."""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.worlds import PYTHON, ROOT, distance, environment, shown
+from tests.test_run import RUN
+
+WORKER = [PYTHON, "tests/programs/elastic_worker.py"]
+HOROVOD = [PYTHON, "tests/programs/elastic_horovod.py"]
+NATIVE = [PYTHON, "tests/programs/elastic_train.py"]
+SAMPLES, EPOCHS = 96, 3
+TIMEOUT_S = 90
+
+
+class Job:
+    """An elastic job that is running."""
+
+    def __init__(self, process: subprocess.Popen[str], directory: Path) -> None:
+        self.process = process
+        self.directory = directory
+        self.output = ""
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            self._lines.put(line)
+        self._lines.put("")
+
+    def do(self, *names: str) -> None:
+        """Put files into the directory: faults, and the end."""
+        for name in names:
+            (self.directory / name).touch()
+
+    def hosts(self, *lines: str) -> None:
+        """What the discovery script prints from now on."""
+        part = self.directory / "part"
+        part.write_text("\n".join(lines))
+        part.replace(self.directory / "hosts")
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
+        """The next lines that a pattern is found in."""
+        end = time.monotonic() + TIMEOUT_S
+        found: list[re.Match[str]] = []
+        while len(found) < count:
+            line = ""
+            with suppress(queue.Empty):
+                line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
+            assert line, f"{pattern!r} was not printed:\n{self.output}"
+            found += [match] if (match := re.search(pattern, line)) else []
+        return found
+
+    def generation(self, *members: int) -> list[dict[str, str]]:
+        """Wait until these workers train, and nobody else; their places, in rank order."""
+        members_list = re.escape(json.dumps(list(members)))
+        lines = self.wait_for(rf"<stdout>:(.*\"members\": {members_list}.*)", len(members))
+        return sorted((json.loads(line[1]) for line in lines), key=lambda place: int(place["RANK"]))
+
+    def status(self) -> int:
+        return self.process.wait(TIMEOUT_S)
+
+
+@contextmanager
+def started(directory: Path, options: Sequence[str], command: Sequence[str], **env: str) -> Iterator[Job]:
+    """`unidist run` with options that are relative to a directory of hosts, faults and notes."""
+    directory.mkdir(exist_ok=True)
+    argv = [*RUN, *(option.format(directory) for option in options), *command[:2], str(directory), *command[2:]]
+    with subprocess.Popen(
+        argv, cwd=ROOT, env=environment("unidist-run", env), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            yield Job(process, directory)
+        finally:
+            process.kill()
+
+
+def test_workers_come_leave_and_fail(tmp_path: Path) -> None:
+    """Hosts added and removed, failures by exception and by a signal, below --min-np and up again, a worker that hangs:
+    who trains then, and as which rank."""
+    options = ["-np", "2", "--min-np", "2", "--max-np", "4", "--host-discovery-script", "cat {}/hosts"]
+    (tmp_path / "hosts").write_text("localhost:2\n")
+    with started(tmp_path, options, WORKER, UNIDIST_GRACE="1") as job:
+        job.generation(0, 1)
+        # Hosts added. All end the generation at their check of the same number, also one that is late.
+        job.do("slow.1")
+        job.hosts("localhost:2", "127.0.0.1:2")
+        numbers = {match[1] for match in job.wait_for(r"interrupted at (\d+)", 2)}
+        assert len(numbers) == 1
+        places = job.generation(0, 1, 2, 3)
+        assert [(place["RANK"], place["LOCAL_RANK"], place["GROUP_RANK"]) for place in places] == [
+            ("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1"),
+        ]  # fmt: skip
+        # One fails by a signal: the others go on, and the one that replaces it gets its local rank.
+        job.do("kill.1")
+        job.wait_for("lost: worker 1, rank 1 of generation 2, on host localhost was ended by SIGKILL", 3)
+        assert [place["LOCAL_RANK"] for place in job.generation(0, 2, 3)] == ["0", "0", "1"]
+        assert [place["LOCAL_RANK"] for place in job.generation(0, 2, 3, 4)] == ["0", "0", "1", "1"]
+        # One fails by its status, the oldest: the next one is rank 0.
+        job.do("exit.0")
+        job.generation(2, 3, 4)
+        job.generation(2, 3, 4, 5)
+        # A host removed: its workers end without a failure.
+        job.hosts("127.0.0.1:2")
+        assert [place["GROUP_RANK"] for place in job.generation(2, 3)] == ["0", "0"]
+        # Below --min-np: the others wait, and go on when there are enough.
+        job.hosts("127.0.0.1:1")
+        job.wait_for("interrupted", 2)
+        job.hosts("127.0.0.1:1", "localhost:1")
+        job.generation(2, 6)
+        job.hosts("127.0.0.1:1", "localhost:2")
+        job.generation(2, 6, 7)
+        # A worker that does not come is killed while the others wait.
+        job.do("hang.6", "kill.2")
+        job.wait_for("worker 6 on host localhost does not come while the others wait: it is killed")
+        job.wait_for("worker 6, .*was ended by SIGKILL")
+        job.wait_for(r'"members": \[7, ')
+        job.do("end")
+        assert job.status() == 0, job.output
+
+
+def test_how_elastic_jobs_end(tmp_path: Path) -> None:
+    """All ranks fail, all hosts are blacklisted, too few hosts, the reset limits 1 and 2, hosts that come back."""
+    two = ["-np", "2", "--min-np", "2"]
+    names = ("start", "training", "blacklisted", "comes back", "timeout", "limit 1", "limit 2")
+    paths = [tmp_path / name.replace(" ", "-") for name in names]
+    with (
+        started(paths[0], two, [*WORKER, "fail at the start"]) as at_start,
+        started(paths[1], two, [*WORKER, "fail in training"]) as in_training,
+        started(paths[2], two, WORKER) as blacklisted,
+        started(paths[3], [*two, "--blacklist-cooldown-range", "1", "2"], WORKER) as comes_back,
+        started(paths[4], [*two, "--elastic-timeout", "1", "--host-discovery-script", "echo localhost"], WORKER) as few,
+        started(paths[5], ["-np", "2", "--min-np", "1", "--reset-limit", "1"], WORKER) as limit_1,
+        started(paths[6], ["-np", "3", "--min-np", "1", "--reset-limit", "2"], WORKER) as limit_2,
+    ):
+        assert at_start.status() == 3 and "all workers have failed" in at_start.output, at_start.output
+        assert in_training.status() == 5, in_training.output
+        assert "no worker of generation 1 is left" in in_training.output, in_training.output
+        for job in (blacklisted, comes_back):
+            job.generation(0, 1)
+            job.do("broken", "kill.1")
+        assert blacklisted.status() == 3, blacklisted.output
+        assert "host localhost is blacklisted: no worker is started there any more" in blacklisted.output
+        assert re.search(r"all hosts are blacklisted after 3 failures of a slot: 2 workers are", blacklisted.output)
+        comes_back.wait_for("host localhost is blacklisted: no worker is started there for 1 s")
+        (paths[3] / "broken").unlink()
+        assert [place["RANK"] for place in comes_back.generation(0, 4)] == ["0", "1"]
+        comes_back.do("end")
+        assert comes_back.status() == 0, comes_back.output
+        assert few.status() == 1 and "2 workers are needed (-np), and 1 are left" in few.output, few.output
+        limit_1.generation(0, 1)
+        limit_1.do("kill.0")
+        limit_1.generation(1)
+        limit_1.do("exit.1")
+        assert limit_1.status() == 5 and "no worker of generation 2 is left" in limit_1.output, limit_1.output
+        limit_2.generation(0, 1, 2)
+        limit_2.do("kill.0")
+        limit_2.generation(1, 2)
+        limit_2.generation(1, 2, 3)
+        limit_2.do("exit.1")
+        assert limit_2.status() == 5 and "--reset-limit 2 allows no further change" in limit_2.output, limit_2.output
+
+
+# ------------------------------------------------------------------------------------- training
+def notes(directory: Path) -> list[dict[str, Any]]:
+    """What the workers have written, in order of time."""
+    lines = [line for file in directory.glob("worker-*.jsonl") for line in file.read_text().splitlines()]
+    return sorted(map(json.loads, lines), key=lambda note: float(note["time"]))
+
+
+def assert_each_sample_once(found: Sequence[dict[str, Any]]) -> None:
+    """Of each epoch every sample is in one committed step; ranks repeat some in the last one, to have as many."""
+    committed = [note for note in found if note["event"] == "committed"]
+    for epoch in range(EPOCHS):
+        count: Counter[int] = Counter()
+        size = 0
+        for step in sorted({note["step"] for note in committed if note["epoch"] == epoch}):
+            # A step that was lost was made again by a later generation.
+            last = max(note["generation"] for note in committed if note["step"] == step)
+            same = [note for note in committed if note["step"] == step and note["generation"] == last]
+            size = same[0]["size"]
+            assert sorted(note["rank"] for note in same) == list(range(size)), same
+            for note in same:
+                count.update(note["ids"])
+        assert count.keys() == set(range(SAMPLES)) and count.total() - SAMPLES < size, (epoch, count)
+
+
+def show_recovery(name: str, found: Sequence[dict[str, Any]]) -> None:
+    """Add to the table of this test run: seconds from each fault to the others' next step, and to the full size."""
+    full = max(note["size"] for note in found if "size" in note)
+    steps = [note for note in found if note["event"] == "committed"]
+    for fault in (note for note in found if note["event"] == "fault"):
+        later = [note for note in steps if note["generation"] > fault["generation"]]
+        first = min(note["time"] for note in later) - fault["time"]
+        whole = min(note["time"] for note in later if note["size"] == full) - fault["time"]
+        row = f"{name:34} {fault['kind']:12} next step after {first:5.1f} s, all ranks after {whole:5.1f} s"
+        shown.setdefault("elastic training: from a fault to the next step", []).append(row)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the Horovod script and the native one without a fault, in a world of two ranks that stays."""
+    directory = tmp_path_factory.mktemp("unbroken")
+    with (
+        started(directory / "horovod", ["--hvd", "-np", "2"], HOROVOD) as horovod,
+        started(directory / "native", ["-np", "2"], [*NATIVE, "replicate", "0"]) as native,
+    ):
+        assert horovod.status() == 0, horovod.output
+        assert native.status() == 0, native.output
+    return directory
+
+
+def test_an_unmodified_horovod_script_as_if_nothing_had_happened(unbroken: Path, tmp_path: Path) -> None:
+    """A rank is killed, and rank 0 raises: the world waits for those that replace them, and ends with the weights of a
+    run without faults. What the state holds in a list is undone, too."""
+    with started(tmp_path, ["--hvd", "-np", "2", "--min-np", "2"], HOROVOD) as job:
+        job.do("kill.1.5", "raise.0.20")
+        assert job.status() == 0, job.output
+    found = notes(tmp_path)
+    assert [note["generation"] for note in found if note["event"] == "enter"] == [0, 0, 1, 1, 2, 2]
+    assert [note["step"] for note in found if note["event"] == "enter"][2:] in ([5, 5, 20, 20],)
+    for note in found:
+        assert note["event"] != "end" or note["losses"] == list(range(1, 37)), note
+    assert_each_sample_once(found)
+    assert distance(tmp_path / "weights.pt", unbroken / "horovod" / "weights.pt") == 0
+    show_recovery("hvd.elastic, --min-np 2 of 2", found)
+
+
+def test_an_unmodified_horovod_script_on_hosts_that_come_and_go(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost:1\n")
+    options = ["--hvd", "-np", "1", "--min-np", "1", "--max-np", "3", "--host-discovery-script", "cat {}/hosts"]
+    with started(tmp_path, options, [*HOROVOD, "0.2"]) as job:
+        job.wait_for("generation 1: 1 workers on localhost:1")
+        job.hosts("localhost:1", "127.0.0.1:2")
+        job.wait_for("generation 2: 3 workers on localhost:1, 127.0.0.1:2")
+        time.sleep(1.0)  # some steps
+        job.hosts("127.0.0.1:2")
+        job.wait_for("generation 3: 2 workers on 127.0.0.1:2")
+        assert job.status() == 0, job.output
+    found = notes(tmp_path)
+    assert [note["size"] for note in found if note["event"] == "enter"] == [1, 3, 3, 3, 2, 2]
+    assert sum(note["event"] == "reset" for note in found) == 1 + 2  # of those that were there before
+    assert_each_sample_once(found)
+    shared = [tuple(note["losses"]) for note in found if note["event"] == "end"]
+    assert len(shared) == 2 and len(set(shared)) == 1
+
+
+@pytest.mark.parametrize(("call", "fault"), [("replicate", "kill"), ("wrap_model", "stop")])
+def test_survivors_go_on_without_the_one_that_is_lost(call: str, fault: str, tmp_path: Path) -> None:
+    """Of a rank that is stopped, the others' calls end at their timeout, and then it is killed."""
+    options = ["-np", "2", "--min-np", "1"]
+    with started(tmp_path, options, [*NATIVE, call, "0.1"], TIMEOUT="4", UNIDIST_GRACE="1") as job:
+        job.do(f"{fault}.1.4")
+        assert job.status() == 0, job.output
+    found = notes(tmp_path)
+    assert [note["size"] for note in found if note["event"] == "enter"] == [2, 2, 1, 2, 2], job.output
+    assert_each_sample_once(found)
+    show_recovery(f"unidist.elastic, {call}", found)
+
+
+def test_torchrun_restarts_from_the_commits_in_memory(unbroken: Path, tmp_path: Path) -> None:
+    tmp_path.joinpath("kill.1.7").touch()
+    env = {"TMPDIR": str(tmp_path)}
+    before = set(Path("/dev/shm").glob("unidist-commits-*"))
+    command = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", *NATIVE[1:], str(tmp_path), "replicate", "0"]
+    done = subprocess.run(command, cwd=ROOT, env=environment("torchrun", env), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = notes(tmp_path)
+    assert [note["step"] for note in found if note["event"] == "enter"] == [0, 0, 7, 7]
+    assert_each_sample_once(found)
+    assert distance(tmp_path / "weights.pt", unbroken / "native" / "weights.pt") == 0
+    assert set(Path("/dev/shm").glob("unidist-commits-*")) <= before
+    show_recovery("unidist.elastic, torchrun", found)

@@ -1,0 +1,5 @@
+"""``horovod.torch.elastic.state``."""
+
+from unidist.elastic.state import TorchState
+
+__all__ = ["TorchState"]

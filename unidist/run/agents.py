@@ -1,0 +1,154 @@
+"""The driver's side of the agents: one for each host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from contextlib import suppress
+from typing import Any, Protocol
+
+from unidist.backends.addresses import Host
+from unidist.run.agent import BEAT_S, SILENCE_S
+from unidist.run.output import say
+
+#: The largest message of an agent: lines are passed on in pieces of 1 MiB.
+MESSAGE = 1 << 24
+
+
+class Listener(Protocol):
+    """What is told of the agents."""
+
+    async def print(self, rank: int, stream: str, text: str) -> None:
+        """A rank has printed something."""
+
+    def rank_ended(self, agent: HostAgent, rank: int, status: int) -> None:
+        """A rank has ended; a negative status is that of a signal."""
+
+    def not_started(self, agent: HostAgent, text: str, status: int, ranks: list[int]) -> None:
+        """Ranks could not be started."""
+
+    def agent_lost(self, agent: HostAgent, why: str) -> None:
+        """An agent has ended, or does not answer any more. Its ranks end by themselves."""
+
+
+class HostAgent:
+    """The driver's side of an agent.
+
+    Args:
+        name: of the host.
+        process: by which the agent is reached.
+        listener: is told what the agent says.
+        source: the agent's program.
+    """
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, listener: Listener, source: bytes) -> None:
+        self.name = name
+        self.process = process
+        self.listener = listener
+        self.host: Host | None = None
+        #: It has sent its first message, or is gone.
+        self.answered = asyncio.Event()
+        self.errors: list[str] = []
+        self.done = False
+        self._stdin().write(source)
+        self.reading = asyncio.ensure_future(self._read())
+        self.others = [asyncio.ensure_future(self._beat())]
+        if process.stderr is not None:
+            self.others.append(asyncio.ensure_future(self._read_errors(process.stderr)))
+
+    def send(self, **message: Any) -> None:
+        """Queue a message; one to a process that has ended is dropped."""
+        if not self._stdin().is_closing():
+            self._stdin().write(json.dumps(message).encode() + b"\n")
+
+    def why_gone(self) -> str:
+        """Why there is no agent."""
+        said = " ".join(self.errors[-3:]).strip()
+        return said or f"ssh or Python ended there with status {self.process.returncode}"
+
+    async def close(self) -> None:
+        """End it. Its ranks end with it."""
+        self.send(leave=True)
+        for task in (self.reading, *self.others):
+            task.cancel()
+        with suppress(ConnectionError, BrokenPipeError):
+            self._stdin().close()
+        await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=SILENCE_S)
+        if self.process.returncode is None:
+            self.process.kill()
+
+    # ---------------------------------------------------------------------------------------------
+    def _stdin(self) -> asyncio.StreamWriter:
+        assert self.process.stdin is not None
+        return self.process.stdin
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._stdin().transport.get_write_buffer_size() == 0:
+                self.send()
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        while not self.done:
+            reading = asyncio.ensure_future(self.process.stdout.readline())
+            await asyncio.wait({reading}, timeout=SILENCE_S if self.host else None)
+            if not reading.done():
+                reading.cancel()
+                self._lost(f"no message for {SILENCE_S:g} s")
+                return
+            if not (line := reading.result()):
+                await self.process.wait()
+                self._lost(self.why_gone())
+                return
+            try:
+                message = json.loads(line)
+            except ValueError:  # what a login shell prints
+                message = None
+            if isinstance(message, dict):
+                await self._take(message)
+            else:
+                self._say(line.decode(errors="replace").rstrip())
+
+    async def _take(self, message: dict[str, Any]) -> None:
+        if "host" in message:
+            id, name, addresses = message["host"]
+            self.host = Host(id, name, tuple(addresses))
+            self.answered.set()
+        elif "stream" in message:
+            await self.listener.print(message["rank"], message["stream"], message["text"])
+        elif "status" in message and "rank" in message:
+            self.listener.rank_ended(self, message["rank"], message["status"])
+        elif "error" in message:
+            self.listener.not_started(self, message["error"], message["status"], message["ranks"])
+        elif "warning" in message:
+            self._say(message["warning"])
+        self.done = message.get("done", False)
+
+    def _lost(self, why: str) -> None:
+        self.answered.set()
+        if not self.done:
+            self.done = True
+            self.listener.agent_lost(self, why)
+        with suppress(ProcessLookupError):
+            self.process.kill()
+
+    async def _read_errors(self, stream: asyncio.StreamReader) -> None:
+        while line := await stream.readline():
+            self.errors.append(line.decode(errors="replace").rstrip())
+            if self.host:
+                self._say(self.errors[-1])
+
+    def _say(self, text: str) -> None:
+        say(f"host {self.name}: {text}")
+
+
+def how_ended(status: int) -> str:
+    """What to say of a rank that has failed: ``ended with status 1``, or by which signal."""
+    if status > 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"

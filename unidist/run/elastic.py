@@ -1,0 +1,268 @@
+"""Who trains, and as which rank: the decisions of an elastic run. Pure: it is told what happens, and when.
+
+The workers train in generations. A generation ends when one of its members is lost, or all have agreed to end it, and
+the next one begins when all members that are left have asked for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from unidist.run.hosts import HostSlots, Place
+
+#: A host is blacklisted when a slot of it has failed so often within so many seconds.
+STRIKES = 3
+STRIKES_WITHIN_S = 600.0
+#: Seconds for which newcomers that are ready wait for others that are starting.
+GATHER_S = 10.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The options of an elastic run."""
+
+    min_np: int
+    max_np: int | None = None
+    #: The least number of workers of the first generation. Default: ``min_np``.
+    num_proc: int | None = None
+    #: How many generations there may be after the first; None: any number.
+    reset_limit: int | None = None
+    #: Seconds that workers wait for the others that are needed.
+    timeout: float = 600.0
+    #: Seconds that members wait, after a loss, for one that does not come: it hangs, and is killed.
+    grace: float = 60.0
+    #: The shortest and the longest time in seconds that a host stays blacklisted; None: for ever.
+    cooldown: tuple[float, float] | None = None
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process."""
+
+    #: Counted from 0 over the whole run.
+    number: int
+    #: It keeps its local rank, and with it its GPU.
+    place: Place
+    #: When it asked for the next generation; None: it trains, or is starting.
+    asked: float | None = None
+    #: Whether its host or slot is not there any more.
+    leaving: bool = False
+
+
+@dataclass
+class _Host:
+    #: When each slot has failed.
+    failures: dict[int, list[float]] = field(default_factory=dict)
+    #: How often it has been blacklisted, and until when it is.
+    times: int = 0
+    until: float = 0.0
+
+
+class Elastic:
+    """The state of an elastic run. ``now`` is in seconds, of any clock.
+
+    Args:
+        limits: the options.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        #: The running generation, or the last one; 0 before the first.
+        self.generation = 0
+        #: Its members that are left, in rank order.
+        self.members: list[Worker] = []
+        #: All processes: members, and newcomers.
+        self.workers: dict[int, Worker] = {}
+        #: Whether the training has ended on some rank: nothing starts any more.
+        self.finishing = False
+        self._slots: list[HostSlots] = []
+        self._hosts: dict[str, _Host] = {}
+        self._started = 0
+        self._failed = False
+        #: Whether the generation has ended, since when workers wait for the next one, and since when after a failure.
+        self._over = True
+        self._waiting_since: float | None = None
+        self._failed_at: float | None = None
+
+    # ------------------------------------------------------------------------------ what happens
+    def set_hosts(self, hosts: Sequence[HostSlots]) -> None:
+        """The hosts that there are; those that were there before come first."""
+        order = {host.name: index for index, host in enumerate(self._slots)}
+        self._slots = sorted(hosts, key=lambda host: order.get(host.name, len(order)))
+        for worker in self.workers.values():
+            worker.leaving = worker.place not in self._places()
+
+    def start(self, now: float) -> list[Worker]:
+        """New workers, for slots that have none; the caller starts them."""
+        if self.finishing or not self._may_reset or (self._failed and not self.generation and not self._ready()):
+            return []
+        taken = {worker.place for worker in self.workers.values()}
+        room = (self.limits.max_np or math.inf) - sum(not worker.leaving for worker in self.workers.values())
+        found: list[Worker] = []
+        for place in self._places():
+            if place not in taken and len(found) < room and not self.is_blacklisted(place.host, now):
+                worker = self.workers[self._started] = Worker(self._started, place)
+                self._started += 1
+                found.append(worker)
+        return found
+
+    def ask(self, number: int, now: float, *, failed: bool) -> None:
+        """A worker asks for the next generation: it is new, was interrupted, or a call of it has failed."""
+        worker = self.workers.get(number)
+        if worker is None:
+            return
+        worker.asked = now
+        if worker in self.members:
+            self._over = True
+            if failed and self._failed_at is None:
+                self._failed_at = now
+
+    def end(self, number: int, status: int, now: float) -> bool:
+        """A worker has ended; whether that is a failure."""
+        worker = self.workers.pop(number, None)
+        if worker is None:
+            return False
+        was_member = worker in self.members
+        if was_member:
+            self.members.remove(worker)
+        if worker.leaving or (status == 0 and (self.finishing or was_member or not self.generation)):
+            self.finishing = self.finishing or not worker.leaving
+            return False
+        self._failed = True
+        self._strike(worker.place, now)
+        if was_member:
+            self._over = True
+            self._failed_at = now if self._failed_at is None else self._failed_at
+        return True
+
+    # ------------------------------------------------------------------------------ what follows
+    def form(self, now: float) -> list[Worker] | None:
+        """The members of the next generation in rank order, if it begins now."""
+        ready = self._ready()
+        if self._waiting_since is None and self._over and (ready or len(self._left()) < self._needed):
+            self._waiting_since = now
+        if not self._over or self.finishing or not self._may_reset or any(m.asked is None for m in self.members):
+            return None
+        if len(ready) < self._needed or (self.generation and not self.members):
+            return None
+        if not self.generation and self._gathers(ready[self._needed - 1 :], now):
+            return None
+        ready = ready[: self.limits.max_np]
+        # Those that have been there keep their order, and the lowest ranks: the new ranks get the state from them.
+        hosts = list(dict.fromkeys(place.host for place in self._places()))
+        news = [worker for worker in ready if worker not in self.members]
+        news.sort(key=lambda worker: (hosts.index(worker.place.host), worker.place.local_rank))
+        self.members = [worker for worker in self.members if worker in ready] + news
+        for worker in self.members:
+            worker.asked = None
+        self.generation += 1
+        self._over, self._waiting_since, self._failed_at = False, None, None
+        return self.members
+
+    def leavers(self) -> list[Worker]:
+        """Workers that wait, and for which there is no next generation."""
+        asked = [worker for worker in self.workers.values() if worker.asked is not None]
+        return [worker for worker in asked if worker.leaving or self.finishing]
+
+    def changes(self, now: float) -> bool:
+        """Whether the running generation is to end, so that workers come or leave."""
+        if self._over or self.finishing or not self._may_reset:
+            return False
+        ready = self._ready()
+        return any(member.leaving for member in self.members) or (bool(ready) and not self._gathers(ready, now))
+
+    def hung(self, now: float) -> list[Worker]:
+        """Members for which the others have waited too long."""
+        asked = [member.asked for member in self.members if member.asked is not None]
+        if not asked:  # nobody waits who has the state
+            return []
+        since, patience = min(asked), self.limits.timeout
+        if self._failed_at is not None:
+            since, patience = max(since, self._failed_at), self.limits.grace
+        return [member for member in self.members if member.asked is None and now - since > patience]
+
+    def why_over(self, now: float) -> str | None:
+        """Why the run cannot go on; None if it can, or has ended well."""
+        if self.finishing:
+            return None
+        left = self._left()
+        if self.generation and not self.members:
+            return f"no worker of generation {self.generation} is left, and with them what they had committed"
+        if not self.generation and self._failed and not left:
+            return "all workers have failed"
+        if not self._over:
+            return None
+        if not self._may_reset:
+            return (
+                f"generation {self.generation} is over, and --reset-limit {self.limits.reset_limit} allows no further "
+                "change of the workers"
+            )
+        blacklisted = [host for host in self._slots if self.is_blacklisted(host.name, math.inf)]
+        need = (
+            f"{self._needed} workers are needed ({'--min-np' if self.generation else '-np'}), and {len(left)} are left"
+        )
+        if len(left) < self._needed and self._slots and len(blacklisted) == len(self._slots):
+            return f"all hosts are blacklisted after {STRIKES} failures of a slot: {need}"
+        if self._waiting_since is not None and now - self._waiting_since > self.limits.timeout:
+            return (
+                f"{need}: {len(self._ready())} were ready within {self.limits.timeout:g} s. Are there enough hosts and "
+                "slots? --elastic-timeout is how long they are waited for, --min-np how many are needed"
+            )
+        return None
+
+    def is_blacklisted(self, host: str, now: float) -> bool:
+        """Whether no worker is started on a host, for it has failed too often."""
+        return self._is_for_ever(host) or (host in self._hosts and self._hosts[host].until > now)
+
+    def how_long(self, host: str, now: float) -> str:
+        """For how long a blacklisted host stays so, for a message."""
+        return " any more" if self._is_for_ever(host) else f" for {self._hosts[host].until - now:.0f} s"
+
+    # ---------------------------------------------------------------------------------------------
+    @property
+    def _needed(self) -> int:
+        """The least size of the next generation."""
+        return self.limits.min_np if self.generation else max(self.limits.num_proc or 0, self.limits.min_np)
+
+    @property
+    def _may_reset(self) -> bool:
+        limit = self.limits.reset_limit
+        return limit is None or self.generation <= limit
+
+    def _places(self) -> list[Place]:
+        return [Place(host.name, local) for host in self._slots for local in range(host.slots)]
+
+    def _left(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if not worker.leaving]
+
+    def _ready(self) -> list[Worker]:
+        """Workers that wait for the next generation, in the order in which they asked; members first."""
+        ready = [worker for worker in self.workers.values() if worker.asked is not None and not worker.leaving]
+        return sorted(ready, key=lambda worker: (worker not in self.members, worker.asked))
+
+    def _gathers(self, ready: Sequence[Worker], now: float) -> bool:
+        """Whether more newcomers are worth waiting for."""
+        starting = [
+            worker
+            for worker in self.workers.values()
+            if worker.asked is None and not worker.leaving and worker not in self.members
+        ]
+        return bool(starting) and now - min(worker.asked for worker in ready if worker.asked is not None) < GATHER_S
+
+    def _strike(self, place: Place, now: float) -> None:
+        host = self._hosts.setdefault(place.host, _Host())
+        recent = [at for at in host.failures.get(place.local_rank, []) if now - at < STRIKES_WITHIN_S]
+        host.failures[place.local_rank] = [*recent, now]
+        if len(host.failures[place.local_rank]) < STRIKES:
+            return
+        host.failures.clear()
+        host.times += 1
+        host.until = math.inf
+        if self.limits.cooldown is not None:
+            shortest, longest = self.limits.cooldown
+            host.until = now + min(shortest * 2 ** (host.times - 1), longest)
+
+    def _is_for_ever(self, host: str) -> bool:
+        return host in self._hosts and self._hosts[host].until == math.inf
