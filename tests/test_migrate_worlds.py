@@ -200,7 +200,7 @@ def test_random_scripts(tmp_path: Path) -> None:
     wrong = [
         row
         for row in rows
-        if any(each["errors"] != [None, None] or each["distance"] > 2e-5 or not each["stable"] for each in row)
+        if any(each["errors"] != [None, None] or each["distance"] > each["limit"] or not each["stable"] for each in row)
     ]
     assert len(rows) == number and not wrong, wrong
     native = sum(not row[0]["drop_in"] for row in rows)

@@ -78,11 +78,11 @@ class TraceFile(Generic[T]):
                     last = self._closing.wait(_WRITE_S)
                     text = "".join(self._texts()) + "\n]\n" * last
         except OSError as error:
-            self.on = False
-            self._items.clear()
             with suppress(OSError):  # viewers load no half of an event
                 os.truncate(self.path, whole)
             self._failed(error)
+            self.on = False
+            self._items.clear()
 
     def _texts(self) -> Iterable[str]:
         while self._items:
