@@ -132,7 +132,7 @@ def test_a_diff_and_a_report_and_nothing_changed(project: Path) -> None:
     assert texts(project) == before
     assert "+import unidist\n" in output and "-import horovod.torch as hvd\n" in output
     assert "torchrun --standalone --nproc-per-node 4 train.py --lr 0.1" in output
-    assert "the drop-in has no elastic training" in output
+    assert "elastic training stays Horovod's, which the drop-in has" in output
     assert "4 files with Horovod: 2 would change, 2 unchanged, 0 could not be read" in output
     # The diff is one that git takes.
     subprocess.run(["git", "apply", "--check", "-"], cwd=project, input=output, text=True, check=True)
@@ -142,7 +142,7 @@ def test_counts_and_reasons_alone(project: Path) -> None:
     output = unidist_migrate("--summary", "--report", "report.md", ".", cwd=project)
     assert "optimizers: 1 to plain ones with a data-parallel model, 0 on the drop-in" in output
     assert "1 of 3 Python files free of Horovod" in output and "@@" not in output
-    assert "   1  the drop-in has no elastic training" in output and "python -m unidist.hvd" in output
+    assert "   1  elastic training stays Horovod's, which the drop-in has" in output and "python -m unidist.hvd" in output
     page = (project / "report.md").read_text()
     assert "### `pkg/elastic.py`" in page and "| 3 | `state = hvd.elastic.TorchState()` |" in page
     names = unidist_migrate("--check", ".", cwd=project, status=1)

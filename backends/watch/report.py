@@ -148,11 +148,14 @@ def _late(states: Sequence[RankState]) -> list[str]:
 
 
 def _has_come(state: RankState, operation: OperationRecord) -> bool:
-    """Whether a rank has begun an operation; it has made those with a higher number after it."""
+    """Whether a rank has begun an operation: by its number, or by its name, which an earlier one may have had too."""
     group = [each for each in state.operations if (each.group, each.ranks) == (operation.group, operation.ranks)]
     if operation.number:
         return any(each.number >= operation.number for each in group if not each.is_message)
-    return any(each.name in (operation.name, JOIN) for each in group)
+    return any(
+        each.name == JOIN or (each.name == operation.name and (not each.done or each.seconds < operation.seconds))
+        for each in group
+    )
 
 
 def _agreeing(said: str, ranks: Sequence[RankState]) -> str:

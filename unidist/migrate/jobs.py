@@ -38,7 +38,7 @@ class Surroundings:
 
     #: Whether a script, as written in the launch line, imports Horovod after its migration; None if it is not found.
     imports_horovod: Callable[[str], bool | None] = lambda script: False
-    #: Whether it uses ``hvd.elastic``, which the drop-in does not have.
+    #: Whether it uses ``hvd.elastic``, for which ``unidist run --hvd`` takes horovodrun's command line.
     is_elastic: Callable[[str], bool] = lambda script: False
     #: The text of a file of hosts, or None.
     host_file: Callable[[str], str | None] = lambda path: None
@@ -215,7 +215,7 @@ def _replacement(words: Sequence[Word], index: int, job: _Job) -> tuple[str | No
     _look_up_hosts(options, job)
     script, _ = _script(words[start:])
     if script is not None and job.surroundings.is_elastic(script):
-        raise _NoReplacement(f"{script} uses hvd.elastic, which needs Horovod and its launcher")
+        raise _NoReplacement(f"{script} uses hvd.elastic: unidist run --hvd takes the options of horovodrun")
     stays = script is not None and bool(job.surroundings.imports_horovod(script))
     program, notes = _program(words[start:], job.surroundings)
     prefix = _prefix(words[:index], options.assignments)
@@ -367,7 +367,7 @@ def _apply_option(options: _Options, name: str, values: Sequence[str], written: 
         raise _NoReplacement(f"{written} starts several programs in one world")
     if name in ELASTIC:
         raise _NoReplacement(
-            f"elastic ({written}): torchrun --nnodes MIN:MAX restarts all workers from their last checkpoint"
+            f"elastic ({written}): unidist run takes the same options, see docs/elastic.md"
         )
     if name in COUNT:
         options.count = value

@@ -39,7 +39,7 @@ def _exists(name: str) -> bool:
         return "." in module and _exists(module) and hasattr(_attribute(module), last)
     try:
         return hasattr(found, last) or find_spec(name) is not None
-    except (ImportError, NotImplementedError):  # hvd.elastic raises the latter
+    except ImportError:
         return False
 
 

@@ -37,7 +37,10 @@ _REASONS: dict[str, Reason] = {
         "unidist converts all BatchNorm layers of a model at once",
         "use torch's BatchNorm layers, and wrap_model(sync_bn=True)",
     ),
-    "elastic": ("the drop-in has no elastic training", "keep Horovod for this file"),
+    "elastic": (
+        "elastic training stays Horovod's, which the drop-in has",
+        "nothing: 'unidist run --hvd --min-np ...' starts the file as it is, see docs/elastic.md",
+    ),
     "ProcessSet": _PROCESS_SETS,
     "add_process_set": _PROCESS_SETS,
     "broadcast_object_fn": ("unidist has no equivalent of this call", "unidist.broadcast_object"),

@@ -1,0 +1,169 @@
+"""Ranks that wait for another one: reports and errors name the rank, the operation and the line, on every engine."""
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.support.worlds import ROOT, run_world
+
+#: Seconds of UNIDIST_STALL_S; a report comes at most one second later.
+STALL_S = 2
+PROGRAM = "tests/programs/stalls.py"
+LINES = (ROOT / PROGRAM).read_text().splitlines()
+#: A line of the program, as it is shown.
+AT = PROGRAM.replace(".", r"\.")
+HOST = re.escape(socket.gethostname())
+
+
+def line(text: str) -> int:
+    return next(number for number, each in enumerate(LINES, 1) if text in each)
+
+
+def clean(output: str) -> str:
+    """Without the prefixes of launchers."""
+    return re.sub(r"^(\[\d+\]<std\w+>:|\[rank\d+\]: )", "", output, flags=re.MULTILINE)
+
+
+ENGINES = [
+    ("torchrun", "gloo", "unidist", "backward"),
+    ("openmpi", "mpi", "unidist", "swapped"),
+    ("horovodrun", "horovod", "unidist", "shape"),
+    ("torchrun", "gloo", "hvd", "SIGKILL"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "backend", "how", "last"), ENGINES)
+def test_the_rank_the_call_and_the_line_are_named_in_time(
+    launcher: str, backend: str, how: str, last: str, tmp_path: Path
+) -> None:
+    env = {"UNIDIST_STALL_S": str(STALL_S), "UNIDIST_TIMEOUT": "6"}
+    argv = [PROGRAM, how, last, *([str(tmp_path / "asked")] if last == "backward" else [])]
+    result = run_world(launcher, 3, argv, backend=backend, env=env, timeout=60)
+    output = clean(result.output)
+    assert result.returncode != 0, output
+    reports = re.findall(r"^unidist: (?!rank \d has got).*?(?=^(?!  ))", output, re.MULTILINE | re.DOTALL)
+    looping, loading = (next(each for each in reports if place in each) for place in ("endless_loop", "__getitem__"))
+    for report in (looping, loading):
+        waited = re.search(r"has waited (\d+) s", report)
+        assert waited and int(waited[1]) in (STALL_S, STALL_S + 1), output
+    call = r"allreduce\.loop of float32 \[1000\]" if how == "hvd" else r"all_reduce of float32 \[1000\], operation \d+"
+    place = rf"{AT}:(\d+) \(endless_loop\)"
+    assert re.search(rf"ranks 0, 2 \(host {HOST}, .*\): at {AT}:\d+ \(reduce\) in {call}, for [23] s", reports[0]), (
+        output
+    )
+    found = re.search(rf"=> Rank 1 \(host {HOST}, pid (\d+)\) is at {place}.*, and has not come to {call}", looping)
+    assert found and f"rank 1 is {found[1]}" in output, output
+    assert int(found[2]) in range(line("def endless_loop"), line("def ask")), output
+    slow = line("time.sleep(LATE_S)  # a slow disk")
+    assert re.search(rf"=> Rank 2 .* is at {AT}:{slow} \(__getitem__\)", loading), output
+    {"backward": killed_in_backward, "swapped": swapped, "shape": shapes, "SIGKILL": killed}[last](output)
+
+
+def killed_in_backward(output: str) -> None:
+    """The errors of DDP's backward pass, which calls no code of this package; and what a user asks meanwhile."""
+    at = line("model(torch.ones(3, 10)).sum().backward()")
+    error = (
+        rf"rank [02] of 3 \(gloo\): backward \(all_reduce of float32 \[110\], operation \d+\), at {AT}:{at} \(last\): "
+    )
+    assert re.search(error + rf"rank 1 \(host {HOST}, pid \d+\) has ended", output), output
+    shown = re.search(r"WHERE\n(.*)END", output, re.DOTALL)
+    assert shown and re.search(rf"=> Rank 1 .* is at {AT}:\d+ \(endless_loop\)", shown[1]), output
+    # Stacks, of ranks that wait in C++ too.
+    assert shown[1].count("thread MainThread:") == 3 and shown[1].count("in endless_loop") == 1, output
+    assert "work.wait()" in shown[1], output
+    assert output.count("unidist: rank 2 has got SIGUSR1. All 3 ranks (gloo):") == 1, output
+
+
+def swapped(output: str) -> None:
+    """An error of MPI, or a timeout."""
+    calls = (
+        rf"mismatch in operation \d+: rank 0 \(host {HOST}, pid \d+\) called all_reduce of float32 \[4\],?( now)? at "
+        rf"{AT}:\d+ \(\w+\); ranks 1, 2 \(host {HOST}, pids .*\) called all_reduce of float32 \[1\]"
+    )
+    assert re.search(rf"rank \d of 3 \(mpi\): .*operation \d+.*, at {AT}:\d+ \(\w+\).*: {calls}", output), output
+
+
+def shapes(output: str) -> None:
+    error = (
+        r"rank [012] of 3 \(horovod\): all_reduce of float32 \[\d\], operation \d+, at .*: mismatch in operation \d+: "
+    )
+    assert re.search(error + r".*rank 1 .* called all_reduce of float32 \[5\]", output), output
+
+
+def killed(output: str) -> None:
+    assert re.search(rf"HorovodInternalError: allreduce\.last: rank 1 \(host {HOST}\) is gone", output), output
+
+
+def test_a_call_of_one_rank_alone_is_told_from_late_ones(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests/programs')!r})\n"
+        "sys.argv[1:] = ['unidist', 'rank 0 only']\n"
+        "import stalls, unidist\n"
+        "unidist.init()\n"
+        "stalls.last()\n"
+    )
+    env = {"UNIDIST_STALL_S": "1", "UNIDIST_TIMEOUT": "3"}
+    result = run_world("torchrun", 2, [str(program)], backend="gloo", env=env, timeout=60)
+    calls = (
+        rf"ismatch in operation 1: rank 0 \(host {HOST}, pid \d+\) called all_reduce of float32 \[4\] at {AT}:\d+ "
+        rf"\(reduce\); rank 1 \(host {HOST}, pid \d+\) called all_reduce of float32 \[1\]"
+    )
+    assert re.search(f"=> M{calls}", result.output), result.output
+    assert re.search(rf"rank 0 of 2 \(gloo\): .*m{calls}", result.output), result.output
+
+
+CHECKED = """
+import os, torch, unidist
+
+unidist.init()
+rank = unidist.rank()
+group = unidist.new_group([0, 1])
+
+def told(call):
+    try:
+        call()
+    except unidist.MismatchError as error:
+        os.write(1, f"rank {rank}: {error}\\n".encode())
+
+told(lambda: unidist.all_reduce(torch.ones(4 + rank)))  # shape
+told(unidist.barrier if rank else lambda: unidist.all_reduce(torch.ones(4)))  # call
+told(lambda: unidist.all_reduce(torch.ones(3, dtype=torch.float32 if rank else torch.float64)))  # dtype
+told(lambda: unidist.broadcast(torch.ones(3), src=rank))  # root
+told(lambda: unidist.all_reduce(torch.ones(3), "sum" if rank else "max", group))  # op
+# Calls that match, from different lines too.
+total = unidist.all_reduce(torch.ones(3)) if rank else unidist.all_reduce(
+    torch.ones(3))
+assert total.tolist() == [2.0] * 3 and unidist.all_gather(torch.ones(rank + 1)).numel() == 3
+assert unidist.all_gather_object("x" * rank) == ["", "x"] and unidist.allreduce_metric(2.0) == 2.0
+model = unidist.wrap_model(torch.nn.Linear(2, 1))
+model(torch.ones(1, 2)).sum().backward()
+with unidist.join(model):
+    for _ in range(rank + 1):
+        unidist.all_reduce(torch.ones(1))
+unidist.barrier(group)
+unidist.shutdown()
+os.write(1, f"rank {rank} is done\\n".encode())
+"""
+
+
+def test_unidist_check_compares_calls_before_they_are_made(tmp_path: Path) -> None:
+    program = tmp_path / "checked.py"
+    program.write_text(CHECKED)
+    result = run_world("torchrun", 2, [str(program)], backend="gloo", env={"UNIDIST_CHECK": "1"}, timeout=60)
+    assert result.returncode == 0 and result.output.count("is done") == 2, result.output
+    for calls in (
+        r"rank 0: all_reduce \(sum\) of float32 \[4\] at .*checked\.py:\d+ \(<lambda>\); rank 1: all_reduce \(sum\) of "
+        r"float32 \[5\] at",
+        r"rank 0: all_reduce \(sum\) of float32 \[4\] at .*?; rank 1: barrier at .*checked\.py:\d+ \(told\)",
+        r"rank 0: all_reduce \(sum\) of float64 \[3\] at .*?; rank 1: all_reduce \(sum\) of float32 \[3\]",
+        r"rank 0: broadcast from rank 0 of uint8 \[12\] at .*?; rank 1: broadcast from rank 1",
+        r"rank 0: all_reduce \(max\) of \w+ \[3\] at .*?; rank 1: all_reduce \(sum\)",
+    ):
+        found = re.findall(
+            rf"rank (\d): rank \1 of 2 \(gloo\): the ranks do not make the same call: {calls}", result.output
+        )
+        assert sorted(found) == ["0", "1"], f"{calls}\n{result.output}"
