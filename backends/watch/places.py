@@ -80,5 +80,6 @@ def _libraries() -> tuple[str, ...]:
         site.getusersitepackages(),
     }
     modules = (sys.modules.get(name) for name in ("torch", "horovod"))
-    roots |= {os.path.dirname(module.__file__) for module in modules if module is not None and module.__file__}
+    files = [getattr(module, "__file__", None) for module in modules]  # the drop-in's alias has none
+    roots |= {os.path.dirname(file) for file in files if file}
     return tuple(os.path.join(root, "") for root in roots if root)

@@ -263,12 +263,8 @@ class Watch:
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if self._backend.watch is self:
-                follows = self._backend.follows(error, trace)
-                failure = self._failure
-                if failure is None or not follows:  # else the error of the call says more
-                    failure = _Failure(f"{kind.__name__}: {_one_line(error)}", places.place_in(trace), follows, 0.0)
-                self._failure = failure._replace(at=math.inf)
-                self._tell({"silence": _ENDED, "error": f"{failure.error}, at {failure.place}", "follows": follows})
+                with suppress(Exception):  # whatever is wrong here, the error is shown
+                    self._tell_of(error, trace)
             show(kind, error, trace)
 
         def restore() -> None:
@@ -277,6 +273,15 @@ class Watch:
 
         sys.excepthook = hook
         return restore
+
+    def _tell_of(self, error: BaseException, trace: TracebackType | None) -> None:
+        follows = self._backend.follows(error, trace)
+        failure = self._failure
+        if failure is None or not follows:  # else the error of the call says more
+            what = f"{type(error).__name__}: {_one_line(error)}"
+            failure = _Failure(what, places.place_in(trace), follows, 0.0)
+        self._failure = failure._replace(at=math.inf)
+        self._tell({"silence": _ENDED, "error": f"{failure.error}, at {failure.place}", "follows": follows})
 
     def _tell(self, words: dict[str, Any]) -> None:
         """Tell the lowest other rank that listens how this one ends: soon nobody can ask it."""

@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def note_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An uncaught error, as the user sees it."""
+    """An uncaught error, as the user sees it: unidist explains those of torch."""
     note("raised", error=kind.__name__, text=str(error))
     sys.__excepthook__(kind, error, trace)
 
@@ -123,5 +123,9 @@ if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, open(DIRECTORY / f"stack-{RANK}", "w"), all_threads=False)  # noqa: SIM115
     note("start", pid=os.getpid())
     sys.excepthook = note_error
-    main()
+    try:
+        main()
+    except BaseException as error:
+        note("raised", error=type(error).__name__, text=str(error))
+        raise
     note("done")
