@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -290,7 +290,10 @@ class Backend(ABC):
         if getattr(error, "is_explained", False):  # the backend has asked them
             return CollectiveError(f"{error}{hint}")
         reason = str(error).rstrip(".")
-        what, others = self.watch.explain(call, error) if self.watch is not None else (call, "")
+        what, others = call, ""
+        if self.watch is not None:
+            with suppress(Exception):  # which would hide the library's
+                what, others = self.watch.explain(call, error)
         if others:
             return CollectiveError(f"{own} ({self.name}): {what}: {others}. The error of {self.name}: {reason}.{hint}")
         return CollectiveError(

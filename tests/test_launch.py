@@ -252,9 +252,7 @@ def test_a_rank_that_leaves_early_is_explained_in_backward() -> None:
     """It makes fewer steps than the others, and fails in nothing."""
     result = run_world("torchrun", 2, ["tests/programs/fail_on_rank.py", "1", "leave"], backend="gloo", timeout=60)
     assert result.returncode != 0 and "Connection closed by peer" in result.output
-    ended = (
-        r"rank 0 of 2 \(gloo\): backward .*: rank 1 .* has ended without an error, after all_reduce of .*, operation"
-    )
+    ended = r"rank 0 of 2 \(gloo\): backward .*: rank 1 .* has ended without an exception, after all_reduce"
     assert re.search(rf"{ended}.*shard_loader.*unidist\.join", result.output), result.output
 
 
