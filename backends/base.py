@@ -293,7 +293,7 @@ class Backend(ABC):
         reason = str(error).rstrip(".")
         what, others = call, ""
         if self.watch is not None:
-            with suppress(Exception):  # whatever is wrong there, the library's error counts
+            with suppress(Exception):  # which would hide the library's
                 what, others = self.watch.explain(call, error)
         if others:
             return CollectiveError(f"{own} ({self.name}): {what}: {others}. The error of {self.name}: {reason}.{hint}")

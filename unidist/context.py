@@ -156,7 +156,11 @@ def _init(
         if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
             _take_back_env = _export(started, start)
         if started.topology.world_size > 1:
-            _watch = Watch(started, stall, _seconds(start))
+            try:
+                _watch = Watch(started, stall, _seconds(start))
+            except BaseException:
+                started.shutdown()
+                raise
         _current, _arguments = Checked(started) if is_checked else started, arguments
         if name == "auto" and world_size is None and (tasks := allocated_tasks(os.environ)) > 1:
             _log.warning(

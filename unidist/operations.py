@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -76,12 +76,12 @@ class RecentOperations:
 
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque(maxlen=_LENGTH)
-        self._numbers = Counter[tuple[int, ...]]()
+        self._numbers: dict[tuple[int, ...], int] = {}
 
     def begin(self, name: str, ranks: tuple[int, ...], tensor: torch.Tensor) -> Entry:
         """An operation begins; of all ranks if ``ranks`` is empty."""
-        self._numbers[ranks] += 1
-        entry = Entry(name, self._numbers[ranks], ranks, tensor)
+        number = self._numbers[ranks] = self._numbers.get(ranks, 0) + 1
+        entry = Entry(name, number, ranks, tensor)
         self._entries.append(entry)
         return entry
 

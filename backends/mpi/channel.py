@@ -63,15 +63,8 @@ class Channel:
             work.limit = call.timeout.total_seconds()
         self._record(work, call)
         small = call.may_be_nonblocking and collectives.is_small(*call.buffers)
-        tensor = call.inputs[0] if call.inputs else None
-        self._last.append(
-            (
-                self.collectives.sequence + 1,
-                call.name,
-                *((None, None) if tensor is None else (tensor.dtype, tensor.shape)),
-                time.monotonic(),
-            )
-        )
+        dtype, shape = (call.inputs[0].dtype, call.inputs[0].shape) if call.inputs else (None, None)
+        self._last.append((self.collectives.sequence + 1, call.name, dtype, shape, time.monotonic()))
         self.collectives.submit(work, start, small=small, synchronous=call.synchronous and self._coalescing is None)
         return self._tracked(work)
 

@@ -33,7 +33,7 @@ def report(title: str, states: Sequence[RankState]) -> str:
     found = findings(states)
     if found:
         lines += [f"  => {each[0].upper()}{each[1:]}." for each in found]
-    elif any(operation.seconds > _MOMENT_S for state in states for operation in state.pending):
+    elif any(each.seconds > _MOMENT_S and not each.is_message for state in states for each in state.pending):
         lines.append("  => All ranks are in it, and it does not complete: look at the network between them.")
     for state in states:
         if state.stacks:

@@ -76,7 +76,7 @@ class Watch:
         #: How ranks have ended, by their own words.
         self._words: dict[int, dict[str, Any]] = {}
         self._explained: tuple[float, list[RankState]] = (-math.inf, [])
-        self._asked = self._reported = -math.inf
+        self._reported = -math.inf
         processes = [Process.from_json(text) for text in backend.exchange(Process.current().to_json(), timeout)]
         self._peers, self._key, listening = self._meet(processes, timeout)
         self._signal: ReportSignal | None = None
@@ -95,10 +95,10 @@ class Watch:
         atexit.register(self.say_goodbye)  # before the libraries' own
 
     def say_goodbye(self) -> None:
-        """Tell the others, which may go on, that this rank leaves without an error. A second call has no effect."""
+        """Tell the others, which may go on, that this rank leaves without an exception. A second call has no effect."""
         if self._failure is None and not self._ending and os.getpid() == self._peers[self._rank].process.pid:
             last = self.own_state().last_done
-            self._ending = f"{_ENDED} without an error" + (f", after {last}" if last else "")
+            self._ending = f"{_ENDED} without an exception" + (f", after {last}" if last else "")
             self._tell({"silence": self._ending})
 
     def close(self) -> None:
@@ -154,22 +154,18 @@ class Watch:
             operation: what has failed. Default: the oldest that is pending, else the newest.
         """
         own = self.own_state()
-        operations = (
-            [operation]
-            if operation
-            else [each for each in own.pending if not each.is_message] or [each for each in [own.last_done] if each]
-        )
+        operation = operation or next(iter(own.pending), own.last_done)
         what = call
-        if operations:
-            what = str(operations[0]) if operations[0].name == call else f"{call} ({operations[0]})"
+        if operation is not None:
+            what = str(operation) if operation.name == call else f"{call} ({operation})"
         self._failure = _Failure(f"{call} failed: {_one_line(error)}", own.place, True, time.monotonic())
         if time.monotonic() - self._explained[0] > _REMEMBERED_S:
             self._explained = time.monotonic(), self.states()
         all_states = {state.rank: state for state in self._explained[1]}
         found: list[str] = []
         for seconds in (0.0, math.inf):  # a rank is late only if nothing else is wrong
-            if operations and not found:
-                failed = operations[0]._replace(seconds=max(operations[0].seconds, seconds))
+            if operation is not None and not found:
+                failed = operation._replace(seconds=max(operation.seconds, seconds))
                 found = findings(list((all_states | {own.rank: own.waiting_in(failed)}).values()))
         if not found:
             others = [state for state in all_states.values() if state.rank != own.rank and not state.silence]
@@ -186,7 +182,7 @@ class Watch:
 
     def _check(self) -> float:
         """Look for an operation that is pending for too long; seconds until that is possible again."""
-        pending = [each for each in self._backend.operations() if not each.done and not each.is_message]
+        pending = (each for each in self._backend.operations() if not each.done)
         longest = max(pending, key=lambda each: each.seconds, default=None)
         if longest is None:
             return self._stall
