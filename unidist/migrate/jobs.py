@@ -366,9 +366,7 @@ def _apply_option(options: _Options, name: str, values: Sequence[str], written: 
     if name in SEVERAL_PROGRAMS:
         raise _NoReplacement(f"{written} starts several programs in one world")
     if name in ELASTIC:
-        raise _NoReplacement(
-            f"elastic ({written}): unidist run takes the same options, see docs/elastic.md"
-        )
+        raise _NoReplacement(f"elastic ({written}): unidist run takes the same options, see docs/elastic.md")
     if name in COUNT:
         options.count = value
     elif name == "pernode":
