@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
-from unidist import open_files
+from unidist import knobs, open_files
 from unidist.backends import addresses
 from unidist.backends.addresses import Host, create_server, listen_address, source_address, this_host
 from unidist.backends.base import Start
@@ -208,6 +208,8 @@ def _claim_rank(store: dist.Store, launch: Launch) -> None:
 def _base_store(launch: Launch, init_method: str | None, timeout: timedelta) -> dist.Store:
     key = (launch, init_method)
     if key not in _stores:
+        if os.environ.get(knobs.ELASTIC):  # the stores of earlier generations are closed
+            _stores.clear()
         _stores[key] = _open(launch, init_method, timeout)
     return _stores[key]
 

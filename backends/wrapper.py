@@ -75,8 +75,8 @@ def world_ended(call: str) -> UnidistError:
     """The error for a model that was made data-parallel in a world that has ended."""
     return UnidistError(
         f"this model was given to {call} in a world that has ended, by unidist.shutdown() or because the workers of an "
-        f"elastic run have changed: call {call} again on the plain model, in the function that unidist.elastic.run "
-        "calls."
+        f"elastic run have changed: call {call} again, on the plain model, in the function that unidist.elastic.run "
+        "decorates."
     )
 
 

@@ -90,8 +90,8 @@ def test_allocations() -> None:
         ("-np x python", "invalid int value: 'x'"),
         ("-np 2 --nonsense python", "--nonsense|there is no command"),
         ("-np 2 -H a:1 --hostfile f python", "not allowed with"),
-        ("-np 2 --min-np 1 python", "elastic training is not supported"),
-        ("-np 2 --host-discovery-script ./hosts.sh python", "elastic training is not supported"),
+        ("-np 2 --max-np 4 python", "--max-num-proc is an option of elastic training, which has --min-np or"),
+        ("-np 2 --min-np 1 --mpi python", "--mpi is not for elastic training"),
         ("-np 2 --jsrun python", "--jsrun is not supported"),
         ("-np 2 --cycle-time-ms -1 python", "-1 is not a number from 0 up"),
         ("-np 2 --autotune-gaussian-process-noise 2 python", "2 is not a number from 0 to 1"),
@@ -102,14 +102,6 @@ def test_allocations() -> None:
 def test_what_is_refused(line: str, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         options.parse(line.split())
-
-
-@unit
-def test_elastic_options_of_a_fixed_number_of_ranks_are_accepted() -> None:
-    assert options.parse(["-np", "2", "--min-np", "2", "--max-np", "2", "python", "train.py"]).command == [
-        "python",
-        "train.py",
-    ]
 
 
 @unit
@@ -153,7 +145,8 @@ for line in json.load(sys.stdin):
 COMPARED = (
     "num_proc", "start_timeout", "output_filename", "verbose", "disable_cache", "ssh_port", "ssh_identity_file",
     "hosts", "hostfile", "use_gloo", "use_mpi", "mpi_args", "binding_args", "tcp_flag", "prefix_output_with_timestamp",
-    "command", "elastic_timeout",
+    "command", "min_num_proc", "max_num_proc", "slots", "elastic_timeout", "reset_limit", "cooldown_range",
+    "host_discovery_script",
 )  # fmt: skip
 
 
@@ -188,6 +181,11 @@ def random_line(random: random.Random, config: Path) -> list[str]:
         ["--config-file", str(config)], ["--start-timeout", "soon"],
     ]  # fmt: skip
     flags += random.sample(more, random.randint(0, 4))
+    if random.random() < 0.3 and ["--mpi"] not in flags:
+        given = [["--max-np", "4"], ["--max-num-proc", "4"], ["--slots", "3"], ["--slots-per-host", "2"]]
+        given += [["--reset-limit", "3"], ["--reset", "1"], ["--blacklist-cooldown-range", "10", "20"]]
+        flags += [[random.choice(["--min-np", "--min-num-proc"]), "2"], *random.sample(given, random.randint(0, 3))]
+        flags += [["--host-discovery-script", "./hosts.sh"]] * (random.random() < 0.5)
     random.shuffle(flags)
     for flag in flags:
         if len(flag) == 2 and flag[0].startswith("--") and random.random() < 0.3:

@@ -30,7 +30,7 @@ BELOW = {
     "spans": set(),
     "knobs": {"errors"},
     "topology": {"errors", "knobs"},
-    "backends": {"errors", "open_files", "operations", "spans", "topology", "tree", "backends"},
+    "backends": {"errors", "knobs", "open_files", "operations", "spans", "topology", "tree", "backends"},
     "mpi": {"errors", "operations", "topology", "backends"},
     "watch": {"errors", "operations", "backends"},
     "tracing": {"errors", "spans", "backends", "tracing"},
