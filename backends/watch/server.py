@@ -199,7 +199,7 @@ class _Asking:
         self._end = time.monotonic() + seconds
         self._selector = _Selector()
         self._received: dict[int, bytearray] = {}
-        self.answers: dict[int, Any] = {rank: TimeoutError("it does not answer") for rank in peers}
+        self.answers: dict[int, Any] = {rank: TimeoutError() for rank in peers}
 
     def run(self) -> dict[int, Any]:
         open_links: set[socket.socket] = set()
