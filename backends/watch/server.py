@@ -80,13 +80,11 @@ class Server:
         self._due = time.monotonic() + first
         #: What each connection has sent, and until when it has time for the rest.
         self._links: dict[socket.socket, tuple[bytearray, float]] = {}
-        self._wake_reader, self._wake_writer = socket.socketpair()
         self._signals: dict[int, Callable[[], None]] = {}
         self._selector = _Selector()
         self._closing = False
-        for each in (listening, self._wake_reader):
-            each.setblocking(False)
-            self._selector.register(each, selectors.EVENT_READ)
+        listening.setblocking(False)
+        self._selector.register(listening, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="unidist-watch", daemon=True)
 
     def start(self) -> None:
@@ -101,14 +99,14 @@ class Server:
     def close(self) -> None:
         """Answer no more; waits for the thread."""
         self._closing = True
-        with suppress(OSError):
-            self._wake_writer.send(b"\0")
+        with suppress(OSError):  # wakes the thread up
+            self._listening.shutdown(socket.SHUT_RDWR)
         self._thread.join(1.0)
         self.close_sockets()
 
     def close_sockets(self) -> None:
         """Only that: a forked child must not keep them open, which would hide that its parent has ended."""
-        for link in (self._listening, self._wake_reader, self._wake_writer, *self._links):
+        for link in (self._listening, *self._links):
             link.close()
 
     # --------------------------------------------------------------------------------
@@ -199,7 +197,7 @@ class _Asking:
         self._end = time.monotonic() + seconds
         self._selector = _Selector()
         self._received: dict[int, bytearray] = {}
-        self.answers: dict[int, Any] = {rank: TimeoutError("it does not answer") for rank in peers}
+        self.answers: dict[int, Any] = {rank: TimeoutError() for rank in peers}
 
     def run(self) -> dict[int, Any]:
         open_links: set[socket.socket] = set()

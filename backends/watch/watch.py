@@ -337,7 +337,7 @@ def _silence(error: Exception, process: Process) -> str:
         return "is stopped (by SIGSTOP, or a debugger)"
     if state:
         return "runs, and does not answer: a call of C++ keeps Python's lock, or the host is overloaded"
-    return f"does not answer (it has stopped, or its host cannot be reached): {error}"
+    return "does not answer (it has stopped, or its host cannot be reached)" + f": {error}" * bool(str(error))
 
 
 def _failed_or_doing(state: RankState) -> str:
