@@ -80,6 +80,6 @@ def find_libraries() -> tuple[str, ...]:
         *site.getsitepackages(),
         site.getusersitepackages(),
     }
-    modules = (sys.modules.get(name) for name in ("torch", "horovod"))
-    roots |= {os.path.dirname(module.__file__) for module in modules if module is not None and module.__file__}
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in ("torch", "horovod"))
+    roots |= {os.path.dirname(file) for file in files if file}
     return tuple(os.path.join(root, "") for root in roots if root)
