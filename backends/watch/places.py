@@ -66,11 +66,12 @@ def _short(path: str) -> str:
 
 
 def _is_users(path: str) -> bool:
-    return not path.startswith("<frozen") and not os.path.abspath(path).startswith(_libraries())
+    return not path.startswith("<frozen") and not os.path.abspath(path).startswith(find_libraries())
 
 
 @cache
-def _libraries() -> tuple[str, ...]:
+def find_libraries() -> tuple[str, ...]:
+    """The directories whose code is not the user's. Found once: a process in trouble may not be able to."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     roots = {
         package,
@@ -79,7 +80,6 @@ def _libraries() -> tuple[str, ...]:
         *site.getsitepackages(),
         site.getusersitepackages(),
     }
-    modules = (sys.modules.get(name) for name in ("torch", "horovod"))
-    files = [getattr(module, "__file__", None) for module in modules]  # the drop-in's alias has none
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in ("torch", "horovod"))
     roots |= {os.path.dirname(file) for file in files if file}
     return tuple(os.path.join(root, "") for root in roots if root)

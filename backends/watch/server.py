@@ -224,7 +224,11 @@ class _Asking:
         if not peer.address:
             self.answers[rank] = TimeoutError("it has no address in a network of the other hosts")
             return None
-        link = socket.socket(socket.AF_INET6 if ":" in peer.address else socket.AF_INET)
+        try:
+            link = socket.socket(socket.AF_INET6 if ":" in peer.address else socket.AF_INET)
+        except OSError as error:  # too many open files
+            self._fail(rank, error)
+            return None
         link.setblocking(False)
         self._received[rank] = bytearray()
         try:

@@ -67,6 +67,7 @@ class Watch:
         self._stall = stall
         #: What makes calls; its line is this rank's.
         self._caller = threading.get_ident()
+        places.find_libraries()
         #: Further operations, of a layer above the backend.
         self.sources: list[Source] = []
         #: The error with which this rank has failed.
@@ -84,7 +85,8 @@ class Watch:
         self._server: Server | None = None
         if listening is not None:
             self._server = Server(listening, self._key, self._answer, self._check, stall or math.inf)
-            self._signal = ReportSignal.open()
+            with suppress(OSError):  # too many open files
+                self._signal = ReportSignal.open()
             if self._signal is not None:
                 self._server.call_when_readable(self._signal.pipe, self._signalled)
             self._file = jobs.write(self._rank, backend.name, self._key, self._peers)
@@ -99,7 +101,8 @@ class Watch:
         if self._failure is None and not self._ending and os.getpid() == self._peers[self._rank].process.pid:
             last = self.own_state().last_done
             self._ending = f"{_ENDED} without an exception" + (f", after {last}" if last else "")
-            self._tell({"silence": self._ending})
+            with suppress(Exception):  # as in a process that has no more open files
+                self._tell({"silence": self._ending})
 
     def close(self) -> None:
         """End it."""
@@ -258,9 +261,9 @@ class Watch:
         show = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if self._backend.watch is self:
-                with suppress(Exception):  # whatever is wrong here, the error is shown
-                    self._tell_of(error, trace)
+            with suppress(Exception):  # whatever happens here, the error itself is shown
+                if self._backend.watch is self:
+                    self._fail(error, trace)
             show(kind, error, trace)
 
         def restore() -> None:
@@ -270,12 +273,12 @@ class Watch:
         sys.excepthook = hook
         return restore
 
-    def _tell_of(self, error: BaseException, trace: TracebackType | None) -> None:
+    def _fail(self, error: BaseException, trace: TracebackType | None) -> None:
+        """Tell the others of an uncaught error."""
         follows = self._backend.follows(error, trace)
         failure = self._failure
         if failure is None or not follows:  # else the error of the call says more
-            what = f"{type(error).__name__}: {_one_line(error)}"
-            failure = _Failure(what, places.place_in(trace), follows, 0.0)
+            failure = _Failure(f"{type(error).__name__}: {_one_line(error)}", places.place_in(trace), follows, 0.0)
         self._failure = failure._replace(at=math.inf)
         self._tell({"silence": _ENDED, "error": f"{failure.error}, at {failure.place}", "follows": follows})
 

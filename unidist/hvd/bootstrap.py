@@ -74,7 +74,8 @@ def open_control(
         offers = [json.loads(text) for text in backend.exchange(json.dumps(offer), options.start)]
         for other, text in enumerate(offers):
             if isinstance(text, str):
-                raise BackendError(f"rank {other} (host {hosts[other].name}) cannot accept connections: {text}")
+                remedy = f".{open_files.advice(size)}" if open_files.EXHAUSTED in text else ""
+                raise BackendError(f"rank {other} (host {hosts[other].name}) cannot accept connections: {text}{remedy}")
         key = bytes.fromhex(offers[0][2])
         if server is not None:
             # Leaders wait for those of their host first.
