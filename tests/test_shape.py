@@ -28,7 +28,7 @@ BELOW = {
     "scripts": set(),
     "knobs": {"errors"},
     "topology": {"errors", "knobs"},
-    "backends": {"errors", "knobs", "open_files", "topology", "tree", "backends"},
+    "backends": {"errors", "knobs", "membership", "open_files", "topology", "tree", "backends"},
     "mpi": {"errors", "topology", "backends"},
     "membership": {"errors", "knobs"},
     "torchrun_env": {"errors", "knobs", "scripts", "topology", "backends"},
