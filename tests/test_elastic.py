@@ -129,7 +129,9 @@ def test_workers_come_leave_and_fail(tmp_path: Path) -> None:
         job.hosts("127.0.0.1:1", "localhost:2")
         job.generation(2, 6, 7)
         # A worker that does not come is killed while the others wait.
-        job.do("hang.6", "kill.2")
+        job.do("hang.6")
+        job.wait_for("hangs")
+        job.do("kill.2")
         job.wait_for("worker 6 on host localhost does not come while the others wait: it is killed")
         job.wait_for("worker 6, .*was ended by SIGKILL")
         job.wait_for(r'"members": \[7, ')
@@ -304,17 +306,17 @@ def test_a_host_that_is_cut_off_and_comes_back(tmp_path: Path, tmp_path_factory:
     options = ["--hvd", "-np", "3", "--min-np", "1", "-H", "alpha:1,beta:1,gamma:1"]
     argv = [*RUN, *options, *HOROVOD, str(tmp_path), "0.6"]
     with machines.ssh_hosts(3, tmp_path_factory.mktemp("ssh")) as hosts:
-        process = machines.start(hosts[0], argv, environment("python", {}), str(ROOT), machines.NAMES[0])
-        try:
-            job = Job(process, tmp_path)
-            job.wait_for("generation 1: 3 workers on alpha:1, beta:1, gamma:1")
-            time.sleep(3.0)  # some steps
-            machines.set_link(hosts[2], "down")
-            job.wait_for("on host gamma is lost with its host: no message for 5 s")
-            job.wait_for("generation 2: 2 workers on alpha:1, beta:1")
-            machines.set_link(hosts[2], "up")
-            job.wait_for("generation 3: 3 workers on alpha:1, beta:1, gamma:1")
-            assert job.status() == 0, job.output
-        finally:
-            process.kill()
+        with machines.start(hosts[0], argv, environment("python", {}), str(ROOT), machines.NAMES[0]) as process:
+            try:
+                job = Job(process, tmp_path)
+                job.wait_for("generation 1: 3 workers on alpha:1, beta:1, gamma:1")
+                time.sleep(3.0)  # some steps
+                machines.set_link(hosts[2], "down")
+                job.wait_for("on host gamma is lost with its host: no message for 5 s")
+                job.wait_for("generation 2: 2 workers on alpha:1, beta:1")
+                machines.set_link(hosts[2], "up")
+                job.wait_for("generation 3: 3 workers on alpha:1, beta:1, gamma:1")
+                assert job.status() == 0, job.output
+            finally:
+                process.kill()
     assert_each_sample_once(notes(tmp_path))
