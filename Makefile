@@ -33,7 +33,8 @@ faults: $(VENV)/test.stamp
 
 # Hosts as network namespaces: what `make test` has of them, and what takes longer. As root.
 test-hosts: $(VENV)/test.stamp
-	UNIDIST_TEST_HOSTS=all $(BIN)/pytest tests/test_hosts.py tests/test_leaders.py tests/test_addresses.py
+	UNIDIST_TEST_HOSTS=all $(BIN)/pytest tests/test_hosts.py tests/test_leaders.py tests/test_addresses.py \
+		tests/test_elastic.py::test_a_host_that_is_cut_off_and_comes_back
 
 test-torch: TORCH_VENV = .venv-torch-$(TORCH)
 test-torch:

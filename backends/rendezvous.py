@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
-from unidist import knobs, open_files
+from unidist import knobs, membership, open_files
 from unidist.backends import addresses
 from unidist.backends.addresses import Host, create_server, listen_address, source_address, this_host
 from unidist.backends.base import Start
@@ -33,6 +33,8 @@ T = TypeVar("T")
 START_TIMEOUT = timedelta(seconds=300)
 #: How much longer the others wait for rank 0 to say who has not come.
 _LONGER = timedelta(seconds=2)
+#: Seconds between two looks whether another worker of an elastic run is lost.
+_LOOK_S = 0.1
 #: One store for all calls of ``init`` in a process: the address may be usable only once.
 _stores: dict[tuple[Launch, str | None], dist.Store] = {}
 #: Connects to the launcher's server without the proxies of the environment.
@@ -153,6 +155,7 @@ def in_time(call: Callable[[], T], timeout: timedelta) -> T:
 
     Raises:
         TimeoutError: there is none.
+        BackendError: another worker of an elastic run is lost meanwhile.
     """
     done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -163,10 +166,17 @@ def in_time(call: Callable[[], T], timeout: timedelta) -> T:
             done.put((None, error))
 
     threading.Thread(target=run, name="unidist-start", daemon=True).start()
-    try:
-        result, error = done.get(timeout=timeout.total_seconds())
-    except queue.Empty:
-        raise TimeoutError("the key-value store, which rank 0 or torchrun serves, does not answer") from None
+    member, end = membership.current(), time.monotonic() + timeout.total_seconds()
+    while True:
+        left = max(0.0, end - time.monotonic())
+        try:
+            result, error = done.get(timeout=left if member is None else min(left, _LOOK_S))
+            break
+        except queue.Empty:
+            if member is not None and (why := member.lost()):
+                raise BackendError(why) from None
+            if left == 0.0:
+                raise TimeoutError("the key-value store, which rank 0 or torchrun serves, does not answer") from None
     if error is not None:
         raise error
     return cast(T, result)
@@ -260,8 +270,10 @@ def _at_master(launch: Launch, timeout: timedelta) -> dist.Store:
 def _connect(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """A client of rank 0's store; torch's constructor tries for longer than its timeout."""
     try:
+        if membership.current() is not None:  # the store of a generation that is over is closed: do not try again
+            socket.create_connection((address, port), timeout.total_seconds()).close()
         return in_time(partial(dist.TCPStore, address, port, is_master=False, timeout=timeout), timeout)
-    except TimeoutError as error:
+    except (TimeoutError, ConnectionError) as error:
         raise TimeoutError(f"no key-value store of rank 0 or torchrun answers at {address}:{port}") from error
 
 

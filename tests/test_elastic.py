@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -16,8 +18,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import hosts as machines
 from tests.support.worlds import PYTHON, ROOT, distance, environment, shown
-from tests.test_run import RUN
+from tests.test_run import RUN, left
 
 WORKER = [PYTHON, "tests/programs/elastic_worker.py"]
 HOROVOD = [PYTHON, "tests/programs/elastic_horovod.py"]
@@ -126,7 +129,9 @@ def test_workers_come_leave_and_fail(tmp_path: Path) -> None:
         job.hosts("127.0.0.1:1", "localhost:2")
         job.generation(2, 6, 7)
         # A worker that does not come is killed while the others wait.
-        job.do("hang.6", "kill.2")
+        job.do("hang.6")
+        job.wait_for("hangs")
+        job.do("kill.2")
         job.wait_for("worker 6 on host localhost does not come while the others wait: it is killed")
         job.wait_for("worker 6, .*was ended by SIGKILL")
         job.wait_for(r'"members": \[7, ')
@@ -135,9 +140,10 @@ def test_workers_come_leave_and_fail(tmp_path: Path) -> None:
 
 
 def test_how_elastic_jobs_end(tmp_path: Path) -> None:
-    """All ranks fail, all hosts are blacklisted, too few hosts, the reset limits 1 and 2, hosts that come back."""
+    """All ranks fail, all hosts are blacklisted, too few hosts, the reset limits 1 and 2, hosts that come back, and an
+    interrupt."""
     two = ["-np", "2", "--min-np", "2"]
-    names = ("start", "training", "blacklisted", "comes back", "timeout", "limit 1", "limit 2")
+    names = ("start", "training", "blacklisted", "comes back", "timeout", "limit 1", "limit 2", "interrupted")
     paths = [tmp_path / name.replace(" ", "-") for name in names]
     with (
         started(paths[0], two, [*WORKER, "fail at the start"]) as at_start,
@@ -147,6 +153,7 @@ def test_how_elastic_jobs_end(tmp_path: Path) -> None:
         started(paths[4], [*two, "--elastic-timeout", "1", "--host-discovery-script", "echo localhost"], WORKER) as few,
         started(paths[5], ["-np", "2", "--min-np", "1", "--reset-limit", "1"], WORKER) as limit_1,
         started(paths[6], ["-np", "3", "--min-np", "1", "--reset-limit", "2"], WORKER) as limit_2,
+        started(paths[7], two, WORKER) as interrupted,
     ):
         assert at_start.status() == 3 and "all workers have failed" in at_start.output, at_start.output
         assert in_training.status() == 5, in_training.output
@@ -163,6 +170,10 @@ def test_how_elastic_jobs_end(tmp_path: Path) -> None:
         comes_back.do("end")
         assert comes_back.status() == 0, comes_back.output
         assert few.status() == 1 and "2 workers are needed (-np), and 1 are left" in few.output, few.output
+        interrupted.generation(0, 1)
+        interrupted.process.send_signal(signal.SIGINT)
+        assert interrupted.status() == 130 and "ended by SIGINT" in interrupted.output, interrupted.output
+        assert not left(str(interrupted.directory))
         limit_1.generation(0, 1)
         limit_1.do("kill.0")
         limit_1.generation(1)
@@ -286,3 +297,26 @@ def test_torchrun_restarts_from_the_commits_in_memory(unbroken: Path, tmp_path: 
     assert distance(tmp_path / "weights.pt", unbroken / "native" / "weights.pt") == 0
     assert set(Path("/dev/shm").glob("unidist-commits-*")) <= before
     show_recovery("unidist.elastic, torchrun", found)
+
+
+@pytest.mark.skipif("UNIDIST_TEST_HOSTS" not in os.environ, reason="make test-hosts runs these")
+def test_a_host_that_is_cut_off_and_comes_back(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    if why := machines.missing_ssh():
+        pytest.skip(why)
+    options = ["--hvd", "-np", "3", "--min-np", "1", "-H", "alpha:1,beta:1,gamma:1"]
+    argv = [*RUN, *options, *HOROVOD, str(tmp_path), "0.6"]
+    with machines.ssh_hosts(3, tmp_path_factory.mktemp("ssh")) as hosts:
+        with machines.start(hosts[0], argv, environment("python", {}), str(ROOT), machines.NAMES[0]) as process:
+            try:
+                job = Job(process, tmp_path)
+                job.wait_for("generation 1: 3 workers on alpha:1, beta:1, gamma:1")
+                time.sleep(3.0)  # some steps
+                machines.set_link(hosts[2], "down")
+                job.wait_for("on host gamma is lost with its host: no message for 5 s")
+                job.wait_for("generation 2: 2 workers on alpha:1, beta:1")
+                machines.set_link(hosts[2], "up")
+                job.wait_for("generation 3: 3 workers on alpha:1, beta:1, gamma:1")
+                assert job.status() == 0, job.output
+            finally:
+                process.kill()
+    assert_each_sample_once(notes(tmp_path))

@@ -30,7 +30,9 @@ BELOW = {
     "spans": set(),
     "knobs": {"errors"},
     "topology": {"errors", "knobs"},
-    "backends": {"errors", "knobs", "open_files", "operations", "spans", "topology", "tree", "backends"},
+    "backends": {
+        "errors", "knobs", "membership", "open_files", "operations", "spans", "topology", "tree", "backends",
+    },
     "mpi": {"errors", "operations", "topology", "backends"},
     "watch": {"errors", "operations", "backends"},
     "tracing": {"errors", "spans", "backends", "tracing"},

@@ -328,6 +328,22 @@ def rejoin() -> None:
     _init(**_again)
 
 
+def complete_start(step: Callable[[], None]) -> None:
+    """Call a function that ends a start: again in the next generation if a worker of an elastic run is lost meanwhile.
+    Collective.
+    """
+    while True:
+        try:
+            return step()
+        except UnidistError as error:
+            member = membership.current()
+            if member is None or not member.lost(wait=_VERDICT_S):
+                raise
+            leave()
+            member.ask(failed=str(error))
+            rejoin()
+
+
 def is_initialized() -> bool:
     """Whether this process is in a world."""
     return _current is not None

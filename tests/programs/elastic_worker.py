@@ -50,6 +50,7 @@ while True:
             if take(f"exit.{member.number}") or WHAT == "fail in training":
                 sys.exit(5)
             if take(f"hang.{member.number}"):
+                print("hangs", flush=True)
                 time.sleep(1000)
             if take(f"slow.{member.number}"):
                 time.sleep(0.5)

@@ -53,7 +53,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             f"init(comm={comm!r}): the world is that of the launcher. Start as many processes as are meant, or use a "
             "process set."
         )
-    open_session()
+    context.complete_start(open_session)
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
 

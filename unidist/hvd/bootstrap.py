@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-from unidist import open_files
+from unidist import membership, open_files
 from unidist.backends import addresses
 from unidist.backends.base import Backend
 from unidist.backends.processes import Process
@@ -195,6 +195,9 @@ def accept(
     """The connections to some ranks that come in time, and those that do not, or that others miss.
 
     Strangers, and ranks that are there already, are refused and logged.
+
+    Raises:
+        BackendError: a worker of an elastic run is lost meanwhile.
     """
     server.setblocking(False)
     found: dict[int, Connection] = {}
@@ -203,6 +206,8 @@ def accept(
     strangers = _Strangers(server, key, len(ranks))
     try:
         while len(found) < len(ranks) and (left := end - time.monotonic()) > 0:
+            if (member := membership.current()) is not None and (lost := member.lost()):
+                raise BackendError(lost)  # it will not come
             for link, rank, missing in strangers.introduced(min(1.0, left)):
                 if rank in found or rank not in ranks:
                     strangers.refuse(link, f"it says that it is rank {rank}")

@@ -138,7 +138,8 @@ class _Agent:
                 return f"has no network in common with the others: {error}", 1
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
             env.setdefault("HOROVOD_GLOO_IFACE", interface)
-        env.setdefault("HOROVOD_GLOO_IFACE", "lo")
+        if not start["stay"]:  # the other ranks may come from other hosts
+            env.setdefault("HOROVOD_GLOO_IFACE", "lo")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // start["slots"])))
         directory = start["cwd"]
