@@ -261,10 +261,15 @@ class Watch:
         show = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            words = None
             with suppress(Exception):  # whatever happens here, the error itself is shown
-                if self._backend.watch is self:
-                    self._fail(error, trace)
+                words = self._fail(error, trace) if self._backend.watch is self else None
+                if words is not None and not words["follows"]:
+                    self._tell(words)
             show(kind, error, trace)
+            with suppress(Exception):
+                if words is not None and words["follows"]:  # nobody waits for these words
+                    self._tell(words)
 
         def restore() -> None:
             if sys.excepthook is hook:
@@ -273,14 +278,14 @@ class Watch:
         sys.excepthook = hook
         return restore
 
-    def _fail(self, error: BaseException, trace: TracebackType | None) -> None:
-        """Tell the others of an uncaught error."""
+    def _fail(self, error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
+        """Remember an uncaught error; what to tell the others of it."""
         follows = self._backend.follows(error, trace)
         failure = self._failure
         if failure is None or not follows:  # else the error of the call says more
             failure = _Failure(f"{type(error).__name__}: {_one_line(error)}", places.place_in(trace), follows, 0.0)
         self._failure = failure._replace(at=math.inf)
-        self._tell({"silence": _ENDED, "error": f"{failure.error}, at {failure.place}", "follows": follows})
+        return {"silence": _ENDED, "error": f"{failure.error}, at {failure.place}", "follows": follows}
 
     def _tell(self, words: dict[str, Any]) -> None:
         """Tell the lowest other rank that listens how this one ends: soon nobody can ask it."""

@@ -46,7 +46,9 @@ def endless_loop():
 def ask(pid):
     """What a user would do meanwhile, in a shell of this host."""
     time.sleep(STALL_S)
-    shown = subprocess.run([sys.executable, "-m", "unidist", "where", "--stacks"], capture_output=True, text=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "unidist", "where", "--stacks", str(pid)], capture_output=True, text=True
+    )
     os.write(1, f"WHERE\n{shown.stdout}{shown.stderr}END\n".encode())
     os.kill(pid, signal.SIGUSR1)
     time.sleep(1)
@@ -65,6 +67,7 @@ def last():
             reduce("only", 4)
         unidist.barrier()
     elif LAST == "backward":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun would end the others before they have said anything
         model = unidist.wrap_model(torch.nn.Linear(10, 10))
         for step in range(3):
             if unidist.rank() == 1 and step == 2:
