@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +34,21 @@ class Job:
     def __init__(self, process: subprocess.Popen[str], directory: Path) -> None:
         self.process = process
         self.directory = directory
-        self.output = ""
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lines: list[str] = []
+        self._ended = False
+        #: The line from which on one is waited for: of the last generation.
+        self._first = 0
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.output += line
-            self._lines.put(line)
-        self._lines.put("")
+            self._lines.append(line)
+        self._ended = True
+
+    @property
+    def output(self) -> str:
+        return "".join(self._lines)
 
     def do(self, *names: str) -> None:
         """Put files into the directory: faults, and the end."""
@@ -58,21 +62,21 @@ class Job:
         part.replace(self.directory / "hosts")
 
     def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """The next lines that a pattern is found in."""
+        """Lines of this generation, or of one to come, in which a pattern is found; workers print in any order."""
         end = time.monotonic() + TIMEOUT_S
-        found: list[re.Match[str]] = []
-        while len(found) < count:
-            line = ""
-            with suppress(queue.Empty):
-                line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
-            assert line, f"{pattern!r} was not printed:\n{self.output}"
-            found += [match] if (match := re.search(pattern, line)) else []
-        return found
+        while True:
+            over = self._ended or time.monotonic() > end
+            found = [match for line in self._lines[self._first :] if (match := re.search(pattern, line))]
+            if len(found) >= count:
+                return found
+            assert not over, f"{pattern!r} was not printed:\n{self.output}"
+            time.sleep(0.02)
 
     def generation(self, *members: int) -> list[dict[str, str]]:
         """Wait until these workers train, and nobody else; their places, in rank order."""
         members_list = re.escape(json.dumps(list(members)))
         lines = self.wait_for(rf"<stdout>:(.*\"members\": {members_list}.*)", len(members))
+        self._first = min(self._lines.index(line.string) for line in lines)
         return sorted((json.loads(line[1]) for line in lines), key=lambda place: int(place["RANK"]))
 
     def status(self) -> int:
@@ -305,18 +309,20 @@ def test_a_host_that_is_cut_off_and_comes_back(tmp_path: Path, tmp_path_factory:
         pytest.skip(why)
     options = ["--hvd", "-np", "3", "--min-np", "1", "-H", "alpha:1,beta:1,gamma:1"]
     argv = [*RUN, *options, *HOROVOD, str(tmp_path), "0.6"]
-    with machines.ssh_hosts(3, tmp_path_factory.mktemp("ssh")) as hosts:
-        with machines.start(hosts[0], argv, environment("python", {}), str(ROOT), machines.NAMES[0]) as process:
-            try:
-                job = Job(process, tmp_path)
-                job.wait_for("generation 1: 3 workers on alpha:1, beta:1, gamma:1")
-                time.sleep(3.0)  # some steps
-                machines.set_link(hosts[2], "down")
-                job.wait_for("on host gamma is lost with its host: no message for 5 s")
-                job.wait_for("generation 2: 2 workers on alpha:1, beta:1")
-                machines.set_link(hosts[2], "up")
-                job.wait_for("generation 3: 3 workers on alpha:1, beta:1, gamma:1")
-                assert job.status() == 0, job.output
-            finally:
-                process.kill()
+    with (
+        machines.ssh_hosts(3, tmp_path_factory.mktemp("ssh")) as hosts,
+        machines.start(hosts[0], argv, environment("python", {}), str(ROOT), machines.NAMES[0]) as process,
+    ):
+        try:
+            job = Job(process, tmp_path)
+            job.wait_for("generation 1: 3 workers on alpha:1, beta:1, gamma:1")
+            time.sleep(3.0)  # some steps
+            machines.set_link(hosts[2], "down")
+            job.wait_for("on host gamma is lost with its host: no message for 5 s")
+            job.wait_for("generation 2: 2 workers on alpha:1, beta:1")
+            machines.set_link(hosts[2], "up")
+            job.wait_for("generation 3: 3 workers on alpha:1, beta:1, gamma:1")
+            assert job.status() == 0, job.output
+        finally:
+            process.kill()
     assert_each_sample_once(notes(tmp_path))
