@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unidist
+from tests.support.worlds import ROOT
 from unidist.elastic import sampler as sampler_module
 from unidist.errors import LaunchError
 from unidist.run import options
@@ -339,6 +340,12 @@ def test_each_sample_of_an_epoch_is_committed_once(
             for sampler in ranks:
                 World.rank, World.size = sampler.rank, sampler.num_replicas
                 sampler.set_epoch(epoch + 1)
+
+
+def test_readme_and_docs_name_it() -> None:
+    assert "elastic.run" in (ROOT / "README.md").read_text()
+    page = (ROOT / "docs/elastic.md").read_text()
+    assert all(name in page for name in unidist.elastic.__all__ if name not in ("State", "ObjectState"))
 
 
 # ---------------------------------------------------------------------------------------- options
