@@ -277,11 +277,12 @@ def test_an_unmodified_horovod_script_on_hosts_that_come_and_go(tmp_path: Path) 
 
 @pytest.mark.parametrize(("call", "fault"), [("replicate", "kill"), ("wrap_model", "stop")])
 def test_survivors_go_on_without_the_one_that_is_lost(call: str, fault: str, tmp_path: Path) -> None:
-    """Of a rank that is stopped, the others' calls end at their timeout, and then it is killed."""
+    """A rank that is stopped is killed after the report of the others that wait."""
     options = ["-np", "2", "--min-np", "1"]
-    with started(tmp_path, options, [*NATIVE, call, "0.1"], TIMEOUT="4", UNIDIST_GRACE="1") as job:
+    with started(tmp_path, options, [*NATIVE, call, "0.1"], UNIDIST_STALL_S="2") as job:
         job.do(f"{fault}.1.4")
         assert job.status() == 0, job.output
+    assert ("worker 1 on host localhost has stopped while others wait: it is killed" in job.output) == (fault == "stop")
     found = notes(tmp_path)
     assert [note["size"] for note in found if note["event"] == "enter"] == [2, 2, 1, 2, 2], job.output
     assert_each_sample_once(found)

@@ -34,7 +34,7 @@ BELOW = {
         "errors", "knobs", "membership", "open_files", "operations", "spans", "topology", "tree", "backends",
     },
     "mpi": {"errors", "operations", "topology", "backends"},
-    "watch": {"errors", "operations", "backends"},
+    "watch": {"errors", "membership", "operations", "backends"},
     "tracing": {"errors", "spans", "backends", "tracing"},
     "membership": {"errors", "knobs"},
     "torchrun_env": {"errors", "knobs", "scripts", "topology", "backends"},

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -100,6 +100,12 @@ class Membership:
         with self._changed:
             self._changed.wait_for(lambda: self._lost, wait)
             return self._lost
+
+    def have_killed(self, ranks: Sequence[int]) -> None:
+        """Tell the driver that members of this generation have stopped while others wait for them: it kills them."""
+        with self._changed:
+            numbers = [self.members[rank] for rank in ranks]
+            self._send(generation=self.generation, stopped=numbers)
 
     def check(self) -> bool:
         """Whether the generation ends here: on all members in their check of the same number.

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from unidist import membership
 from unidist.backends.base import Backend
 from unidist.backends.processes import Process
 from unidist.backends.watch import jobs, places
@@ -37,8 +38,9 @@ _TRIED = 3
 _LONGEST_ERROR = 300
 
 Source = Callable[[], Sequence[OperationRecord]]
-#: What is said of a process that is not there any more.
+#: What is said of a process that is not there any more, and of those that will not answer.
 _ENDED = "has ended"
+_STOPPED, _UNREACHABLE = "is stopped", "does not answer"
 _open_watches: WeakSet[Watch] = WeakSet()
 
 
@@ -180,8 +182,10 @@ class Watch:
         """Print what all ranks do to stderr, or the log. Any thread; returns at once."""
         threading.Thread(target=self._print, args=[title], name="unidist-report", daemon=True).start()
 
-    def _print(self, title: str) -> None:
-        _say(report(f"{title} All {len(self._peers)} ranks ({self._backend.name}):", self.states()))
+    def _print(self, title: str) -> list[RankState]:
+        found = self.states()
+        _say(report(f"{title} All {len(self._peers)} ranks ({self._backend.name}):", found))
+        return found
 
     def _check(self) -> float:
         """Look for an operation that is pending for too long; seconds until that is possible again."""
@@ -215,7 +219,14 @@ class Watch:
         now = time.monotonic()
         if now - self._reported > 0.9 * self._stall:
             self._reported = now
-            self.report_soon(title)
+            threading.Thread(target=self._report_stall, args=[title], name="unidist-report", daemon=True).start()
+
+    def _report_stall(self, title: str) -> None:
+        """Print what all ranks do; in an elastic run, have those killed that will not go on by themselves."""
+        stopped = [state.rank for state in self._print(title) if state.silence.startswith((_STOPPED, _UNREACHABLE))]
+        member = membership.current()
+        if member is not None and stopped:
+            member.have_killed(stopped)
 
     def _signalled(self) -> None:
         assert self._signal is not None
@@ -342,7 +353,7 @@ def _silence(error: Exception, process: Process) -> str:
     if isinstance(error, ConnectionError) or state in ("X", "Z"):
         return _ENDED
     if state in ("T", "t"):
-        return "is stopped (by SIGSTOP, or a debugger)"
+        return f"{_STOPPED} (by SIGSTOP, or a debugger)"
     if state:
         return "runs, and does not answer: a call of C++ keeps Python's lock, or the host is overloaded"
     return "does not answer (it has stopped, or its host cannot be reached)" + f": {error}" * bool(str(error))

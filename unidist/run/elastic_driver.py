@@ -314,7 +314,13 @@ class _ElasticDriver(Driver):
             if is_member and message["ask"] == self.elastic.generation and failed:
                 self._lose(f"rank {self.elastic.members.index(worker)}: {failed}")  # type: ignore[arg-type]
             self.elastic.ask(number, time.monotonic(), failed=bool(failed))
-        elif message["generation"] == self.elastic.generation and self.checks is not None:
+        elif message["generation"] != self.elastic.generation:
+            return
+        elif "stopped" in message:
+            for member in [each for each in self.elastic.members if each.number in message["stopped"]]:
+                say(f"worker {member.number} on host {member.place.host} has stopped while others wait: it is killed")
+                self._signal(member, signal.SIGKILL)
+        elif self.checks is not None:
             self.checks[number] = message["checks"]
             members = {worker.number for worker in self.elastic.members}
             if members <= self.checks.keys():
