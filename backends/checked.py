@@ -4,67 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, Start, WrappedModel
+from unidist.backends.base import Group, M, ModelOptions, Op, ReplicatedModel, WrappedModel
+from unidist.backends.layer import Layer
 from unidist.backends.watch.places import place_of
 from unidist.errors import MismatchError
-from unidist.operations import OperationRecord, dtype_name, format_ranks
+from unidist.operations import dtype_name, format_ranks
 
 #: Bytes that each rank sends before a call: the call, and its line.
 _BYTES = 256
 _SEPARATOR = "\0"
 
 
-class Checked(Backend):
+class Checked(Layer):
     """Compares call, dtype, shape, operation and root of all ranks of a group before each collective call.
 
     Raises ``MismatchError`` on every rank, with each rank's call and line, where they differ. The gradients of a
     backward pass are not compared.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        super().__init__(backend.name, backend.topology, backend.device)
-        self.device_types = backend.device_types
-        self.reducible = backend.reducible
-        self.groups = backend.groups
-        self._backend = backend
-
-    @classmethod
-    def start(cls, name: str, start: Start) -> NoReturn:
-        raise NotImplementedError("init makes it on top of a running backend")
-
-    @classmethod
-    def adopt(cls, start: Start) -> None:
-        return None
-
-    def shutdown(self) -> None:
-        self._backend.shutdown()
-
-    def abort(self) -> None:
-        self._backend.abort()
-
-    def quiesce(self) -> None:
-        self._backend.quiesce()
-
-    def world_size(self) -> int:
-        return self._backend.world_size()
-
-    def operations(self) -> list[OperationRecord]:
-        return self._backend.operations()
-
-    def exchange(self, value: str, timeout: float) -> list[str]:
-        return self._backend.exchange(value, timeout)
-
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         self._compare(f"new_group of ranks {format_ranks(ranks)}", None)
         return self._backend.new_group(ranks)
-
-    def drop_group(self, group: Group) -> None:
-        self._backend.drop_group(group)
 
     def barrier(self, group: Group | None = None) -> None:
         self._compare("barrier", group)

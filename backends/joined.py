@@ -8,7 +8,8 @@ from typing import NoReturn, get_args
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, Start, WrappedModel
+from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, WrappedModel
+from unidist.backends.layer import Layer
 from unidist.backends.reductions import neutral_element
 from unidist.errors import MismatchError, UnidistError
 
@@ -18,7 +19,7 @@ _DONE, _ALL_REDUCE, _BROADCAST, _BARRIER = range(4)
 _CALLS = ("the end of the block", "all_reduce", "broadcast", "barrier")
 
 
-class Joined(Backend):
+class Joined(Layer):
     """Allows ranks to make different numbers of collective calls.
 
     Before each call the ranks exchange what it will be, in one small all_gather. A rank that has run out of data takes
@@ -27,31 +28,10 @@ class Joined(Backend):
     """
 
     def __init__(self, backend: Backend, group: Group | None) -> None:
-        super().__init__(backend.name, backend.topology, backend.device)
-        self.device_types = backend.device_types
-        self.reducible = backend.reducible
-        self.groups = backend.groups
-        self._backend = backend
+        super().__init__(backend)
         self._group = group
         #: Global ranks that had not run out of data at the last call.
         self.active: tuple[int, ...] = backend.ranks(group)
-
-    @classmethod
-    def start(cls, name: str, start: Start) -> NoReturn:
-        raise NotImplementedError("unidist.join makes it on top of a running backend")
-
-    @classmethod
-    def adopt(cls, start: Start) -> None:
-        return None
-
-    def shutdown(self) -> None:
-        self._backend.shutdown()
-
-    def abort(self) -> None:
-        self._backend.abort()
-
-    def world_size(self) -> int:
-        return self._backend.world_size()
 
     def run_out(self) -> None:
         """Take part in the others' calls until all ranks have run out of data. Collective."""
