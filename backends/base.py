@@ -281,13 +281,7 @@ class Backend(ABC):
         """The ``CollectiveError`` for a library's own error. Asks the other ranks, not for long."""
         topology = self.topology
         own = f"rank {topology.rank} of {topology.world_size}"
-        hint = ""
-        if open_files.EXHAUSTED in str(error):
-            hint = open_files.advice(topology.world_size)
-        elif call == "backward":
-            hint = (
-                " If none failed, a rank has made fewer steps: use unidist.shard_loader, or train inside unidist.join."
-            )
+        hint = open_files.advice(topology.world_size) if open_files.EXHAUSTED in str(error) else ""
         if getattr(error, "is_explained", False):  # the backend has asked them
             return CollectiveError(f"{error}{hint}")
         reason = str(error).rstrip(".")
@@ -297,6 +291,10 @@ class Backend(ABC):
                 what, others = self.watch.explain(call, error)
         if others:
             return CollectiveError(f"{own} ({self.name}): {what}: {others}. The error of {self.name}: {reason}.{hint}")
+        if call == "backward" and not hint:
+            hint = (
+                " If none failed, a rank has made fewer steps: use unidist.shard_loader, or train inside unidist.join."
+            )
         return CollectiveError(
             f"{own} ({self.name}): {what} failed: {reason}. Another rank may have failed first, or made a different "
             f"call: look for the earliest error of all ranks.{hint}"

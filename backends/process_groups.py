@@ -90,6 +90,8 @@ class ProcessGroups:
         #: The global ranks of each group that has been made.
         self.ranks_by_name: dict[str, tuple[int, ...]] = {}
         self.sockets = GlooSockets()
+        #: Since when this rank waits for the other members of groups that are being made, by their ranks.
+        self._waiting: dict[tuple[int, ...], float] = {}
         #: "closed" or "aborted", after which no call is possible.
         self.ended = ""
 
@@ -104,6 +106,11 @@ class ProcessGroups:
         group = LazyProcessGroup(lambda: self._make(name, ranks))
         self._groups.append(group)
         return group
+
+    def waits(self) -> list[tuple[tuple[int, ...], float]]:
+        """The groups whose other members this rank waits for, and for how many seconds."""
+        now = time.monotonic()
+        return [(ranks, now - since) for ranks, since in list(self._waiting.items())]
 
     def drop(self, group: LazyProcessGroup) -> None:
         """Free a group's resources. Not collective."""
@@ -138,7 +145,11 @@ class ProcessGroups:
         if library == "mpi":  # it needs no store
             return dist.distributed_c10d.ProcessGroupMPI.create(list(ranks))
         store = dist.PrefixStore(name, self._world.store)
-        self._wait_for_members(store, ranks)
+        self._waiting[tuple(ranks)] = time.monotonic()
+        try:
+            self._wait_for_members(store, ranks)
+        finally:
+            self._waiting.pop(tuple(ranks), None)
         rank = ranks.index(self._rank)
         if library not in ("gloo", "nccl"):
             return self._plugin(library, store, name, ranks)

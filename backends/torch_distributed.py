@@ -151,9 +151,16 @@ class TorchBackend(Backend):
         return _is_lost_rank(error, trace) or super().follows(error, trace)
 
     def operations(self) -> list[OperationRecord]:
+        # The library knows nothing of a group's first call until all members have come.
+        first = [
+            OperationRecord(
+                "the first call", ranks=() if len(ranks) == self.topology.world_size else ranks, seconds=age
+            )
+            for ranks, age in self.process_groups.waits()
+        ]
         if self._recorded:
-            return flight_recorder.operations(self._groups_by_name(), self._started_ns)
-        return super().operations() if self.recent is not None else mpi_watch.operations()
+            return first + flight_recorder.operations(self._groups_by_name(), self._started_ns)
+        return first + (super().operations() if self.recent is not None else mpi_watch.operations())
 
     def _groups_by_name(self) -> dict[str, tuple[int, ...]]:
         """The ranks of torch's process groups, those that the script made too; empty for all ranks."""

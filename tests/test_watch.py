@@ -134,6 +134,26 @@ def test_who_fails_by_another_rank_is_not_blamed() -> None:
     )
 
 
+def test_a_rank_that_has_ended_after_its_part_is_not_blamed() -> None:
+    gone = {"silence": "has ended without an exception"}
+    others = [state(rank, operation(2, done=rank == 0), **gone) for rank in (0, 2)]
+    assert not findings([others[0], state(1, operation(2)), others[1]])
+    found = findings([others[0], state(1, operation(2, shape=(5,))), others[1]])
+    assert found[0].startswith("mismatch in operation 2: ranks 0, 2") and len(found) == 1
+    found = findings([state(0, operation(1, done=True), **gone), state(1, operation(2))])
+    assert found == ["rank 0 (host host0, pid 100) has ended without an exception"]
+
+
+def test_only_the_last_of_a_chain_is_blamed() -> None:
+    """Rank 2 waits for rank 0, which waits in a group's first call for rank 1."""
+    first = OperationRecord("the first call", ranks=(0, 1), seconds=9.0)
+    chain = [state(0, operation(1, done=True), first), state(1, operation(1, done=True)), state(2, operation(2))]
+    (found,) = findings(chain)
+    assert found.startswith("rank 1 ") and found.endswith("not come to the first call of ranks 0, 1")
+    circle = [state(0, operation(1, ranks=(0, 1), group="a")), state(1, operation(1, ranks=(0, 1), group="b"))]
+    assert len(findings(circle)) == 2
+
+
 def test_an_operation_that_all_are_in_is_said_to_be_so() -> None:
     text = report("title", [state(0, operation(3)), state(1, operation(3))])
     assert text.splitlines()[-1].startswith("  => All ranks are in it, and it does not complete")

@@ -43,14 +43,15 @@ def report(title: str, states: Sequence[RankState]) -> str:
 
 def findings(states: Sequence[RankState]) -> list[str]:
     """Which ranks keep the others waiting, and how: the likely causes first; empty: none is known."""
-    ended = [state for state in states if state.silence]
+    waiting = [each for state in states for each in state.pending if not each.is_message and each.name != JOIN]
+    ended = [state for state in states if state.silence and not _has_done_its_part(state, waiting)]
     failed = [state for state in states if not state.silence and state.error]
     causes = [state for state in (*ended, *failed) if not state.follows]
     causes = causes or ended  # all of them by the fault of a rank that is not known
     found = [f"{named(same)} {_agreeing(_silent(same[0]), same)}" for same in _grouped(causes, _silent)]
     different = _mismatch(states)
     if different:
-        found.append(different)
+        found.insert(0, different)
     else:
         found += _late([state for state in states if not state.silence])
     return found
@@ -124,27 +125,36 @@ def _signature(operation: OperationRecord) -> Hashable:
 def _late(states: Sequence[RankState]) -> list[str]:
     """The ranks that have not come to an operation that others wait in."""
     found: dict[str, None] = {}
-    late: set[int] = set()
     waiting = [
         each
         for state in states
         for each in state.pending
         if each.seconds >= _MOMENT_S and not each.is_message and each.name != JOIN
     ]
-    for operation in sorted(waiting, key=lambda each: (each.number, -each.seconds)):
-        missing = [
-            state
-            for state in states
-            if state.rank not in late
-            and (not operation.ranks or state.rank in operation.ranks)
-            and not state.error
-            and not _has_come(state, operation)
-        ]
-        late |= {state.rank for state in missing}
-        for same in _grouped(missing, doing):
+    waiting.sort(key=lambda each: (each.number, -each.seconds))
+    missing = {operation: _missing(operation, states) for operation in waiting}
+    late = {state.rank for ranks in missing.values() for state in ranks}
+    # One that waits for others itself is late by their fault; if all do, they wait in a circle.
+    victims = {state.rank for state in states if any(missing.get(each) for each in state.pending)}
+    causes = late - victims or late
+    for operation, ranks in missing.items():
+        for same in _grouped([state for state in ranks if state.rank in causes], doing):
             is_at, has = _agreeing(doing(same[0]), same), _agreeing("has ", same)
             found[f"{named(same)} {is_at}, and {has}not come to {operation}"] = None
+        causes = causes - {state.rank for state in ranks}
     return list(found)
+
+
+def _missing(operation: OperationRecord, states: Sequence[RankState]) -> list[RankState]:
+    """The ranks that have not come to an operation."""
+    ranks = operation.ranks or [state.rank for state in states]
+    return [each for each in states if each.rank in ranks and not each.error and not _has_come(each, operation)]
+
+
+def _has_done_its_part(state: RankState, waiting: Sequence[OperationRecord]) -> bool:
+    """Whether a rank that has ended without an error had come to all that others wait in."""
+    known = bool(waiting and state.operations) and not state.error
+    return known and all(_has_come(state, operation) for operation in waiting)
 
 
 def _has_come(state: RankState, operation: OperationRecord) -> bool:

@@ -34,6 +34,8 @@ _ALL_S, _ONE_S = 0.9, 0.4
 _REMEMBERED_S = 2.0
 #: Ranks that are told how this one has ended, until one listens.
 _TRIED = 3
+#: Operations of a rank that ends of which it tells.
+_TOLD = 8
 #: Characters of an error.
 _LONGEST_ERROR = 300
 
@@ -101,10 +103,11 @@ class Watch:
     def say_goodbye(self) -> None:
         """Tell the others, which may go on, that this rank leaves without an exception. A second call has no effect."""
         if self._failure is None and not self._ending and os.getpid() == self._peers[self._rank].process.pid:
-            last = self.own_state().last_done
+            state = self.own_state()
+            last = state.last_done
             self._ending = f"{_ENDED} without an exception" + (f", after {last}" if last else "")
             with suppress(Exception):  # as in a process that has no more open files
-                self._tell({"silence": self._ending})
+                self._tell({"silence": self._ending, "operations": state.to_row()["operations"][-_TOLD:]})
 
     def close(self) -> None:
         """End it."""
@@ -342,8 +345,9 @@ def states(
             continue
         process = peers[rank].process
         silence = _silence(answer, process)
-        more = known.get(rank, {}) if silence == _ENDED else {}
-        found[rank] = RankState(rank, process.host.name, process.pid, **{"silence": silence, **more})
+        words_of = known.get(rank, {}) if silence == _ENDED else {}
+        row = {"rank": rank, "host": process.host.name, "pid": process.pid, "silence": silence, "operations": []}
+        found[rank] = RankState.from_row({**row, **words_of})
     return [found[rank] for rank in sorted(found)]
 
 

@@ -102,6 +102,8 @@ class _ElasticDriver(Driver):
         #: How many checks each member has made, once they are asked.
         self.checks: dict[int, int] | None = None
         self.told_of_loss = False
+        #: The first worker that has ended well.
+        self.finished: int | None = None
         self.dismissed: set[int] = set()
 
     async def work(self) -> None:
@@ -261,6 +263,8 @@ class _ElasticDriver(Driver):
         now, host = time.monotonic(), worker.place.host
         was_blacklisted = self.elastic.is_blacklisted(host, now)
         failed = self.elastic.end(number, status, now)
+        if self.elastic.finishing and self.finished is None:
+            self.finished = number
         if (writer := self.writers.pop(number, None)) is not None:
             writer.close()
         if failed and not self.ending:
@@ -287,7 +291,10 @@ class _ElasticDriver(Driver):
             return
         self.dismissed.add(worker.number)
         well = worker.leaving or worker not in self.elastic.members
-        why = "the training has ended on another worker: there is no next generation for this one."
+        why = (
+            f"worker {self.finished} has ended with status 0, so the training is over: there is no next generation for "
+            "this one."
+        )
         self._tell(worker.number, dismissed=why, well=well)
         asyncio.get_running_loop().call_later(_LEAVE_S, self._signal, worker, signal.SIGTERM)
 
