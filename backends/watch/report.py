@@ -114,7 +114,7 @@ def _call(state: RankState, operation: OperationRecord) -> str:
     what = str(operation._replace(number=0))
     if operation in state.pending[:1] and state.place:
         return f"called {what} at {state.place}"
-    return f"called {what}, now at {state.place}"
+    return f"called {what}, and ended" if state.silence else f"called {what}, now at {state.place}"
 
 
 def _signature(operation: OperationRecord) -> Hashable:

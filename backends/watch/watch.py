@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -78,6 +79,7 @@ class Watch:
         self._failure: _Failure | None = None
         #: How it leaves the world without one.
         self._ending = ""
+        self._last_state: RankState | None = None
         #: How ranks have ended, by their own words.
         self._words: dict[int, dict[str, Any]] = {}
         self._explained: tuple[float, list[RankState]] = (-math.inf, [])
@@ -108,6 +110,7 @@ class Watch:
             self._ending = f"{_ENDED} without an exception" + (f", after {last}" if last else "")
             with suppress(Exception):  # as in a process that has no more open files
                 self._tell({"silence": self._ending, "operations": state.to_row()["operations"][-_TOLD:]})
+            self._last_state = replace(state, silence=self._ending, place="")
 
     def close(self) -> None:
         """End it."""
@@ -126,6 +129,8 @@ class Watch:
     # -------------------------------------------------------------------------------- what ranks do
     def own_state(self, stacks: bool = False) -> RankState:
         """What this rank does."""
+        if self._last_state is not None:  # the library forgets its operations
+            return self._last_state
         operations: list[OperationRecord] = []
         for source in (self._backend.operations, *self.sources):
             with suppress(Exception):  # of a library in its last moments
