@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 
+import unidist
 from tests.hvd.api import REAL, hvd
 
 
@@ -60,8 +62,12 @@ def test_run(rank: int, size: int) -> None:
         state.check_host_updates()
         return argument + keyword
 
-    assert train(new_state(rank), 2, keyword=3) == 5 and called == [0]
     assert train.__name__ == "train"
+    if os.environ.get("UNIDIST_BACKEND") == "mpi":
+        with pytest.raises(unidist.BackendError, match="MPI ends the job when a process of it dies"):
+            train(new_state(rank), 2, keyword=3)
+        return
+    assert train(new_state(rank), 2, keyword=3) == 5 and called == [0]
 
 
 @pytest.mark.skipif(REAL, reason="Horovod keeps references, steps new optimizers, and pickles schedulers")
