@@ -116,11 +116,10 @@ def test_workers_come_leave_and_fail(tmp_path: Path) -> None:
         # One fails by a signal: the others go on, and the one that replaces it gets its local rank.
         job.do("kill.1")
         job.wait_for("lost: worker 1, rank 1 of generation 2, on host localhost was ended by SIGKILL", 3)
-        assert [place["LOCAL_RANK"] for place in job.generation(0, 2, 3)] == ["0", "0", "1"]
+        # On a busy machine the new one may be ready when the others meet.
         assert [place["LOCAL_RANK"] for place in job.generation(0, 2, 3, 4)] == ["0", "0", "1", "1"]
         # One fails by its status, the oldest: the next one is rank 0.
         job.do("exit.0")
-        job.generation(2, 3, 4)
         job.generation(2, 3, 4, 5)
         # A host removed: its workers end without a failure.
         job.hosts("127.0.0.1:2")
@@ -293,7 +292,7 @@ def test_torchrun_restarts_from_the_commits_in_memory(unbroken: Path, tmp_path: 
     tmp_path.joinpath("kill.1.7").touch()
     env = {"TMPDIR": str(tmp_path)}
     before = set(Path("/dev/shm").glob("unidist-commits-*"))
-    command = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", *NATIVE[1:], str(tmp_path), "replicate", "0"]
+    command = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", *NATIVE[1:], str(tmp_path), "replicate", "0"]
     done = subprocess.run(command, cwd=ROOT, env=environment("torchrun", env), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = notes(tmp_path)

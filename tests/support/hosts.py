@@ -110,12 +110,18 @@ def set_link(host: str, state: str) -> None:
     _ip("-n", host, "link", "set", "net0", state)
 
 
+def processes(host: str, pattern: str = "") -> list[int]:
+    """The processes of a host, in whose command line a regular expression is found."""
+    pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True).stdout.split()
+    found = subprocess.run(["pgrep", "-f", pattern or "."], capture_output=True, text=True).stdout.split()
+    return sorted(map(int, set(pids) & set(found)))
+
+
 def signal_all(host: str, number: int) -> None:
     """Send a signal to every process of a host."""
-    pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True).stdout.split()
-    for pid in pids:
+    for pid in processes(host):
         with suppress(ProcessLookupError):
-            os.kill(int(pid), number)
+            os.kill(pid, number)
 
 
 def _write_etc(etc: Path, number: int, count: int, key: Path) -> None:
