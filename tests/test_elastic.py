@@ -20,6 +20,7 @@ import pytest
 from tests.support import hosts as machines
 from tests.support.worlds import PYTHON, ROOT, distance, environment, shown
 from tests.test_run import RUN, left
+from unidist.launchers.table import TORCHRUN
 
 WORKER = [PYTHON, "tests/programs/elastic_worker.py"]
 HOROVOD = [PYTHON, "tests/programs/elastic_horovod.py"]
