@@ -289,12 +289,13 @@ class Backend(ABC):
         if self.watch is not None:
             with suppress(Exception):  # which would hide the library's
                 what, others = self.watch.explain(call, error)
+        steps = "Use unidist.shard_loader, or train inside unidist.join."
         if others:
+            if call == "backward" and "without an exception" in others:
+                hint += f" Has it had fewer batches? {steps}"
             return CollectiveError(f"{own} ({self.name}): {what}: {others}. The error of {self.name}: {reason}.{hint}")
         if call == "backward" and not hint:
-            hint = (
-                " If none failed, a rank has made fewer steps: use unidist.shard_loader, or train inside unidist.join."
-            )
+            hint = f" If none failed, a rank has made fewer steps. {steps}"
         return CollectiveError(
             f"{own} ({self.name}): {what} failed: {reason}. Another rank may have failed first, or made a different "
             f"call: look for the earliest error of all ranks.{hint}"
