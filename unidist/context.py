@@ -58,8 +58,6 @@ _again: dict[str, Any] = {}
 _sessions = 0
 #: Restores the variables that ``init(export_env=True)`` has set.
 _take_back_env: Callable[[], None] | None = None
-#: Seconds after a failure in which the driver of an elastic run may say that a worker is lost.
-_VERDICT_S = 2.0
 _closers: list[Callable[[], None]] = []
 _timeline: Timeline | None = None
 _process = os.getpid()
@@ -208,7 +206,7 @@ def _meet(
         try:
             return start, *_start(name, start)
         except UnidistError as error:
-            if member is None or not member.lost(wait=_VERDICT_S):
+            if member is None or not member.lost(wait=membership.VERDICT_S):
                 raise
             member.ask(failed=str(error))
 
@@ -337,7 +335,7 @@ def complete_start(step: Callable[[], None]) -> None:
             return step()
         except UnidistError as error:
             member = membership.current()
-            if member is None or not member.lost(wait=_VERDICT_S):
+            if member is None or not member.lost(wait=membership.VERDICT_S):
                 raise
             leave()
             member.ask(failed=str(error))

@@ -20,6 +20,8 @@ from unidist.errors import CollectiveError, LaunchError
 
 #: Seconds for the connection to the driver.
 _CONNECT_S = 30.0
+#: Seconds after an error in which the driver may say that a worker is lost.
+VERDICT_S = 2.0
 
 
 class Membership:

@@ -16,8 +16,6 @@ from unidist.errors import BackendError, CollectiveError, HostsUpdatedInterrupt,
 P = ParamSpec("P")
 S = TypeVar("S", bound=State)
 T = TypeVar("T")
-#: Seconds after an error in which ``unidist run`` may say that a worker is lost.
-_VERDICT_S = 2.0
 #: Generations of the same members that may fail one after the other before their first check.
 _FAILURES = 3
 #: Why a backend cannot go on without a process of it.
@@ -119,7 +117,7 @@ def _why_over(error: Exception, member: membership.Membership | None, lost: type
     foreign = isinstance(error, RuntimeError) and not isinstance(error, UnidistError)
     if in_call or (foreign and LOST_RANK.search(str(error))):
         return str(error)
-    if (foreign or isinstance(error, BackendError)) and (why := member.lost(_VERDICT_S)):
+    if (foreign or isinstance(error, BackendError)) and (why := member.lost(membership.VERDICT_S)):
         return why
     raise error
 

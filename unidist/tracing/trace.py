@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class RankTrace:
     clock_offset_ns: int
     events: list[Event] = field(repr=False)
 
-    @property
+    @cached_property
     def spans(self) -> list[RecordedSpan]:
         """Its spans, by their begin."""
         found, begun = [], {}
