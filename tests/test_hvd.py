@@ -549,4 +549,6 @@ def test_every_public_name_and_signature() -> None:
     wrong = [row for row in [*rows, *methods] if row[1] not in ("same", "more", "other")]
     assert not wrong, wrong
     page = tables.hvd_names()
-    assert not [name for name, verdict, _ in rows if verdict == "same" and f"| `{name}` |" not in page]
+    assert not [
+        name for name, verdict, why in rows if verdict == "same" and why != "module" and f"| `{name}` |" not in page
+    ]
