@@ -1,7 +1,9 @@
 """The site: ``make docs`` builds it into build/site."""
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -31,6 +33,14 @@ html_css_files = ["site.css"]
 html_show_sphinx = False
 
 
-def setup(app: object) -> None:
+def no_addresses(app: object, context: object, lines: list[str]) -> None:
+    """BACKEND@LAUNCHER in a help text is no address of e-mail."""
+    lines[:] = [re.sub(r"\w+(\[@\w+\]|@\w+)", r"``\g<0>``", line) for line in lines]
+
+
+def setup(app: Any) -> None:
     """Write the generated tables, which pages include."""
     tables.write(Path(__file__).parent / "_generated")
+    app.connect("sphinx-click-process-description", no_addresses)
+    app.connect("sphinx-click-process-options", no_addresses)
+    app.connect("sphinx-click-process-arguments", no_addresses)
