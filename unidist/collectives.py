@@ -22,11 +22,14 @@ import torch
 from torch import Tensor
 
 from unidist.backends.base import Backend, Group, Op
+from unidist.backends.buckets import flatten_bytes, split_into_buckets, unflatten_bytes
 from unidist.backends.reductions import WIDER
 from unidist.context import current
 from unidist.errors import MismatchError
 
 T = TypeVar("T")
+#: MiB of small tensors that are broadcast together.
+_BUCKET_MB = 64
 ReduceOp = Literal["sum", "mean", "min", "max", "product", "and", "or"]
 
 
@@ -115,6 +118,30 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tenso
         return total if backend.topology.rank == src else total.masked_fill(torch.ones_like(total, dtype=torch.bool), 0)
 
     return _apply(tensor, run, transpose)
+
+
+def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | None = None) -> None:
+    """Overwrite tensors with those of rank ``src``: one broadcast per dtype, device and bucket. Collective.
+
+    Args:
+        tensors: dense, of the same shapes and dtypes on every rank.
+        src: a global rank of the group.
+        group: the ranks that take part.
+    """
+    backend = _member(group)
+    _check_src(backend, src, group)
+    for tensor in tensors:
+        _check_dense(tensor)
+    for same in split_into_buckets((t for t in tensors if t.numel()), _BUCKET_MB):
+        in_place = len(same) == 1 and same[0].is_contiguous() and same[0].stride()[-1:] != (0,)
+        flat = same[0].detach().view(-1).view(torch.uint8) if in_place else flatten_bytes(same)
+        sent = flat.to(transport_device(backend, flat))
+        backend.broadcast(sent, src, group)
+        if backend.topology.rank != src:
+            if sent is not flat:
+                flat.copy_(sent)
+            if not in_place:
+                unflatten_bytes(flat, same)
 
 
 def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group | None = None) -> Tensor:
