@@ -16,8 +16,8 @@ from unidist.context import BACKENDS
 
 pytestmark = pytest.mark.unit
 FEATURES = {
-    "model", "uneven", "data", "metric_reduction", "running_metrics", "checkpoint", "console", "collectives",
-    "batch_norm", "multiprocessing",
+    "agreement", "model", "uneven", "data", "metric_reduction", "running_metrics", "checkpoint", "console",
+    "collectives", "batch_norm", "multiprocessing",
 }  # fmt: skip
 #: What each module of the package may import of it.
 BELOW = {
@@ -55,8 +55,8 @@ BELOW = {
     "ddp": {"migrate"},
     "compare": {"topology", "seed", "scripts", "hvd", "compare"},
     "hvd": {
-        "errors", "knobs", "open_files", "operations", "topology", "context", "backends", "collectives", "model",
-        "tree", "scripts", "batch_norm", "multiprocessing", "tracing", "membership", "elastic", "hvd",
+        "errors", "knobs", "open_files", "operations", "topology", "context", "backends", "agreement", "collectives",
+        "model", "tree", "scripts", "batch_norm", "multiprocessing", "tracing", "membership", "elastic", "hvd",
     },
     "hvd/elastic": {"context", "elastic", "hvd"},
     "common": {"errors", "elastic", "hvd"},
