@@ -240,6 +240,53 @@ def test_workers_of_a_stream_need_worker_split() -> None:
         unidist.shutdown()
 
 
+class Told(Stream):
+    """Reads what it yields."""
+
+    shard = (0, 1)
+
+    def set_shard(self, index: int, num_shards: int) -> None:
+        self.shard = (index, num_shards)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.shard[0], self.n, self.shard[1]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_is_told_its_shard(workers: int) -> None:
+    loaders = world(Told(23), 3, 2, num_workers=workers)
+    for _ in range(2):
+        assert sorted(index for loader in loaders for index in flat(list(loader))) == list(range(23))
+    with pytest.raises(ValueError, match=r"Told is told its shard .* at the end of an epoch"):
+        loaders[0].load_state_dict({**loaders[0].state_dict(), "position": 6})
+    loaders[0].load_state_dict({**loaders[0].state_dict(), "epoch": 5})
+    assert loaders[0].epoch == 5
+    unidist.init("single")
+    try:
+        told = DataLoader(Told(9), 2, num_workers=workers)
+        assert sorted(flat(list(unidist.shard_loader(told)))) == list(range(9))
+        with pytest.raises(ValueError, match=r"pad=True\): Told is told its shard"):
+            unidist.shard_loader(told, pad=True)
+        with pytest.raises(ValueError, match="leave worker_split out"):
+            unidist.shard_loader(told, worker_split="loader")
+    finally:
+        unidist.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_reading_much_more_than_is_kept() -> None:
+    unidist.init("single")
+    try:
+        unidist.shard_loader(DataLoader(Stream(9), num_workers=16), worker_split="loader")
+        with pytest.warns(UserWarning, match=r"reads 17 samples of Stream for one that it keeps: .* set_shard"):
+            unidist.shard_loader(DataLoader(Stream(9), num_workers=17), worker_split="loader")
+        unidist.shard_loader(DataLoader(Told(9), num_workers=17))
+    finally:
+        unidist.shutdown()
+    stream = ShardStream(Stream(9), Sharding(5, 64), 1)
+    assert (stream.read_per_kept(8), ShardStream(Told(9), Sharding(5, 64), 1).read_per_kept(8)) == (512, 1)
+
+
 def test_an_iteration_of_one_batch_does_not_count() -> None:
     for options in ({}, {"num_workers": 1, "persistent_workers": True}):
         for source in (RandomSampler(range(12)), Stream(12)):
