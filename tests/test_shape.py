@@ -70,6 +70,7 @@ LIBRARIES = {
         "backends/torch_distributed.py",
         "backends/process_groups.py",
         "backends/rendezvous.py",
+        "backends/shards.py",
         "backends/mpi",
     },
     "horovod": {"backends/horovod.py"},

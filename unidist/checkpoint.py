@@ -24,16 +24,19 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from unidist import checkpoint_files as files
+from unidist.backends import shards
 from unidist.backends.base import Group
 from unidist.collectives import all_gather, all_gather_object, broadcast_object
 from unidist.context import before_leaving, before_shutdown, current
 from unidist.errors import CheckpointError
 from unidist.model import assert_in_sync, unwrap
-from unidist.tree import walk
+from unidist.tree import map_leaves, walk
 
 T = TypeVar("T")
 #: The key of the ranks' random states.
 _RNG = "unidist_rng"
+#: In the place of a sharded tensor, the key of its name.
+_SHARD = "unidist_shard"
 #: Bytes that are broadcast at once.
 _PIECE_BYTES = 2**26
 #: Interval of the collective in which the other ranks wait while the first one reads or writes.
@@ -58,6 +61,8 @@ def save_checkpoint(
     states of all ranks (of Python, of NumPy if it is loaded, of torch on the CPU and the current GPU) are saved too.
     The other ranks wait as long as rank 0 lives, whatever the timeout of ``init()``.
 
+    A model that is sharded (FSDP2, DTensors) and its optimizer are written by all ranks into a directory of this name.
+
     The file is a dict that ``torch.load(path, weights_only=True)`` reads; a model's keys have no ``module.`` prefix.
 
     ::
@@ -80,7 +85,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, if a rank failed: a full disk, a value that ``weights_only`` does not load.
         MismatchError: on every rank, if a model's trained parameters differ between ranks.
-        ValueError: ``keep_last`` below 1, or with a path that has no number in its name.
+        ValueError: ``keep_last`` below 1, or with a path that has no number in its name; ``wait=False`` or ``group``
+            with a sharded model.
     """
     path = Path(path)
     if keep_last is not None and (keep_last < 1 or not re.search(r"\d", path.name)):
@@ -91,7 +97,7 @@ def save_checkpoint(
     if _RNG in objects:
         raise ValueError(f"save_checkpoint({_RNG}=...): the name is reserved for the random states.")
     for thing in objects.values():
-        if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()):
+        if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()) and not _is_sharded(thing):
             assert_in_sync(thing, group)
     _finish_writing(group)
     call = f"save_checkpoint({os.fspath(path)!r})"
@@ -99,13 +105,23 @@ def save_checkpoint(
 
     def collect() -> dict[str, Any]:
         state = {name: _state_of(thing) for name, thing in objects.items()}
-        return state if wait or not is_first else cast(dict[str, Any], _copy_to_cpu(state))
+        return (
+            state
+            if wait or not is_first or any(map(shards.is_sharded, _leaves(state)))
+            else cast(dict[str, Any], _copy_to_cpu(state))
+        )
 
     state = _attempt(call, group, collect)
     state[_RNG] = _gather_on_first(_random_state(), group)
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()  # the writing thread has a stream of its own
+
+    if any(all_gather_object(any(map(shards.is_sharded, _leaves(state))), group)):
+        if not wait or group is not None:
+            raise ValueError(f"{call}: a model that is sharded (DTensors) is saved by all ranks, which wait for it.")
+        _save_sharded(call, path.resolve(), state, keep_last)
+        return
 
     def write(stop: Event) -> None:
         files.write(path.resolve(), state, stop)
@@ -149,8 +165,12 @@ def load_checkpoint(
     """
     _finish_writing(group)
     call = f"load_checkpoint({os.fspath(path)!r})"
-    with _open(call, Path(path), group) as file:
+    path = Path(path)
+    has_shards = broadcast_object((path / files.REST).is_file(), current().ranks(group)[0], group)
+    with _open(call, path / files.REST if has_shards else path, group) as file:
         state = _attempt(call, group, lambda: _checked(files.read(file), objects))
+    if has_shards:
+        state = _attempt(call, group, lambda: _with_shards(state, objects, path))
     fitting = [name for name, thing in objects.items() if _fits(thing, state[name])]
     kept = [name for name, thing in objects.items() if hasattr(thing, "state_dict") and name not in fitting]
     undo = _attempt(call, group, lambda: _undo({name: objects[name] for name in kept}))
@@ -316,6 +336,81 @@ def _gather_on_first(value: T, group: Group | None) -> list[T]:
     return [pickle.load(stream) for _ in ranks]
 
 
+# ------------------------------------------------------------------------------------ sharded models
+def _leaves(tree: Any) -> list[Any]:
+    return [leaf for _, leaf in walk(tree)]
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(map(shards.is_sharded, model.parameters()))
+
+
+def _save_sharded(call: str, path: Path, state: dict[str, Any], keep_last: int | None) -> None:
+    """Write a directory: the shards of all ranks, and a file with all else. Collective over the world."""
+    made = _on_first(call, None, lambda stop: files.temporary_directory(path))
+    directory = broadcast_object(made, current().ranks(None)[0])
+    assert directory is not None  # else an error has been raised
+    sharded = {_key(place): leaf for place, leaf in walk(state) if shards.is_sharded(leaf)}
+
+    def complete(stop: Event) -> None:
+        if missing := shards.missing_files(directory):
+            raise FileNotFoundError(f"{missing} of other ranks: the path must be on a file system of all hosts")
+        places = iter([(_key(place), leaf) for place, leaf in walk(state)])
+        files.write(directory / files.REST, map_leaves(lambda _: _without_shard(*next(places)), state), stop)
+        files.replace_directory(directory, path)
+        if keep_last is not None:
+            files.prune(path, keep_last)
+
+    try:
+        _attempt(call, None, lambda: shards.save(sharded, directory))
+        _on_first(call, None, complete)
+    finally:
+        if made:
+            files.remove(directory)  # where it has not become the checkpoint
+
+
+def _key(place: tuple[Any, ...]) -> str:
+    return "/".join(map(str, place))
+
+
+def _without_shard(key: str, leaf: Any) -> Any:
+    return {_SHARD: key, "shape": list(leaf.shape), "dtype": str(leaf.dtype)} if shards.is_sharded(leaf) else leaf
+
+
+def _with_shards(state: dict[str, Any], objects: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The states of objects with this rank's shards; other states that have any are left out."""
+    filled: dict[str, torch.Tensor] = {}
+
+    def fill(saved: Any, own: Any, params: list[Tensor]) -> Any:
+        if not isinstance(saved, dict):
+            return [fill(value, None, params) for value in saved] if isinstance(saved, list) else saved
+        if _SHARD not in saved:
+            filling = {}
+            for key, value in saved.items():
+                mine = own.get(key) if isinstance(own, Mapping) else None
+                # What an optimizer keeps of a parameter is sharded as that is.
+                default = params[key] if isinstance(key, int) and key < len(params) else own
+                filling[key] = fill(value, default if mine is None else mine, params)
+            return filling
+        if not isinstance(own, Tensor) or list(own.shape) != saved["shape"]:
+            here = f"this one has {list(own.shape)}" if isinstance(own, Tensor) else "there is none here"
+            raise ValueError(f"{saved[_SHARD]} of the checkpoint has shape {saved['shape']}, and {here}")
+        dtype = getattr(torch, saved["dtype"].removeprefix("torch."))
+        return filled.setdefault(saved[_SHARD], torch.empty_like(own.detach(), dtype=dtype))
+
+    found: dict[str, Any] = {}
+    for name, saved in state.items():
+        thing = objects.get(name)
+        if thing is None:
+            if not any(place[-1] == _SHARD for place, _ in walk(saved) if place):
+                found[name] = saved
+            continue
+        params = [p for entry in thing.param_groups for p in entry["params"]] if hasattr(thing, "param_groups") else []
+        found[name] = fill(saved, _state_of(thing) if hasattr(thing, "state_dict") else None, params)
+    shards.load(filled, directory)
+    return found
+
+
 # ------------------------------------------------------------------------------------ the file on every rank
 def _open(call: str, path: Path, group: Group | None) -> IO[bytes]:
     """The first rank's file on every rank: opened where the rank sees it, else in memory. Collective."""
@@ -462,6 +557,9 @@ def _copy_to_cpu(state: Any) -> Any:
         if not isinstance(leaf, Tensor) or id(leaf) in tensors:
             continue
         source = leaf.detach()
+        if shards.is_sharded(source):
+            tensors[id(leaf)] = source.clone()
+            continue
         if leaf.layout != torch.strided or type(source) is not Tensor:
             tensors[id(leaf)] = source.to("cpu", copy=True)
             continue

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import secrets
+import shutil
 import socket
 import zipfile
 from contextlib import suppress
@@ -22,6 +23,8 @@ _CHUNK_BYTES = 2**28
 #: Bytes that are read at once.
 _READ_BYTES = 2**22
 _UNFINISHED = ".unfinished"
+#: In a checkpoint's directory, the file with all that is not sharded.
+REST = "unidist.pt"
 
 
 def write(path: Path, state: dict[str, Any], stop: Event) -> None:
@@ -120,7 +123,7 @@ def prune(path: Path, keep: int) -> None:
     files = list(path.parent.iterdir())
     checkpoints = [other for other in files if re.fullmatch(series, other.name) and is_checkpoint(other)]
     for other in sorted(checkpoints, key=written)[:-keep]:
-        other.unlink(missing_ok=True)
+        remove(other)
     leftover = rf"\.{series}\.{re.escape(socket.gethostname())}\.\w+{re.escape(_UNFINISHED)}"
     for other in files:
         if re.fullmatch(leftover, other.name) and _is_orphan(other):
@@ -136,8 +139,35 @@ def _is_orphan(temporary: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file may be a finished checkpoint."""
-    return path.is_file() and not path.name.startswith(".")
+    """Whether a file may be a finished checkpoint, or a directory is one."""
+    return (path.is_file() or (path / REST).is_file()) and not path.name.startswith(".")
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a directory."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def temporary_directory(path: Path) -> Path:
+    """Make the directory that is to replace ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
+    made.mkdir()
+    return made
+
+
+def replace_directory(temporary: Path, path: Path) -> None:
+    """Give a finished directory its name; what has it already is removed."""
+    if path.exists():
+        old = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
+        path.rename(old)
+        temporary.rename(path)
+        remove(old)
+    else:
+        temporary.rename(path)
 
 
 def written(path: Path) -> int:
