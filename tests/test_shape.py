@@ -16,8 +16,8 @@ from unidist.context import BACKENDS
 
 pytestmark = pytest.mark.unit
 FEATURES = {
-    "agreement", "model", "uneven", "data", "metric_reduction", "running_metrics", "checkpoint", "console",
-    "collectives", "batch_norm", "multiprocessing",
+    "agreement", "model", "uneven", "data", "metric_reduction", "running_metrics", "checkpoint", "checkpoint_files",
+    "console", "collectives", "batch_norm", "multiprocessing",
 }  # fmt: skip
 #: What each module of the package may import of it.
 BELOW = {
