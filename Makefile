@@ -1,4 +1,5 @@
 # make demo: train the example on 2 ranks.  make bench: docs/performance.md's table.
+# make docs: the site, in build/site.
 # make unit: the tests that start no world, in under a minute.  make test: everything that CI runs, with Horovod's build.
 # make faults N=200: kills, stops and breaks ranks of the drop-in, and counts what became of the others (tests/faults).
 # make test-torch TORCH=2.15.0: what another PyTorch may break, in an environment of its own, which takes some gigabytes.
@@ -16,10 +17,14 @@ TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data ch
 # pip beside apt, lint beside the unit tests, and then Horovod's build.
 MAKEFLAGS += -j2
 
-.PHONY: demo unit test faults test-hosts test-torch test-interop test-gpu bench lint system clean
+.PHONY: demo docs unit test faults test-hosts test-torch test-interop test-gpu bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
+
+docs: $(VENV)/docs.stamp
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "the site is build/site/index.html"
 
 unit: $(VENV)/pip.stamp
 	$(BIN)/pytest -m unit
@@ -72,8 +77,12 @@ $(VENV)/demo.stamp: $(BIN)/python setup.cfg constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[examples]"
 	touch $@
 
+$(VENV)/docs.stamp: $(BIN)/python setup.cfg constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[docs]"
+	touch $@
+
 $(VENV)/pip.stamp: $(BIN)/python setup.cfg constraints.txt
-	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[bench,cli,horovod,mpi,examples,test]"
+	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[bench,cli,docs,horovod,mpi,examples,test]"
 	touch $@
 
 # Horovod's wheel is cached outside the checkout (UNIDIST_CACHE, default ~/.cache/unidist).

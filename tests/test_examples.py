@@ -17,7 +17,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_each_starts_with_the_command_that_runs_it(example: Path) -> None:
     head = example.read_text().split('"""')[1]
-    assert re.search(rf"^    (torchrun|horovodrun) .*examples/{example.name}$", head, re.MULTILINE)
+    assert re.search(rf"^    (python|torchrun|horovodrun) .*examples/{example.name}$", head, re.MULTILINE)
 
 
 def test_charlm(tmp_path: Path) -> None:

@@ -63,6 +63,38 @@ def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None)
     return _apply(tensor, run, lambda grad: all_reduce(grad, op, group))
 
 
+def all_reduce_(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
+    """``all_reduce`` in place: no second tensor is allocated where the backend takes this one as it is. Collective.
+
+    It does so for contiguous float32, float64, int32 and int64 on a device of the backend; of floats, not ``min`` and
+    ``max``. Others are reduced in a copy.
+
+    Args:
+        tensor: overwritten; the same shape and dtype on every rank. Without a gradient: pass ``tensor.detach()``.
+        op: as for ``all_reduce``.
+        group: the ranks that take part.
+
+    Returns:
+        The tensor itself.
+
+    Raises:
+        TypeError: the dtype has no such ``op``.
+        ValueError: unknown ``op``, or the tensor requires grad.
+    """
+    backend = _member(group)
+    if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError("all_reduce_ of a tensor that requires grad: pass tensor.detach(), or use all_reduce.")
+    _check_op(tensor, op)
+    data = tensor.detach()
+    is_ordered = data.dtype.is_floating_point and op in ("min", "max")
+    if data.dtype in backend.reducible and not is_ordered and _is_flat(backend, data):
+        if data.numel():
+            backend.all_reduce(data.view(-1), _backend_op(op), group)
+    else:
+        data.copy_(all_reduce(data, op, group))
+    return tensor
+
+
 def all_gather(tensor: Tensor, group: Group | None = None) -> Tensor:
     """Concatenate the ranks' tensors along dim 0, in rank order. Collective.
 
@@ -134,7 +166,7 @@ def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | N
     for tensor in tensors:
         _check_dense(tensor)
     for same in split_into_buckets((t for t in tensors if t.numel()), _BUCKET_MB):
-        in_place = len(same) == 1 and same[0].is_contiguous() and same[0].stride()[-1:] != (0,)
+        in_place = len(same) == 1 and _is_flat(backend, same[0])
         flat = same[0].detach().view(-1).view(torch.uint8) if in_place else flatten_bytes(same)
         sent = flat.to(transport_device(backend, flat))
         backend.broadcast(sent, src, group)
@@ -363,6 +395,13 @@ def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int
 def transport_device(backend: Backend, tensor: Tensor) -> torch.device:
     """The device on which a tensor is sent: its own if the backend supports that, else the CPU."""
     return tensor.device if tensor.device.type in backend.device_types else torch.device("cpu")
+
+
+def _is_flat(backend: Backend, tensor: Tensor) -> bool:
+    """Whether the backend takes the tensor's own memory."""
+    # One expanded element counts as contiguous with stride 0, which no byte view takes.
+    is_dense = tensor.is_contiguous() and tensor.stride()[-1:] != (0,) and not tensor.is_conj() and not tensor.is_neg()
+    return is_dense and transport_device(backend, tensor) == tensor.device
 
 
 def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:

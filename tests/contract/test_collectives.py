@@ -46,7 +46,22 @@ def test_all_reduce(shape: tuple[int, ...], dtype: torch.dtype) -> None:
             continue
         result = unidist.all_reduce(mine, op)  # type: ignore[arg-type]
         torch.testing.assert_close(result, reduced(everyone(shape, dtype), op))
+        own = mine.clone()
+        assert unidist.all_reduce_(own, op) is own and torch.equal(own, result)  # type: ignore[arg-type]
     assert torch.equal(mine, before) and (not mine.numel() or result.data_ptr() != mine.data_ptr())
+
+
+def test_all_reduce_in_place_of_views() -> None:
+    size = unidist.world_size()
+    whole = torch.ones(4, 6)
+    unidist.all_reduce_(whole[1])
+    unidist.all_reduce_(whole[:, 2])
+    expected = torch.ones(4, 6)
+    expected[1] *= size
+    expected[:, 2] *= size
+    assert torch.equal(whole, expected)
+    with pytest.raises(ValueError, match="requires grad"):
+        unidist.all_reduce_(torch.ones(2, requires_grad=True))
 
 
 def test_all_reduce_bool() -> None:

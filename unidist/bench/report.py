@@ -18,6 +18,7 @@ SUBJECTS = {
     "step": "zero_grad, forward, backward, optimizer step",
     "hvd": "one training step, one call, all of the operations",
     "metric": "the mean over the ranks",
+    "scale": "what grows with parameters, bytes and samples",
     "loader": "iterating over a rank's shard",
     "control": "CPU time of rank 0 with simulated ranks, and bytes that it sends",
     "startup": "raw: import torch.distributed; torchrun + init_process_group; horovodrun + hvd.init",
@@ -26,12 +27,19 @@ SUBJECTS = {
 
 
 def tables(cases: Sequence[Case]) -> Iterable[tuple[str, Table]]:
-    """A title and a table for each suite and world; a cell's second line is ours over the other's, or our spread."""
+    """A title and a table for each suite and world; a cell's second line is ours over the other's, or our spread.
+
+    Where each case has contenders of its own, they are listed below each other.
+    """
     for (suite, world), group in groupby(cases, key=lambda case: (case.suite, case.world)):
         rows = list(group)
         others = list(dict.fromkeys(name for case in rows for name in case.samples if name != OURS))
         table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         table.add_column("")
+        title = f"[bold]{suite}[/bold] ({SUBJECTS[suite]}), {world}"
+        if suite == "scale":
+            yield title, _listed(table, rows)
+            continue
         for name in [OURS, *others, *(["bus"] if any(case.bus_bytes for case in rows) else [])]:
             table.add_column(name, justify="right", overflow="fold")
         for case in rows:
@@ -40,7 +48,19 @@ def tables(cases: Sequence[Case]) -> Iterable[tuple[str, Table]]:
             cells += [versus(case, name) for name in others]
             cells += [f"{case.bus_bytes / case.median() / 1e9:.2f} GB/s"] if case.bus_bytes else []
             table.add_row(case.name, *cells)
-        yield f"[bold]{suite}[/bold] ({SUBJECTS[suite]}), {world}", table
+        yield title, table
+
+
+def _listed(table: Table, cases: Sequence[Case]) -> Table:
+    for name in (OURS, "", "against", "ratio"):
+        table.add_column(name, justify="right")
+    for case in cases:
+        ours = amount(case.median(), case.unit)
+        for other in [name for name in case.samples if name != OURS]:
+            ratio = case.ratio(other)
+            style = "green" if ratio <= 1 else "yellow"
+            table.add_row(case.name, ours, other, amount(case.median(other), case.unit), f"[{style}]{ratio:.2f}[/]")
+    return table
 
 
 def versus(case: Case, other: str) -> str:

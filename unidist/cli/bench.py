@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 import unidist
-from unidist.bench import machine
+from unidist.bench import machine, scale
 from unidist.bench.measure import Case
 from unidist.bench.report import plot, tables
 from unidist.launchers.table import BACKENDS, unavailable
@@ -22,7 +22,7 @@ from unidist.launchers.world import run_world
 from unidist.topology import NONE, detect
 
 #: Suites that run inside a world, and those that start worlds of their own.
-INSIDE = ("collectives", "step", "metric", "loader")
+INSIDE = ("collectives", "step", "metric", "loader", "scale")
 OUTSIDE = ("hvd", "control", "startup", "memory")
 #: Where the former run.
 WORLDS = [*((launcher, backend) for backend, launcher in BACKENDS.items()), ("openmpi", "horovod")]
@@ -79,7 +79,8 @@ def command(
 ) -> None:
     """Measure unidist beside the raw libraries, and beside ignite, Accelerate and Fabric where they are installed.
 
-    SUITE: collectives, step, metric, loader, hvd (the drop-in beside Horovod), control (what its coordinator costs rank
+    SUITE: collectives, step, metric, loader, scale (what grows with the model, the data and the ranks, and how), hvd
+    (the drop-in beside Horovod), control (what its coordinator costs rank
     0, with simulated ranks), startup, memory, or all (default).
     Contenders take turns within one world, so that noise affects all of them; figures are medians over the rounds,
     with half the interquartile range. A ratio is unidist's median over the other's: below 1, unidist is faster.
@@ -224,3 +225,5 @@ def show(facts: dict[str, str], limits: dict[str, float], cases: Sequence[Case])
     for title, table in tables(cases):
         console.print(f"\n{title}", highlight=False)
         console.print(table)
+    for world, name, exponent in scale.laws(cases):
+        console.print(f"{name} grows with its size to the power of {exponent:.2f} ({world})", highlight=False)
