@@ -67,7 +67,7 @@ def _bytes_of_checks(model: nn.Module) -> dict[str, list[float]]:
     gather, reduce = backend.all_gather, backend.all_reduce
 
     def all_gather(*args: Any) -> Tensor:
-        result = gather(*args)
+        result: Tensor = gather(*args)
         received[0] += result.numel() * result.element_size()
         return result
 
