@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import unidist
 from unidist.agreement import first_difference
-from unidist.bench import peers
+from unidist.bench import peers, scale_data
 from unidist.bench.collectives import measure as collective
 from unidist.bench.measure import OURS, Case, alternate
 from unidist.context import current
@@ -46,6 +46,8 @@ def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
         ("all_reduce_", 16 * _MIB),
     ):
         yield collective("scale", world, operation, nbytes, rounds)
+    if unidist.backend_name() == "gloo":  # the others have the same loader and files
+        yield from scale_data.cases(world, rounds, quick)
 
 
 class _Many(nn.Module):
@@ -95,20 +97,8 @@ def _optimizer_states(count: int, rounds: int) -> dict[str, list[float]]:
         param.grad = torch.ones_like(param)
     optimizer.step()
 
-    def one_by_one() -> None:
-        for state in optimizer.state.values():
-            for tensor in state.values():
-                unidist.broadcast(tensor)
-
-    contenders: dict[str, Callable[[], object]] = {
-        OURS: lambda: unidist.broadcast_optimizer_state(optimizer),
-        "one by one": one_by_one,
-    }
-    if peers.over_horovod():
-        import horovod.torch as hvd
-
-        contenders["hvd"] = lambda: hvd.broadcast_optimizer_state(optimizer, 0)
-    return alternate(contenders, rounds)
+    contenders: dict[str, Callable[[], object]] = {OURS: lambda: unidist.broadcast_optimizer_state(optimizer)}
+    return alternate({**contenders, **dict(peers.optimizer_states(optimizer))}, rounds)
 
 
 def _backward(count: int, rounds: int) -> dict[str, list[float]]:
