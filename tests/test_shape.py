@@ -44,7 +44,7 @@ BELOW = {
     **{name: {"errors", "knobs", "context", "tree", "spans", "backends", *FEATURES} for name in FEATURES},
     "elastic": {"errors", "topology", "backends", "context", "membership", *FEATURES, "elastic"},
     "launchers": {"knobs", "launchers"},
-    "bench": {"launchers", "backends", "hvd", "bench"},
+    "bench": {"agreement", "context", "data", "launchers", "backends", "hvd", "bench"},
     "run": {"errors", "knobs", "topology", "backends", "launchers", "run"},
     "cli": {
         "__version__", "errors", "knobs", "topology", "context", "backends", "launchers", "bench", "compare", "migrate",
