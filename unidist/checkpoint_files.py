@@ -11,9 +11,10 @@ import secrets
 import shutil
 import socket
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ import torch
 _CHUNK_BYTES = 2**28
 #: Bytes that are read at once.
 _READ_BYTES = 2**22
+_SYNC_PERIOD_S = 0.05
 _UNFINISHED = ".unfinished"
 #: In a checkpoint's directory, the file with all that is not sharded.
 REST = "unidist.pt"
@@ -36,7 +38,8 @@ def write(path: Path, state: dict[str, Any], stop: Event) -> None:
         try:
             with suppress(OSError):  # not every file system can
                 fcntl.flock(file, fcntl.LOCK_EX)
-            torch.save(state, _Stoppable(file, stop))  # type: ignore[arg-type]  # it needs no more than this has
+            with _synced_meanwhile(file):
+                torch.save(state, _Stoppable(file, stop))  # type: ignore[arg-type]  # it needs no more than this has
             file.flush()
             os.fsync(file.fileno())
             with temporary.open("rb") as written:
@@ -50,6 +53,30 @@ def write(path: Path, state: dict[str, Any], stop: Event) -> None:
             os.fsync(directory)  # the new name, too, survives a power failure
     finally:
         os.close(directory)
+
+
+@contextmanager
+def _synced_meanwhile(file: IO[bytes]) -> Iterator[None]:
+    """What is written inside goes to the disk at once, in a thread: ``fsync`` has little left to do."""
+    ended = Event()
+    failed: list[OSError] = []
+
+    def sync() -> None:
+        while not failed and not ended.wait(_SYNC_PERIOD_S):
+            try:
+                os.fdatasync(file.fileno())
+            except OSError as error:  # the system tells it only once
+                failed.append(error)
+
+    thread = Thread(target=sync, name="unidist-checkpoint-sync", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if failed:
+        raise failed[0]
 
 
 class _Stoppable:
