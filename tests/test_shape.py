@@ -17,7 +17,7 @@ from unidist.context import BACKENDS
 pytestmark = pytest.mark.unit
 FEATURES = {
     "agreement", "model", "uneven", "data", "metric_reduction", "running_metrics", "checkpoint", "checkpoint_files",
-    "console", "collectives", "batch_norm", "multiprocessing",
+    "console", "collectives", "batch_norm", "multiprocessing", "preparation",
 }  # fmt: skip
 #: What each module of the package may import of it.
 BELOW = {
@@ -189,11 +189,7 @@ def test_features_do_not_ask_which_backend_it_is() -> None:
 
 def test_public_names() -> None:
     assert unidist.__all__ == sorted(unidist.__all__)
-    declared = imported(ROOT / "unidist/__init__.py") - {
-        "importlib.import_module",
-        "typing.TYPE_CHECKING",
-        "typing.Any",
-    }
+    declared = {name for name in imported(ROOT / "unidist/__init__.py") if name.startswith("unidist.")}
     table = {f"unidist.{module}.{name}" for module, names in unidist._MODULES.items() for name in names}
     assert declared == table and sorted(name.rsplit(".", 1)[1] for name in table) == sorted([*unidist.__all__, "print"])
     for name in unidist.__all__:

@@ -17,6 +17,7 @@ import unidist
 from unidist.bench import machine, scale
 from unidist.bench.measure import Case
 from unidist.bench.report import plot, tables
+from unidist.cli.status import status
 from unidist.launchers.table import BACKENDS, unavailable
 from unidist.launchers.world import run_world
 from unidist.topology import NONE, detect
@@ -151,7 +152,7 @@ def _measure_in_worlds(
     failed: list[str] = []
     suites = [name for name in wanted if name in INSIDE]
     ranks = asked[0] if asked else 2
-    with Console(stderr=True).status("") as status:
+    with status() as update:
         for launcher, backend in WORLDS if suites else ():
             if backends and backend not in backends:
                 continue
@@ -160,22 +161,22 @@ def _measure_in_worlds(
                     failed.append(f"{backend} under {launcher}: {why}")
                 continue
             world = f"{backend} under {launcher}, {ranks} ranks"
-            status.update(world)
+            update(world)
             try:
-                cases += _run_world(launcher, backend, world, suites, rounds, quick, ranks, status.update)
+                cases += _run_world(launcher, backend, world, suites, rounds, quick, ranks, update)
                 # The loader does not depend on the backend.
                 suites = [name for name in suites if name != "loader"]
             except (RuntimeError, TimeoutError) as error:
                 failed.append(f"{world}: {error}")
         for name in [name for name in wanted if name in OUTSIDE]:
-            status.update(name)
+            update(name)
             try:
                 more = {"per_host": per_host} if name == "control" else {}
                 for case in import_module(f"unidist.bench.{name}").cases(
                     max(1, rounds // 4), quick, asked, backends or list(BACKENDS), **more
                 ):
                     cases.append(case)
-                    status.update(f"{name}: {case.name}, {case.world}")
+                    update(f"{name}: {case.name}, {case.world}")
             except (RuntimeError, TimeoutError) as error:
                 failed.append(str(error))
     return sorted(cases, key=lambda case: wanted.index(case.suite)), failed
