@@ -51,7 +51,7 @@ def environment() -> str:
 def launchers() -> str:
     """Every launcher, what it sets, and the engines that run under it."""
     return table(
-        ["launcher", "what you type", "found by", "gloo, nccl", "mpi", "horovod", "the processes meet by"],
+        ["launcher", "what you type", "found by", "gloo, nccl", "mpi", "horovod"],
         (_launcher(row) for row in LAUNCHERS),
     )
 
@@ -59,15 +59,9 @@ def launchers() -> str:
 def _launcher(row: Launcher) -> list[str]:
     typed = f"`{COMMANDS[row.name].typed}`" if row.name in COMMANDS else ""
     mpi = {"slurm": "with `--mpi=pmix` or `--mpi=pmi2`"}.get(row.name, "yes" if row.mpi else "no")
-    meeting = {
-        "master": "`MASTER_ADDR`, `MASTER_PORT`",
-        "horovod": "horovodrun's key-value server",
-        "mpi": "a broadcast of MPI, or `MASTER_ADDR`, `MASTER_PORT`",
-        "slurm": "the first node of the job step",
-    }[row.rendezvous]
     marks = ", ".join(f"`{mark}`" for mark in row.marks)
     auto = "yes, chosen by `auto`" if row.backend == "horovod" else "yes"
-    return [f"`{row.name}`", typed, marks, "yes", mpi, auto, meeting]
+    return [f"`{row.name}`", typed, marks, "yes", mpi, auto]
 
 
 def hvd_names() -> str:

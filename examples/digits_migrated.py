@@ -1,6 +1,8 @@
 """digits_horovod.py as ``unidist migrate`` writes it, on unidist's own calls.
 
-torchrun --nproc-per-node 2 examples/digits_migrated.py
+    torchrun --nproc-per-node 2 examples/digits_migrated.py
+
+It runs under horovodrun and mpirun, too.
 """
 
 import argparse

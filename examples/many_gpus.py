@@ -1,6 +1,8 @@
 """Train on handwritten digits on any number of ranks: where the tutorial "From one GPU to many" ends.
 
-torchrun --nproc-per-node 2 examples/many_gpus.py
+    torchrun --nproc-per-node 2 examples/many_gpus.py
+
+or: python examples/many_gpus.py, or any other launcher. It goes on from its last checkpoint.
 """
 
 import argparse

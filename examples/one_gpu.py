@@ -1,6 +1,8 @@
 """Train on handwritten digits in one process: where the tutorial "From one GPU to many" begins.
 
-python examples/one_gpu.py
+    python examples/one_gpu.py
+
+It writes a log and checkpoints to the folder --out, and goes on from there.
 """
 
 import argparse

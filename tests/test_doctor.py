@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from docs import tables
 from tests.support.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, run_world, shown
 from tests.test_topology import HOROVODRUN_MPI
 from unidist.cli import checkup, main
@@ -188,8 +189,7 @@ def test_a_horovod_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launcher_has_one_name() -> None:
     """A world is started by the name that its ranks detect."""
     assert COMMANDS.keys() <= {launcher.name for launcher in LAUNCHERS}
-    page = (ROOT / "docs/launchers.md").read_text()
-    assert all(f"| `{name}` | `{command.typed.split()[0]}" in page for name, command in COMMANDS.items())
+    assert all(f"| `{name}` | `{command.typed}` |" in tables.launchers() for name, command in COMMANDS.items())
 
 
 @pytest.mark.unit

@@ -1,0 +1,290 @@
+"""README and the site: what they show is run, or it is said why not; what they list is all that there is."""
+
+import ast
+import html.parser
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.distributed.run import get_args_parser
+
+import unidist
+import unidist.cli
+from docs import tables
+from tests.support import documents
+from tests.support.errors import first_words
+from tests.support.worlds import ROOT, environment, run_world, shown
+from unidist import knobs
+from unidist.run import options
+from unidist.topology import LAUNCHERS
+
+#: Programs that are parts of one, by their first lines: they are compiled.
+FRAGMENTS = {
+    "elastic.md: import torch": "the model and the data are the reader's; test_elastic.py runs such a program",
+    "logging.md: mean_loss = unidist.allreduce_metric(loss.item())": "a part of a loop",
+    "logging.md: from torch.utils.tensorboard import SummaryWriter": "needs TensorBoard",
+    "logging.md: import wandb": "needs an account of Weights & Biases",
+    "timeline.md: from torch.profiler import profile": "a part of a loop; test_tracing.py merges such files",
+}
+COMMANDS = documents.commands()
+#: Commands that are not run here: the test that runs each, or "not run" and the reason.
+NOT_HERE = {
+    command: section.partition("]")[0]
+    for section in re.split(r"^\[", (ROOT / "tests/commands.txt").read_text(), flags=re.MULTILINE)[1:]
+    for command in section.partition("]")[2].split("\n")
+    if command
+}
+HERE = sorted({command for _, command in COMMANDS} - NOT_HERE.keys())
+PROGRAMS = {f"{block.page}: {block.text.splitlines()[0]}": block.text for block in documents.programs()}
+TUTORIAL = ROOT / "docs/one-gpu-to-many.md"
+
+
+# ------------------------------------------------------------------------------------ commands and programs
+@pytest.fixture(scope="session")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which the commands of the pages run, one after another."""
+    directory = tmp_path_factory.mktemp("desk")
+    for name in ("examples", "templates"):
+        (directory / name).symlink_to(ROOT / name)
+    (directory / "train.py").write_text(PROGRAMS["README.md: import torch"])
+    (directory / "src").mkdir()
+    for name in ("digits.py", "digits_horovod.py"):
+        shutil.copy(ROOT / "examples" / name, directory / "src")
+    subprocess.run("git init -q . && git add src", shell=True, check=True, cwd=directory)
+    commit = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "before"]
+    subprocess.run(commit, check=True, cwd=directory)
+    return directory
+
+
+def run(command: str, directory: Path, **variables: str) -> str:
+    env = environment("python", {"PYTHONPATH": str(ROOT), **variables})
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    done = subprocess.run(["bash", "-c", command], cwd=directory, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", HERE)
+def test_command(command: str, desk: Path) -> None:
+    assert run(command, desk).strip()
+
+
+@pytest.mark.unit
+def test_every_command_is_run_or_it_is_said_why_not() -> None:
+    assert not NOT_HERE.keys() - {command for _, command in COMMANDS}, "no page has these any more"
+    for where in set(NOT_HERE.values()):
+        file, _, test = where.partition("::")
+        assert file.startswith("not run: ") or f"def {test}(" in (ROOT / "tests" / file).read_text(), where
+    shown["the commands of README and docs"] = [
+        f"{page}: {command}  [{NOT_HERE.get(command, 'run as it is')}]" for page, command in COMMANDS
+    ]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("command", sorted({command for _, command in COMMANDS}))
+def test_the_options_exist(command: str) -> None:
+    words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=\S+", word)]
+    if words[0] == "torchrun":
+        get_args_parser().parse_args(words[1:])
+    elif words[:2] == ["unidist", "run"]:
+        assert options.parse(words[2:]).command
+    elif words[0] == "unidist":
+        called = unidist.cli.main.get_command(None, words[1])  # type: ignore[arg-type]
+        assert called is not None
+        called.make_parser(called.context_class(called)).parse_args(words[2:])
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - FRAGMENTS.keys() - {"README.md: import torch"}))
+def test_program(name: str, tmp_path: Path) -> None:
+    """Complete programs, as they stand."""
+    (tmp_path / "program.py").write_text(PROGRAMS[name])
+    output = run("python program.py 2>&1", tmp_path)
+    expected = {"notebook.md": "[5.0, 5.0]", "resume.md": "done after step 12", "logging.md": "rank 0 printed once"}
+    assert expected[name.split(":")[0]] in output
+
+
+@pytest.mark.unit
+def test_parts_of_programs_compile() -> None:
+    for name in FRAGMENTS:
+        ast.parse(PROGRAMS[name])
+
+
+# ------------------------------------------------------------------------------------ the site
+class Links(html.parser.HTMLParser):
+    """The links of a page, and what they can lead to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.targets: set[str] = set()
+        self.links: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.targets.add(given.get("id") or "")
+        if tag == "a" and (link := given.get("href")) and "://" not in link:
+            self.links.add(link)
+
+
+@pytest.mark.unit
+def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+    """Links within the site, with their anchors; those to other sites are not followed."""
+    sphinx = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
+    done = subprocess.run([*sphinx, "docs", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {path.name: Links(path.read_text()) for path in (tmp_path / "site").glob("*.html")}
+    assert {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")} <= pages.keys()
+    for name, page in pages.items():
+        for link in page.links:
+            target, _, anchor = link.partition("#")
+            if target.endswith(".html") or not target:
+                assert anchor in pages[target or name].targets | {""}, f"{name}: {link}"
+            else:
+                assert (tmp_path / "site" / target).exists(), f"{name}: {link}"
+
+
+@pytest.mark.unit
+def test_every_public_call_is_in_the_reference() -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    names = [*(name for name in unidist.__all__), "print", *(f"elastic.{name}" for name in unidist.elastic.__all__)]
+    assert not [name for name in names if not re.search(rf":: unidist\.{re.escape(name)}$", page, re.MULTILINE)]
+
+
+@pytest.mark.unit
+def test_the_tables_have_everything() -> None:
+    variables = {value for value in vars(knobs).values() if isinstance(value, str) and value.startswith("UNIDIST_")}
+    assert all(f"| `{name}` |" in tables.environment() for name in variables)
+    assert all(f"| `{row.name}` |" in tables.launchers() for row in LAUNCHERS)
+
+
+@pytest.mark.unit
+def test_every_error_is_on_the_troubleshooting_page() -> None:
+    page = set(re.findall(r"^(?:### |- )`(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE))
+    errors = first_words()
+    missing = [f"{where}: `{words}`" for words, where in errors.items() if words not in page]
+    assert not missing, "docs/troubleshooting.md needs these:\n" + "\n".join(missing)
+    assert not page - errors.keys(), "no error begins so any more"
+
+
+# ------------------------------------------------------------------------------------ tutorials
+def test_what_goes_wrong_when_a_step_is_forgotten(tmp_path: Path) -> None:
+    """The last table of the first tutorial."""
+    result = run_world("torchrun", 2, ["tests/programs/forgotten.py", str(tmp_path)])
+    assert result.returncode == 0, result.output
+    found = dict(json.loads(line) for line in re.findall(r"FORGOTTEN (.*)", result.output))
+    page = TUTORIAL.read_text()
+    right = found["nothing"]
+    (first, last) = right["lines"]
+    assert (right["steps"], right["keys"], right["error"]) == (48, ["0.weight"], "")
+
+    batch = found["batch size"]
+    assert batch["steps"] == 24 and "24 instead of 48" in page
+    assert f"({batch['lines'][1]['accuracy']:.2f} instead of {last['accuracy']:.2f})" in page
+    assert found["shard"]["steps"] == 96 and "steps: 96" in page
+    padded = found["pad"]["lines"][1]
+    assert padded["loss"] == last["loss"] and f"{padded['accuracy']} instead of {last['accuracy']}" in page
+    error = "MismatchError: parameter '0.weight' of rank 0 differs on rank 1"
+    assert found["wrap"]["error"].startswith(error) and error in page
+    assert found["mean"]["lines"][0]["loss"] != first["loss"]
+    assert found["rank 0"]["lines"] == [first, first, last, last]
+    assert found["unwrap"]["keys"] == ["module.0.weight"]
+
+
+def test_the_program_for_many_trains_as_one_process(desk: Path) -> None:
+    """After the commands of the tutorial."""
+    for command in HERE:
+        if "many_gpus.py" in command and not (desk / command.split()[-1]).exists():
+            run(command, desk)
+    alone, two = (torch.load(desk / name / "best.pt") for name in ("run-alone", "run-2"))
+    assert max(float((alone[name] - two[name]).abs().max()) for name in alone) < 1e-5
+
+
+@pytest.mark.unit
+def test_the_migrated_example_is_what_the_tool_writes(tmp_path: Path) -> None:
+    script = tmp_path / "digits_horovod.py"
+    shutil.copy(ROOT / "examples/digits_horovod.py", script)
+    shutil.copy(ROOT / "examples/digits.py", tmp_path)
+    command = [sys.executable, "-m", "unidist", "migrate", "--write", "--force", str(script)]
+    subprocess.run(command, check=True, capture_output=True, env=environment("python", {"PYTHONPATH": str(ROOT)}))
+    migrated = (ROOT / "examples/digits_migrated.py").read_text()
+    assert script.read_text().split('"""', 2)[2] == migrated.split('"""', 2)[2]
+
+
+# ------------------------------------------------------------------------------------ templates
+def template(name: str) -> str:
+    return (ROOT / "templates" / name).read_text()
+
+
+@pytest.mark.unit
+def test_scripts_are_bash() -> None:
+    for path in (ROOT / "templates").glob("*.sbatch"):
+        subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_the_batch_script_of_slurm(desk: Path, srun_env: dict[str, str]) -> None:
+    """On a smaller allocation: options of sbatch have precedence over those in the script."""
+    smaller = (
+        "--parsable --nodes 1 --ntasks-per-node 2 --cpus-per-task 1 --gpus-per-node 0 --overcommit --output out.txt"
+    )
+    command = f"sbatch {smaller} templates/slurm.sbatch examples/digits.py --epochs 1 --save {desk}/slurm.pt"
+    # sbatch --wait looks at longer and longer intervals.
+    wait = "while squeue --noheader --jobs $job | grep -q .; do sleep 0.3; done"
+    run(f"job=$({command}); {wait}; cat out.txt", desk, **srun_env)
+    assert f"2 ranks on gloo: saved {desk}/slurm.pt" in (desk / "out.txt").read_text()
+
+
+@pytest.mark.unit
+def test_jobs_of_kubernetes() -> None:
+    job = yaml.safe_load(template("pytorchjob.yaml"))
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert replicas.keys() == {"Master", "Worker"} and replicas["Master"]["replicas"] == 1
+    pods = sum(replica["replicas"] for replica in replicas.values())
+    for replica in replicas.values():
+        assert replica["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
+        pod = replica["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["name"] == "pytorch"
+        line = container["args"][0].replace("$RANK", "0").replace("$MASTER_PORT", "29500")
+        given = get_args_parser().parse_args(shlex.split(line)[2:])
+        assert given.nnodes == str(pods)
+        assert given.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"])
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    for name in ("mpijob.yaml", "mpijob-horovod.yaml"):
+        job = yaml.safe_load(template(name))
+        assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+        replicas = job["spec"]["mpiReplicaSpecs"]
+        assert replicas.keys() == {"Launcher", "Worker"} and replicas["Launcher"]["replicas"] == 1
+        slots = replicas["Worker"]["replicas"] * job["spec"]["slotsPerWorker"]
+        for replica in replicas.values():
+            (container,) = replica["template"]["spec"]["containers"]
+            command = container.get("command", [])
+            assert not command or command[command.index("-np") + 1] == str(slots)
+
+
+@pytest.mark.unit
+def test_the_image_and_its_containers() -> None:
+    lines = re.sub(r"\\\n", " ", template("Dockerfile")).splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    assert [step for step, _ in steps] == ["ARG", "FROM", "WORKDIR", "COPY", "RUN", "COPY", "ENTRYPOINT", "CMD"]
+    assert ":latest" not in template("Dockerfile")
+    for step, rest in steps:
+        if step == "COPY":
+            assert (ROOT / rest.split()[0]).exists(), rest
+    entry, command = (json.loads(rest) for step, rest in steps if step in ("ENTRYPOINT", "CMD"))
+    assert entry == ["torchrun"] and get_args_parser().parse_args(command)
+    services = yaml.safe_load(template("compose.yaml"))["services"]
+    for rank, service in enumerate(services.values()):
+        build = service["build"]
+        assert (ROOT / "templates" / build["context"] / build["dockerfile"]).exists()
+        given = get_args_parser().parse_args(shlex.split(service["command"]))
+        assert (given.node_rank, given.nnodes, given.master_addr) == (rank, str(len(services)), "node0")
+        assert given.training_script == "train.py"
