@@ -147,6 +147,8 @@ class Backend(ABC):
         self.device = device
         #: The groups made so far, by their ranks.
         self.groups: dict[tuple[int, ...], Group] = {}
+        #: Bytes that ``all_gather`` sends along with the sizes, by group; the same on every rank of it.
+        self.inline_bytes: dict[Group | None, int] = {}
         #: The last operations; None where the library keeps a record of them.
         self.recent: RecentOperations | None = RecentOperations()
         #: Asks the other ranks when a call has failed; None: nobody does.

@@ -187,7 +187,9 @@ class AveragingPass:
 
     def __init__(self, gradients: ModelGradients) -> None:
         self._gradients = gradients
+        self._positions, self._buckets = gradients.positions, gradients.buckets
         self._reductions = BucketReductions(gradients.buckets)
+        self._pending = self._reductions.pending
         self._sparse_pending = set(gradients.sparse)
         # Buffers take part in no backward pass, so their broadcast overlaps with it.
         self._buffers: Wait = _nothing
@@ -195,11 +197,12 @@ class AveragingPass:
             self._buffers = gradients.start_broadcast(gradients.buffers())
 
     def ready(self, param: Tensor) -> None:
-        if param not in self._gradients.positions:
+        position = self._positions.get(param)  # once: the hash of a tensor is a call of Python
+        if position is None:
             self._sparse_pending.discard(param)
             return
-        i, index = self._gradients.positions[param]
-        bucket, pending = self._gradients.buckets[i], self._reductions.pending[i]
+        i, index = position
+        bucket, pending = self._buckets[i], self._pending[i]
         if index not in pending:
             raise UnidistError(
                 f"the gradient of {self._gradients.names[param]!r} was accumulated twice in one backward pass: is the "

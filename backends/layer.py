@@ -16,6 +16,7 @@ class Layer(Backend):
         self.device_types = backend.device_types
         self.reducible = backend.reducible
         self.groups = backend.groups
+        self.inline_bytes = backend.inline_bytes
         self._backend = backend
 
     @classmethod

@@ -38,7 +38,7 @@ class Process(NamedTuple):
         return cls(addresses.Host(id_, name, tuple(found)), pid, namespace)
 
     def state(self) -> str:
-        """The letter that the kernel shows, such as R, S and T (stopped); X: it has ended; empty: it cannot be seen."""
+        """The state code of the kernel, such as R, S and T (stopped); X: it has ended; empty: it cannot be seen."""
         here = Process.current()
         if not self.pid_namespace or (self.host.id, self.pid_namespace) != (here.host.id, here.pid_namespace):
             return ""

@@ -16,6 +16,7 @@ from unidist.bench import control, machine, memory, startup
 from unidist.bench.collectives import bus_factor, size_name
 from unidist.bench.measure import Case
 from unidist.bench.report import amount, plot, tables
+from unidist.bench.scale import laws
 from unidist.cli import main
 
 PEERS = {"ignite": "ignite", "accelerate": "Accelerate", "lightning_fabric": "Fabric"}
@@ -32,6 +33,38 @@ def cases(path: Path) -> list[dict[str, Any]]:
     assert {"date", "cores", "torch"} <= report["machine"].keys()
     found: list[dict[str, Any]] = report["cases"]
     return found
+
+
+@pytest.mark.unit
+def test_laws() -> None:
+    def case(name: str, seconds: float, world: str = "a") -> Case:
+        return Case("scale", world, name, {"unidist": [seconds, seconds]})
+
+    found = [
+        case("backward, 100 parameters", 0.1),
+        case("backward, 1,000 parameters", 1.0),
+        case("backward, 10,000 parameters", 10.0),
+        case("all_gather 4 B", 1.0),
+        case("save_checkpoint, 64 MiB", 1.0),
+        case("backward, 100 parameters", 2.0, "b"),
+        case("backward, 10,000 parameters", 2.0, "b"),
+    ]
+    assert [(world, name, round(slope, 3)) for world, name, slope in laws(found)] == [
+        ("a", "backward", 1.0),
+        ("b", "backward", 0.0),
+    ]
+
+
+def test_scale(tmp_path: Path) -> None:
+    """Every cost that grows, at small sizes, and what the report says of them."""
+    data = tmp_path / "scale.json"
+    done = bench("scale", "--quick", "--rounds", "1", "--backend", "gloo", "--json", str(data))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {case["name"]: case for case in cases(data)}
+    checks = [case for name, case in found.items() if name.startswith("checks at wrapping")]
+    assert {tuple(case["samples"]["unidist"]) for case in checks} == {(16.0,)}  # bytes, whatever the model
+    assert {"unidist", "replicate", "DDP"} == set(found["backward, 1,000 parameters"]["samples"])
+    assert "broadcast_optimizer_state grows with its size to the power of" in " ".join(done.stdout.split())
 
 
 def test_worlds_of_its_own(tmp_path: Path) -> None:

@@ -138,3 +138,18 @@ def test_a_run_goes_on_on_other_backends_and_world_sizes(tmp_path: Path) -> None
         f"144 losses at most {worst:.0e} from one unbroken process, the final weights {final:.0e}"
     )
     assert worst <= 1e-5 and final <= 1e-5
+
+
+def test_a_sharded_model_goes_on_on_another_world_size(tmp_path: Path) -> None:
+    """FSDP2 at 2 ranks -> FSDP2 at 3, and one process without it."""
+    found = []
+    for launcher, backend, size, how in (
+        ("torchrun", "gloo", 2, "save"),
+        ("torchrun", "gloo", 3, "load"),
+        ("python", "single", 1, "plain"),
+    ):
+        result = run_world(launcher, size, ["tests/programs/sharded.py", how, str(tmp_path)], backend=backend)
+        assert result.returncode == 0, result.output
+        found.append(re.findall(r"STATE (.*)", result.output))
+    assert found[0] and found[1] == found[0] and found[2] == found[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-2", "run-3"]

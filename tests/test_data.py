@@ -1,10 +1,11 @@
 """Shares of every world, in one process: which rank gets what follows from rank and world size alone."""
 
 import gc
+import math
 import random
 from collections.abc import Iterator
-from itertools import product
-from typing import Any
+from itertools import permutations, product
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -24,7 +26,8 @@ from torch.utils.data import (
 import unidist
 from tests.support.datasets import Numbers, Stream
 from unidist.data import ShardLoader, ShardSampler, ShardStream
-from unidist.data.sharding import Sharding
+from unidist.data.permutation import FeistelPermutation
+from unidist.data.sharding import Sharding, mix_seeds
 from unidist.data.stream import WorkerInit
 
 pytestmark = pytest.mark.unit
@@ -51,13 +54,20 @@ class ChangedStream(Stream):
         return iter(range(self.n) if self.numbers is None else self.numbers)
 
 
-def sharded(source: Any, sharding: Sharding, batch_size: int | None, seed: int = 0, **options: Any) -> ShardLoader:
+def sharded(
+    source: Any,
+    sharding: Sharding,
+    batch_size: int | None,
+    seed: int = 0,
+    permutation: Literal["randperm", "feistel"] | None = None,
+    **options: Any,
+) -> ShardLoader:
     if isinstance(source, IterableDataset):
         split = "dataset" if isinstance(source, (SplitStream, ChangedStream)) else "loader"
         stream = ShardStream(source, sharding, batch_size or 1, split)
         options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
         return ShardLoader(stream, seed, dataset=stream, batch_size=batch_size, drop_last=sharding.drop_last, **options)
-    sampler = ShardSampler(source, sharding, seed)
+    sampler = ShardSampler(source, sharding, seed, permutation)
     if isinstance(source, BatchSampler):
         return ShardLoader(sampler, seed, dataset=Numbers(10**6), batch_sampler=sampler, **options)
     options.update(dataset=Numbers(10**6), sampler=sampler, batch_size=batch_size, drop_last=sharding.drop_last)
@@ -139,6 +149,7 @@ def sources(n: int) -> dict[str, Any]:
     return {
         "sequential": SequentialSampler(range(n)),
         "shuffled": RandomSampler(range(n)),
+        "feistel": RandomSampler(range(n)),
         "weighted": WeightedRandomSampler([1.0] * n, n, replacement=False),
         "stream": Stream(n),
     }
@@ -146,7 +157,7 @@ def sources(n: int) -> dict[str, Any]:
 
 @settings(deadline=None, max_examples=300)
 @given(
-    kind=st.sampled_from(["sequential", "shuffled", "weighted", "stream"]),
+    kind=st.sampled_from(["sequential", "shuffled", "feistel", "weighted", "stream"]),
     n=st.integers(1, 40), batch_sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     worlds=st.tuples(st.integers(1, 4), st.integers(1, 4)), epoch=st.integers(0, 3), steps=st.integers(0, 6),
     pad=st.booleans(),
@@ -154,7 +165,8 @@ def sources(n: int) -> dict[str, Any]:
 def test_each_remaining_sample_once_on_any_other_world(
     kind: str, n: int, batch_sizes: tuple[int, int], worlds: tuple[int, int], epoch: int, steps: int, pad: bool
 ) -> None:
-    before = world(sources(n)[kind], worlds[0], batch_sizes[0], pad=True)
+    permutation: dict[str, Any] = {"permutation": "feistel"} if kind == "feistel" else {}
+    before = world(sources(n)[kind], worlds[0], batch_sizes[0], pad=True, **permutation)
     taken: list[int] = []
     steps = min(steps, len(list(before[0])))
     for loader in before:
@@ -163,7 +175,7 @@ def test_each_remaining_sample_once_on_any_other_world(
     states = [loader.state_dict() for loader in before]
     assert all(state == states[0] for state in states) and states[0]["epoch"] == epoch
 
-    after = world(sources(n)[kind], worlds[1], batch_sizes[1], pad=pad)
+    after = world(sources(n)[kind], worlds[1], batch_sizes[1], pad=pad, **permutation)
     rest: list[int] = []
     for loader in after:
         loader.load_state_dict(states[0])
@@ -226,6 +238,53 @@ def test_workers_of_a_stream_need_worker_split() -> None:
             assert sorted(flat(list(loader))) == list(range(9))
     finally:
         unidist.shutdown()
+
+
+class Told(Stream):
+    """Reads what it yields."""
+
+    shard = (0, 1)
+
+    def set_shard(self, index: int, num_shards: int) -> None:
+        self.shard = (index, num_shards)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.shard[0], self.n, self.shard[1]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_is_told_its_shard(workers: int) -> None:
+    loaders = world(Told(23), 3, 2, num_workers=workers)
+    for _ in range(2):
+        assert sorted(index for loader in loaders for index in flat(list(loader))) == list(range(23))
+    with pytest.raises(ValueError, match=r"Told is told its shard .* at the end of an epoch"):
+        loaders[0].load_state_dict({**loaders[0].state_dict(), "position": 6})
+    loaders[0].load_state_dict({**loaders[0].state_dict(), "epoch": 5})
+    assert loaders[0].epoch == 5
+    unidist.init("single")
+    try:
+        told = DataLoader(Told(9), 2, num_workers=workers)
+        assert sorted(flat(list(unidist.shard_loader(told)))) == list(range(9))
+        with pytest.raises(ValueError, match=r"pad=True\): Told is told its shard"):
+            unidist.shard_loader(told, pad=True)
+        with pytest.raises(ValueError, match="leave worker_split out"):
+            unidist.shard_loader(told, worker_split="loader")
+    finally:
+        unidist.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_reading_much_more_than_is_kept() -> None:
+    unidist.init("single")
+    try:
+        unidist.shard_loader(DataLoader(Stream(9), num_workers=16), worker_split="loader")
+        with pytest.warns(UserWarning, match=r"reads 17 samples of Stream for one that it keeps: .* set_shard"):
+            unidist.shard_loader(DataLoader(Stream(9), num_workers=17), worker_split="loader")
+        unidist.shard_loader(DataLoader(Told(9), num_workers=17))
+    finally:
+        unidist.shutdown()
+    stream = ShardStream(Stream(9), Sharding(5, 64), 1)
+    assert (stream.read_per_kept(8), ShardStream(Told(9), Sharding(5, 64), 1).read_per_kept(8)) == (512, 1)
 
 
 def test_an_iteration_of_one_batch_does_not_count() -> None:
@@ -313,6 +372,9 @@ def test_states_that_do_not_fit_are_refused() -> None:
     state = loader.state_dict()
     with pytest.raises(ValueError, match=r"seed=3.*seed=0"):
         loader.load_state_dict({**state, "seed": 3})
+    (unlike,) = world(RandomSampler(range(10)), 1, permutation="feistel")
+    with pytest.raises(ValueError, match=r"in the middle of 10 items of RandomSampler, .* RandomSampler by feistel"):
+        unlike.load_state_dict({**state, "position": 2})
     others = [
         SequentialSampler(range(10)),
         RandomSampler(range(11)),
@@ -324,6 +386,100 @@ def test_states_that_do_not_fit_are_refused() -> None:
         unlike.load_state_dict(state)  # at the beginning of an epoch, whatever its order
         with pytest.raises(ValueError, match=r"in the middle of 10 items of RandomSampler, and this loader has"):
             unlike.load_state_dict({**state, "position": 2})
+
+
+def order_of(n: int, seed: int) -> torch.Tensor:
+    return FeistelPermutation(n, seed)[:]
+
+
+def test_a_feistel_permutation_has_every_index_once() -> None:
+    around = (2**k + d for k in range(2, 17, 2) for d in (-1, 0, 1))
+    for n in (*range(50), 97, 997, 7919, 10**5 + 3, *around):
+        for seed in range(3):
+            assert torch.equal(order_of(n, seed).sort().values, torch.arange(n)), n
+
+
+def test_parts_of_a_feistel_permutation_are_those_of_the_whole() -> None:
+    whole = order_of(1000, 5)
+    for start, stop, step in ((0, 1000, 8), (3, 990, 7), (999, 1000, 1), (5, 5, 1), (500, 2000, 64)):
+        assert torch.equal(FeistelPermutation(1000, 5)[start:stop:step], whole[start:stop:step])
+
+
+def chi_square(values: torch.Tensor, cells: int) -> float:
+    """How many standard deviations the counts of ``cells`` equally likely values are from those expected."""
+    expected = values.numel() / cells
+    statistic = (torch.bincount(values, minlength=cells).double() - expected).square().sum() / expected
+    return (float(statistic) - (cells - 1)) / math.sqrt(2 * (cells - 1))
+
+
+def correlation(x: torch.Tensor, y: torch.Tensor) -> float:
+    """In standard deviations."""
+    return float(torch.corrcoef(torch.stack([x.double(), y.double()]))[0, 1]) * math.sqrt(len(x))
+
+
+@pytest.mark.parametrize("n", [10**7 + 19, 2**30 - 1, 2**30, 10**12 + 39])
+def test_a_feistel_permutation_looks_random(n: int) -> None:
+    part = slice(3 * 10**6, 3 * 10**6 + 200_000)
+    one, next_one = FeistelPermutation(n, 1)[part], FeistelPermutation(n, 2)[part]
+    assert not torch.equal(one, next_one)
+    assert abs(correlation(one, next_one)) < 4.5
+    assert abs(correlation(one, torch.arange(len(one)))) < 4.5
+    for lag in (1, 2, 3, 8, 64, 4096):
+        assert abs(correlation(one[:-lag], one[lag:])) < 4.5, lag
+    assert abs(chi_square(one * 1000 // n, 1000)) < 4.5
+    assert abs(chi_square(one % 1009, 1009)) < 4.5
+    pairs = one[:-1] * 32 // n * 32 + one[1:] * 32 // n
+    assert abs(chi_square(pairs, 1024)) < 4.5
+    assert abs(chi_square(one[:-1] % 8 * 8 + one[1:] % 8, 64)) < 4.5
+
+
+def test_every_place_of_a_small_feistel_permutation_is_as_likely() -> None:
+    orders = torch.stack([order_of(101, seed) for seed in range(5000)])
+    assert max(abs(chi_square(orders[:, place], 101)) for place in range(101)) < 5
+    assert {tuple(order_of(3, seed).tolist()) for seed in range(100)} == set(permutations(range(3)))
+
+
+def test_the_order_is_drawn_at_once_below_ten_million_samples() -> None:
+    """There it is exactly that of DistributedSampler."""
+    theirs = DistributedSampler(Numbers(1000), 3, 1, seed=4)
+    theirs.set_epoch(2)
+    ours = ShardSampler(RandomSampler(Numbers(1000)), Sharding(1, 3, pad=True), 4)
+    ours.set_epoch(2)
+    assert list(ours) == list(theirs)
+    for n, permutation in ((10**7 - 1, "randperm"), (10**7, "feistel")):
+        assert ShardSampler(RandomSampler(Numbers(n)), Sharding(0, 1), 0).permutation == permutation
+
+
+def test_resuming_in_a_billion_samples() -> None:
+    """By another world, from the middle of an epoch, without drawing that."""
+    n = 10**9 + 7
+    (before, *_) = world(RandomSampler(Numbers(n)), 8, 256, pad=True)
+    before.set_epoch(3)
+    assert len(before) == -(-n // 8 // 256)
+    order = FeistelPermutation(n, mix_seeds(0, 3))
+    batches = iter(before.sampler)
+    assert [next(batches) for _ in range(3)] == order[0:24:8].tolist()
+    position = 10**9 - 8
+    after = world(RandomSampler(Numbers(n)), 4, 2, pad=True)
+    rest = []
+    for loader in after:
+        loader.load_state_dict({**before.state_dict(), "epoch": 3, "position": position})
+        rest.append(list(loader.sampler))
+    assert [index for turn in zip(*rest) for index in turn] == [*order[position:].tolist(), *order[0:1].tolist()]
+
+
+def test_permutation_is_for_loaders_that_shuffle() -> None:
+    unidist.init("single")
+    try:
+        loader = unidist.shard_loader(DataLoader(Numbers(100), 10, shuffle=True), permutation="feistel")
+        assert sorted(flat(list(loader))) == list(range(100))
+        for dataset in (Numbers(4), Stream(4)):
+            with pytest.raises(ValueError, match="does not shuffle"):
+                unidist.shard_loader(DataLoader(dataset), permutation="randperm")
+        with pytest.raises(ValueError, match="use 'randperm' or 'feistel'"):
+            unidist.shard_loader(DataLoader(Numbers(4)), permutation="fast")  # type: ignore[arg-type]
+    finally:
+        unidist.shutdown()
 
 
 def test_a_sampler_draws_from_its_generator_or_the_global_ones() -> None:

@@ -61,11 +61,28 @@ def new_python(venv: Path) -> str:
     return str(venv / "bin" / "python")
 
 
-def test_archives_have_the_backends(archives: Path) -> None:
+def test_archives_are_complete(archives: Path, tmp_path: Path) -> None:
+    """Indexes take both archives, the wheel has types, and the tests run in what the source archive has."""
     wheel = zipfile.ZipFile(next(archives.glob("*.whl"))).namelist()
     assert "unidist/backends/base.py" in wheel and "unidist/py.typed" in wheel and "backends/base.py" not in wheel
+    run([sys.executable, "-m", "twine", "check", "--strict", *map(str, archives.iterdir())])
     with tarfile.open(next(archives.glob("*.tar.gz"))) as archive:
-        assert any(name.endswith("/backends/base.py") for name in archive.getnames())
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    for name in ("Makefile", "CHANGELOG.md", "docs/index.md", "templates", "examples/digits.py", "backends/base.py"):
+        assert (source / name).exists(), name
+    tests = ["tests/test_topology.py", "tests/test_agreement.py", "tests/test_negotiation.py"]
+    assert " passed" in run([sys.executable, "-m", "pytest", "-q", *tests], source)
+
+
+def test_another_distribution_of_the_same_import_name(tmp_path: Path) -> None:
+    """What `pip install unidist` leaves beside this one is named in a warning, and not without it."""
+    (tmp_path / "unidist" / "core" / "base").mkdir(parents=True)
+    call = [sys.executable, "-W", "error", "-c"]
+    run([*call, f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import unidist"], tmp_path.parent)
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]; import unidist"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path.parent, capture_output=True, text=True)
+    assert done.returncode == 0 and f"installed in {tmp_path}" in done.stderr and "pip uninstall" in done.stderr
 
 
 def test_a_checkout_that_is_not_installed(checkout: Path) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         all_gather,
         all_gather_object,
         all_reduce,
+        all_reduce_,
         all_to_all,
         barrier,
         broadcast,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         wrap_model,
     )
     from unidist.multiprocessing import spawn
+    from unidist.preparation import prepare
     from unidist.running_metrics import Accuracy, Mean, Sum, wrap_metric
     from unidist.seed import set_seed
     from unidist.uneven import join
@@ -72,6 +74,7 @@ _MODULES = {
         "all_gather",
         "all_gather_object",
         "all_reduce",
+        "all_reduce_",
         "all_to_all",
         "barrier",
         "broadcast",
@@ -108,6 +111,7 @@ _MODULES = {
     ),
     "uneven": ("join",),
     "multiprocessing": ("spawn",),
+    "preparation": ("prepare",),
     "running_metrics": ("Accuracy", "Mean", "Sum", "wrap_metric"),
     "metric_reduction": ("allreduce_metric",),
     "model": (
@@ -143,6 +147,7 @@ __all__ = [
     "all_gather",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_",
     "all_to_all",
     "allreduce_metric",
     "assert_in_sync",
@@ -166,6 +171,7 @@ __all__ = [
     "no_sync",
     "node_rank",
     "num_nodes",
+    "prepare",
     "progress",
     "rank",
     "reduce_scatter",
@@ -181,6 +187,24 @@ __all__ = [
     "wrap_metric",
     "wrap_model",
 ]
+
+
+def _warn_of_another_unidist() -> None:
+    import sys
+    from pathlib import Path
+    from warnings import warn
+
+    # Modin's engine has the same import name, and these files.
+    others = [path for path in sys.path if Path(path, "unidist", "core", "base").is_dir()]
+    if others:
+        warn(
+            f"another distribution with the import name unidist is installed in {others[0]}: one of the two replaces "
+            "files of the other, or hides it. Keep one: pip uninstall unidist, then install unidist-torch again.",
+            stacklevel=3,
+        )
+
+
+_warn_of_another_unidist()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,47 +3,56 @@
 from __future__ import annotations
 
 import copy
-import fcntl
+import ctypes
 import io
+import logging
 import os
 import pickle
 import random
 import re
-import secrets
-import socket
 import sys
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from unidist import checkpoint_files as files
+from unidist.backends import shards
 from unidist.backends.base import Group
-from unidist.collectives import all_gather_object, broadcast, broadcast_object
-from unidist.context import current
+from unidist.collectives import all_gather, all_gather_object, broadcast_object
+from unidist.context import before_leaving, before_shutdown, current
 from unidist.errors import CheckpointError
 from unidist.model import assert_in_sync, unwrap
-from unidist.tree import walk
+from unidist.tree import map_leaves, walk
 
 T = TypeVar("T")
 #: The key of the ranks' random states.
 _RNG = "unidist_rng"
-#: Bytes that are written, or broadcast, at once.
-_CHUNK_BYTES = 2**28
-_UNFINISHED = ".unfinished"
+#: In the place of a sharded tensor, the key of its name.
+_SHARD = "unidist_shard"
+#: Bytes that are broadcast at once.
+_PIECE_BYTES = 2**26
 #: Interval of the collective in which the other ranks wait while the first one reads or writes.
 _PERIOD_S = 0.5
 #: How long an interrupted save has to remove its temporary file.
 _GRACE_S = 5.0
+_log = logging.getLogger(__name__)
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str], *, keep_last: int | None = None, group: Group | None = None, **objects: Any
+    path: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    wait: bool = True,
+    group: Group | None = None,
+    **objects: Any,
 ) -> None:
     """Write the states of objects to one file, which can be loaded on any backend and world size. Collective.
 
@@ -51,6 +60,8 @@ def save_checkpoint(
     complete checkpoint, the old one or the new one. If ``path`` is a symbolic link, its target is replaced. The random
     states of all ranks (of Python, of NumPy if it is loaded, of torch on the CPU and the current GPU) are saved too.
     The other ranks wait as long as rank 0 lives, whatever the timeout of ``init()``.
+
+    A model that is sharded (FSDP2, DTensors) and its optimizer are written by all ranks into a directory of this name.
 
     The file is a dict that ``torch.load(path, weights_only=True)`` reads; a model's keys have no ``module.`` prefix.
 
@@ -63,6 +74,10 @@ def save_checkpoint(
         path: its directory is created if there is none.
         keep_last: keep so many checkpoints whose names differ from this one's in the last number only, and delete the
             older ones.
+        wait: return when the file is complete. With ``False``, training goes on while it is written: rank 0 copies the
+            states to the CPU first, so that they may change at once. The group's next call of ``save_checkpoint``,
+            ``load_checkpoint`` or ``latest_checkpoint``, or ``shutdown()``, waits for the file and raises what went
+            wrong; a script that ends without these waits, too, and logs it.
         group: the ranks that take part; the first of them writes. Default: all.
         objects: anything with a ``state_dict``, under names of your choice, and plain values (numbers, strings,
             tensors, lists, dicts). Models that require grad must be equal on all ranks, as ``assert_in_sync`` checks.
@@ -70,7 +85,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, if a rank failed: a full disk, a value that ``weights_only`` does not load.
         MismatchError: on every rank, if a model's trained parameters differ between ranks.
-        ValueError: ``keep_last`` below 1, or with a path that has no number in its name.
+        ValueError: ``keep_last`` below 1, or with a path that has no number in its name; ``wait=False`` or ``group``
+            with a sharded model.
     """
     path = Path(path)
     if keep_last is not None and (keep_last < 1 or not re.search(r"\d", path.name)):
@@ -81,21 +97,42 @@ def save_checkpoint(
     if _RNG in objects:
         raise ValueError(f"save_checkpoint({_RNG}=...): the name is reserved for the random states.")
     for thing in objects.values():
-        if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()):
+        if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()) and not _is_sharded(thing):
             assert_in_sync(thing, group)
+    _finish_writing(group)
     call = f"save_checkpoint({os.fspath(path)!r})"
-    state = _attempt(call, group, lambda: {name: _state_of(thing) for name, thing in objects.items()})
-    state[_RNG] = all_gather_object(_random_state(), group)
+    is_first = current().ranks(group)[0] == current().topology.rank
+
+    def collect() -> dict[str, Any]:
+        state = {name: _state_of(thing) for name, thing in objects.items()}
+        return (
+            state
+            if wait or not is_first or any(map(shards.is_sharded, _leaves(state)))
+            else cast(dict[str, Any], _copy_to_cpu(state))
+        )
+
+    state = _attempt(call, group, collect)
+    state[_RNG] = _gather_on_first(_random_state(), group)
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()  # the writing thread has a stream of its own
 
-    def write(stop: Event) -> None:
-        _write(path.resolve(), state, stop)
-        if keep_last is not None:
-            _prune(path, keep_last)
+    if any(all_gather_object(any(map(shards.is_sharded, _leaves(state))), group)):
+        if not wait or group is not None:
+            raise ValueError(f"{call}: a model that is sharded (DTensors) is saved by all ranks, which wait for it.")
+        _save_sharded(call, path.resolve(), state, keep_last)
+        return
 
-    _on_first(call, group, write)
+    def write(stop: Event) -> None:
+        files.write(path.resolve(), state, stop)
+        if keep_last is not None:
+            files.prune(path, keep_last)
+
+    job = _Job(call, group, write if is_first else None)
+    if wait:
+        job.result()
+    else:
+        _writing.append(job)
 
 
 def load_checkpoint(
@@ -104,11 +141,12 @@ def load_checkpoint(
     """Restore objects from a file of ``save_checkpoint``, on any backend and world size. Collective.
 
     All or nothing: if a rank fails, the objects and the random states of every rank are restored to what they were
-    before, except objects without a ``state_dict``, which are loaded last. For this each rank copies its current states
-    to the CPU.
+    before, except objects without a ``state_dict``. For this each rank copies their current states to the CPU, but not
+    those of optimizers, and of models whose every tensor has one of the same name and shape in the file.
 
-    Rank 0 reads the file and broadcasts it. With as many ranks as saved it, each gets its own random states back;
-    otherwise rank ``r`` gets those of rank ``r`` modulo the number of ranks that saved it.
+    A rank that sees the same file under this path maps it into memory; to others rank 0 broadcasts it. With as many
+    ranks as saved it, each gets its own random states back; otherwise rank ``r`` gets those of rank ``r`` modulo the
+    number of ranks that saved it.
 
     A dict that was saved without unidist can be loaded too; a model's keys may have the prefix ``module.``.
 
@@ -125,16 +163,22 @@ def load_checkpoint(
         CheckpointError: on every rank: no such file, a file that is not a checkpoint, or a state that a rank's object
             does not load.
     """
+    _finish_writing(group)
     call = f"load_checkpoint({os.fspath(path)!r})"
-    data = _broadcast_bytes(_on_first(call, group, lambda stop: Path(path).read_bytes()) or b"", group)
-    state = _attempt(call, group, lambda: _checked(_read(io.BytesIO(data)), objects))
-    undo = _attempt(call, group, lambda: _undo(objects))
-
-    kept = [name for name, thing in objects.items() if hasattr(thing, "state_dict")]
+    path = Path(path)
+    has_shards = broadcast_object((path / files.REST).is_file(), current().ranks(group)[0], group)
+    with _open(call, path / files.REST if has_shards else path, group) as file:
+        state = _attempt(call, group, lambda: _checked(files.read(file), objects))
+    if has_shards:
+        state = _attempt(call, group, lambda: _with_shards(state, objects, path))
+    fitting = [name for name, thing in objects.items() if _fits(thing, state[name])]
+    kept = [name for name, thing in objects.items() if hasattr(thing, "state_dict") and name not in fitting]
+    undo = _attempt(call, group, lambda: _undo({name: objects[name] for name in kept}))
 
     def restore(names: Iterable[str]) -> None:
         for name in names:
-            _restore(objects[name], state.pop(name))
+            # What keeps a tensor must not keep one that is mapped: a file system may lose the file.
+            _restore(objects[name], state.pop(name) if name in fitting else _copy_to_cpu(state.pop(name)))
 
     def restore_kept() -> None:
         restore(kept)
@@ -145,12 +189,14 @@ def load_checkpoint(
 
     try:
         _attempt(call, group, restore_kept)
-        _attempt(call, group, lambda: restore(name for name in objects if name not in kept))
+        _attempt(call, group, lambda: restore([name for name in objects if name not in (*kept, *fitting)]))
+        rest = _attempt(call, group, lambda: _copy_to_cpu({n: v for n, v in state.items() if n not in fitting}))
+        _attempt(call, group, lambda: restore(fitting))
     except Exception as error:
-        if changed := undo():
+        if changed := [*undo(), *(name for name in fitting if name not in state)]:
             raise CheckpointError(f"{error}. On this rank these could not be restored: {changed}") from error
         raise
-    return state
+    return cast(dict[str, Any], rest)
 
 
 def latest_checkpoint(
@@ -168,9 +214,10 @@ def latest_checkpoint(
     """
 
     def newest() -> str | None:
-        found = [path for path in Path(directory).glob(pattern) if _is_checkpoint(path)]
-        return str(max(found, key=_written)) if found else None
+        found = [path for path in Path(directory).glob(pattern) if files.is_checkpoint(path)]
+        return str(max(found, key=files.written)) if found else None
 
+    _finish_writing(group)
     mine = _on_first(f"latest_checkpoint({os.fspath(directory)!r})", group, lambda stop: newest())
     name = broadcast_object(mine, current().ranks(group)[0], group)
     return Path(name) if name else None
@@ -190,39 +237,240 @@ def _attempt(call: str, group: Group | None, action: Callable[[], T]) -> T:
     return result
 
 
-def _on_first(call: str, group: Group | None, action: Callable[[Event], T]) -> T | None:
-    """What ``action`` returns on the first rank, and None on the others; its error is raised on all. Collective.
+class _Job(Generic[T]):
+    """What some ranks of a group do in a thread, while the others wait or do something else.
 
-    It may take longer than the timeout of a collective: it runs in a thread, and the ranks wait in a series of short
-    collectives. If another rank is lost meanwhile, ``action`` is completed. If this one is interrupted, its event is
-    set.
+    It may take longer than the timeout of a collective: the ranks wait in a series of short ones. If another rank is
+    lost meanwhile, it is completed. If this one is interrupted, the action's event is set.
+
+    Args:
+        call: what the user has called, for errors.
+        group: the ranks that wait for it.
+        action: of this rank; None: nothing.
     """
-    ranks, stop = current().ranks(group), Event()
-    if len(ranks) == 1:
-        return _attempt(call, group, lambda: action(stop))
-    done: Future[T | None] = Future()
 
-    def run() -> None:
+    def __init__(self, call: str, group: Group | None, action: Callable[[Event], T] | None) -> None:
+        self.call = call
+        self.group = group
+        self.process = os.getpid()
+        self.stop = Event()
+        self.done: Future[T | None] = Future()
+        if action is None:
+            self.done.set_result(None)
+        else:
+            Thread(target=self._run, args=(action,), name="unidist-checkpoint", daemon=True).start()
+
+    def _run(self, action: Callable[[Event], T]) -> None:
         try:
-            done.set_result(action(stop))
+            self.done.set_result(action(self.stop))
         except BaseException as error:
-            done.set_exception(error)
+            self.done.set_exception(error)
 
-    if current().topology.rank == ranks[0]:
-        Thread(target=run, name="unidist-checkpoint", daemon=True).start()
-    else:
-        done.set_result(None)
+    def result(self) -> T | None:
+        """What the action returned on this rank; its error on any rank is raised on all. Collective."""
+        try:
+            while not all(all_gather_object(self.wait(_PERIOD_S), self.group)):
+                pass
+        except Exception:
+            self.wait()
+            raise
+        except BaseException:  # Ctrl-C, or another signal's
+            self.stop.set()
+            self.wait(_GRACE_S)
+            raise
+        return _attempt(self.call, self.group, self.done.result)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether this rank's action has ended. Not collective."""
+        return bool(wait_for([self.done], timeout).done)
+
+
+#: Checkpoints that may still be written, on every rank of their groups.
+_writing: list[_Job[None]] = []
+
+
+def _finish_writing(group: Group | None) -> None:
+    """Wait for what the group writes, and raise its error on all ranks. Collective."""
+    ranks = current().ranks(group)
+    for job in [job for job in _writing if current().ranks(job.group) == ranks]:
+        _writing.remove(job)
+        job.result()
+
+
+@before_shutdown
+def _finish_all() -> None:
+    while _writing:
+        _writing.pop(0).result()
+
+
+@before_leaving
+def _complete() -> None:
+    """The other ranks may be gone: this one completes its files."""
+    jobs = [job for job in _writing if job.process == os.getpid()]  # a forked child has no threads
+    _writing.clear()
+    for job in jobs:
+        job.wait()
+        if error := job.done.exception():
+            _log.error("%s failed: %s: %s", job.call, type(error).__name__, error)
+
+
+def _on_first(call: str, group: Group | None, action: Callable[[Event], T]) -> T | None:
+    """What ``action`` returns on the first rank, and None on the others; its error is raised on all. Collective."""
+    ranks = current().ranks(group)
+    if len(ranks) == 1:
+        return _attempt(call, group, lambda: action(Event()))
+    return _Job(call, group, action if current().topology.rank == ranks[0] else None).result()
+
+
+def _gather_on_first(value: T, group: Group | None) -> list[T]:
+    """The values of all ranks on the first one, in rank order; an empty list on the others. Collective.
+
+    The bytes pass through every rank, which drops them.
+    """
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    everyones = all_gather(data, group)
+    ranks = current().ranks(group)
+    if current().topology.rank != ranks[0]:
+        return []
+    stream = io.BytesIO(ctypes.string_at(everyones.data_ptr(), everyones.numel()))
+    return [pickle.load(stream) for _ in ranks]
+
+
+# ------------------------------------------------------------------------------------ sharded models
+def _leaves(tree: Any) -> list[Any]:
+    return [leaf for _, leaf in walk(tree)]
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(map(shards.is_sharded, model.parameters()))
+
+
+def _save_sharded(call: str, path: Path, state: dict[str, Any], keep_last: int | None) -> None:
+    """Write a directory: the shards of all ranks, and a file with all else. Collective over the world."""
+    made = _on_first(call, None, lambda stop: files.temporary_directory(path))
+    directory = broadcast_object(made, current().ranks(None)[0])
+    assert directory is not None  # else an error has been raised
+    sharded = {_key(place): leaf for place, leaf in walk(state) if shards.is_sharded(leaf)}
+
+    def complete(stop: Event) -> None:
+        if missing := shards.missing_files(directory):
+            raise FileNotFoundError(f"{missing} of other ranks: the path must be on a file system of all hosts")
+        places = iter([(_key(place), leaf) for place, leaf in walk(state)])
+        files.write(directory / files.REST, map_leaves(lambda _: _without_shard(*next(places)), state), stop)
+        files.replace_directory(directory, path)
+        if keep_last is not None:
+            files.prune(path, keep_last)
+
     try:
-        while not all(all_gather_object(bool(wait([done], _PERIOD_S).done), group)):
-            pass
-    except Exception:
-        wait([done])
-        raise
-    except BaseException:  # Ctrl-C, or another signal's
-        stop.set()
-        wait([done], _GRACE_S)
-        raise
-    return _attempt(call, group, done.result)
+        _attempt(call, None, lambda: shards.save(sharded, directory))
+        _on_first(call, None, complete)
+    finally:
+        if made:
+            files.remove(directory)  # where it has not become the checkpoint
+
+
+def _key(place: tuple[Any, ...]) -> str:
+    return "/".join(map(str, place))
+
+
+def _without_shard(key: str, leaf: Any) -> Any:
+    return {_SHARD: key, "shape": list(leaf.shape), "dtype": str(leaf.dtype)} if shards.is_sharded(leaf) else leaf
+
+
+def _with_shards(state: dict[str, Any], objects: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The states of objects with this rank's shards; other states that have any are left out."""
+    filled: dict[str, torch.Tensor] = {}
+
+    def fill(saved: Any, own: Any, params: list[Tensor]) -> Any:
+        if not isinstance(saved, dict):
+            return [fill(value, None, params) for value in saved] if isinstance(saved, list) else saved
+        if _SHARD not in saved:
+            filling = {}
+            for key, value in saved.items():
+                mine = own.get(key) if isinstance(own, Mapping) else None
+                # What an optimizer keeps of a parameter is sharded as that is.
+                default = params[key] if isinstance(key, int) and key < len(params) else own
+                filling[key] = fill(value, default if mine is None else mine, params)
+            return filling
+        if not isinstance(own, Tensor) or list(own.shape) != saved["shape"]:
+            here = f"this one has {list(own.shape)}" if isinstance(own, Tensor) else "there is none here"
+            raise ValueError(f"{saved[_SHARD]} of the checkpoint has shape {saved['shape']}, and {here}")
+        dtype = getattr(torch, saved["dtype"].removeprefix("torch."))
+        return filled.setdefault(saved[_SHARD], torch.empty_like(own.detach(), dtype=dtype))
+
+    found: dict[str, Any] = {}
+    for name, saved in state.items():
+        thing = objects.get(name)
+        if thing is None:
+            if not any(place[-1] == _SHARD for place, _ in walk(saved) if place):
+                found[name] = saved
+            continue
+        params = [p for entry in thing.param_groups for p in entry["params"]] if hasattr(thing, "param_groups") else []
+        found[name] = fill(saved, _state_of(thing) if hasattr(thing, "state_dict") else None, params)
+    shards.load(filled, directory)
+    return found
+
+
+# ------------------------------------------------------------------------------------ the file on every rank
+def _open(call: str, path: Path, group: Group | None) -> IO[bytes]:
+    """The first rank's file on every rank: opened where the rank sees it, else in memory. Collective."""
+
+    def open_mine(stop: Event) -> tuple[IO[bytes], files.Content]:
+        file = path.open("rb")
+        return file, files.content(file)
+
+    ranks = current().ranks(group)
+    me = current().topology.rank
+    opened = _on_first(call, group, open_mine)
+    wanted = broadcast_object(opened and opened[1], ranks[0], group)
+    assert wanted is not None  # else an error has been raised
+    file = opened[0] if opened else _open_same(path, wanted)
+    sees = dict(zip(ranks, all_gather_object((current().topology.node_rank, file is not None), group)))
+    readers = {node: rank for rank, (node, seen) in reversed(sees.items()) if seen}
+    if me in readers.values():
+        seen_file = cast(IO[bytes], file)
+        _Job(call, group, lambda stop: files.read_through(seen_file)).result()
+    else:
+        _Job(call, group, None).result()
+    if all(seen for _, seen in sees.values()):
+        return cast(IO[bytes], file)
+    return _send_file(call, file, wanted.size, group)
+
+
+def _open_same(path: Path, wanted: files.Content) -> IO[bytes] | None:
+    """The file, if this rank sees it and it is the same one."""
+    with suppress(OSError):
+        file = path.open("rb")
+        if files.content(file) == wanted:
+            return file
+        file.close()
+    return None
+
+
+def _send_file(call: str, file: IO[bytes] | None, size: int, group: Group | None) -> IO[bytes]:
+    """The first rank's file in memory of the ranks that have none. Collective."""
+    first = current().ranks(group)[0]
+    is_first = current().topology.rank == first
+    received = None if file else os.fdopen(os.memfd_create("unidist-checkpoint"), "w+b", buffering=0)
+    buffer = bytearray(min(size, _PIECE_BYTES))
+    failed: list[OSError] = []
+    for start in range(0, size, _PIECE_BYTES):
+        piece = memoryview(buffer)[: min(_PIECE_BYTES, size - start)]
+        try:
+            if is_first and file:
+                os.preadv(file.fileno(), [piece], start)
+            current().broadcast(torch.frombuffer(piece, dtype=torch.uint8), first, group)
+            if received:
+                received.write(piece)
+        except OSError as error:  # the others go on to wait
+            failed.append(error)
+
+    def check() -> IO[bytes]:
+        if failed:
+            raise failed[0]
+        return cast(IO[bytes], file or received)
+
+    return _attempt(call, group, check)
 
 
 # ------------------------------------------------------------------------------------ states
@@ -244,6 +492,32 @@ def _checked(state: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def _fits(thing: Any, state: Any) -> bool:
+    """Whether loading the state is to copy tensors into others of the same shape, and nothing that may fail."""
+    if not isinstance(thing, nn.Module) or not isinstance(state, Mapping):
+        return False
+    model = unwrap(thing)
+    own = model.state_dict()
+    theirs = {key.removeprefix("module."): value for key, value in state.items()}
+    return (
+        all(map(_loads_as_torch_does, model.modules()))
+        and own.keys() == theirs.keys()
+        and all(
+            isinstance(theirs[key], Tensor)
+            and isinstance(value, Tensor)
+            and (value.shape, value.layout) == (theirs[key].shape, theirs[key].layout)
+            for key, value in own.items()
+        )
+    )
+
+
+def _loads_as_torch_does(module: nn.Module) -> bool:
+    methods = (module.load_state_dict, module._load_from_state_dict)
+    return all(method.__module__.startswith("torch.nn.") for method in methods) and not (
+        module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
+    )
+
+
 def _restore(thing: Any, state: Any) -> None:
     if isinstance(thing, nn.Module):
         thing = unwrap(thing)
@@ -254,7 +528,11 @@ def _restore(thing: Any, state: Any) -> None:
 
 def _undo(objects: dict[str, Any]) -> Callable[[], list[str]]:
     """A function that restores the current states of objects; it returns the names of those where that fails."""
-    states = {name: _copy_to_cpu(_state_of(thing)) for name, thing in objects.items() if hasattr(thing, "state_dict")}
+    states = {
+        # An optimizer's load_state_dict changes none of the tensors that it has.
+        name: _state_of(thing) if isinstance(thing, torch.optim.Optimizer) else _copy_to_cpu(_state_of(thing))
+        for name, thing in objects.items()
+    }
     random_state = _random_state()
 
     def undo() -> list[str]:
@@ -271,23 +549,31 @@ def _undo(objects: dict[str, Any]) -> Callable[[], list[str]]:
 
 
 def _copy_to_cpu(state: Any) -> Any:
+    """A copy that shares nothing with the state; tensors that share memory there share it here, too."""
     # On the CPU: a GPU may have no room for another copy.
-    tensors = {id(leaf): leaf.detach().to("cpu", copy=True) for _, leaf in walk(state) if isinstance(leaf, Tensor)}
+    storages: dict[int, torch.UntypedStorage] = {}
+    tensors: dict[int, Any] = {}
+    for _, leaf in walk(state):
+        if not isinstance(leaf, Tensor) or id(leaf) in tensors:
+            continue
+        source = leaf.detach()
+        if shards.is_sharded(source):
+            tensors[id(leaf)] = source.clone()
+            continue
+        if leaf.layout != torch.strided or type(source) is not Tensor:
+            tensors[id(leaf)] = source.to("cpu", copy=True)
+            continue
+        storage = source.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = _copy_of(storage)
+        copied = torch.empty(0, dtype=leaf.dtype, device="cpu")
+        tensors[id(leaf)] = copied.set_(storages[storage._cdata], leaf.storage_offset(), leaf.shape, leaf.stride())
     return copy.deepcopy(state, tensors)
 
 
-def _read(file: Any, **options: Any) -> dict[str, Any]:
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True, **options)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        kind = re.search(r"GLOBAL (\S+)", str(error))
-        raise ValueError(
-            f"torch.load(weights_only=True) refuses it{f', because it contains a {kind[1]}' if kind else ''}; a "
-            "checkpoint contains numbers, strings, tensors, lists and plain dicts only"
-        ) from error
-    if not isinstance(state, dict):
-        raise ValueError(f"it contains a {type(state).__name__}, not a dict of states")
-    return state
+def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    copied: torch.UntypedStorage = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+    return copied.copy_(storage)
 
 
 def _random_state() -> dict[str, Any]:
@@ -309,87 +595,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
         numpy.random.set_state(tuple(state["numpy"]))
     if "cuda" in state and current().device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], current().device)
-
-
-# ------------------------------------------------------------------------------------ files
-def _write(path: Path, state: dict[str, Any], stop: Event) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A requeued job may write while the old one still does, under the same host name and pid.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(8)}{_UNFINISHED}")
-    with temporary.open("xb") as file:
-        try:
-            with suppress(OSError):  # not every file system can
-                fcntl.flock(file, fcntl.LOCK_EX)
-            torch.save(state, _Stoppable(file, stop))  # type: ignore[arg-type]  # it needs no more than this has
-            file.flush()
-            os.fsync(file.fileno())
-            _read(temporary, mmap=True)  # a file that cannot be loaded must not replace one that can
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not every file system can
-            os.fsync(directory)  # the new name, too, survives a power failure
-    finally:
-        os.close(directory)
-
-
-class _Stoppable:
-    """A file whose ``write`` raises once an event is set."""
-
-    def __init__(self, file: IO[bytes], stop: Event) -> None:
-        self._file = file
-        self._stop = stop
-
-    def write(self, data: memoryview) -> int:
-        for start in range(0, len(data), _CHUNK_BYTES):
-            if self._stop.is_set():
-                raise InterruptedError("the save was interrupted")
-            self._file.write(data[start : start + _CHUNK_BYTES])
-        return len(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _prune(path: Path, keep: int) -> None:
-    """Delete older checkpoints of the series, and temporary files of processes of this host that were killed."""
-    before, _, after = re.split(r"(\d+)(?=\D*$)", path.name)
-    series = rf"{re.escape(before)}\d+{re.escape(after)}"
-    files = list(path.parent.iterdir())
-    checkpoints = [other for other in files if re.fullmatch(series, other.name) and _is_checkpoint(other)]
-    for other in sorted(checkpoints, key=_written)[:-keep]:
-        other.unlink(missing_ok=True)
-    leftover = rf"\.{series}\.{re.escape(socket.gethostname())}\.\w+{re.escape(_UNFINISHED)}"
-    for other in files:
-        if re.fullmatch(leftover, other.name) and _is_orphan(other):
-            other.unlink(missing_ok=True)
-
-
-def _is_orphan(temporary: Path) -> bool:
-    """Whether the process that wrote a temporary file has ended: the file is not locked."""
-    with suppress(OSError), temporary.open("r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(file.fileno()).st_size > 0  # an empty one may be about to be locked
-    return False
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".")
-
-
-def _written(path: Path) -> int:
-    return path.stat().st_mtime_ns
-
-
-def _broadcast_bytes(data: bytes, group: Group | None) -> bytes | bytearray:
-    """The first rank's bytes on every rank, in chunks that every backend can broadcast."""
-    first, *others = current().ranks(group)
-    size = broadcast_object(len(data), first, group)
-    if not others or not size:
-        return data
-    whole = bytearray(data or size)
-    for piece in torch.split(torch.frombuffer(whole, dtype=torch.uint8), _CHUNK_BYTES):
-        piece.copy_(broadcast(piece, first, group))
-    return whole

@@ -22,11 +22,16 @@ import torch
 from torch import Tensor
 
 from unidist.backends.base import Backend, Group, Op
+from unidist.backends.buckets import flatten_bytes, split_into_buckets, unflatten_bytes
 from unidist.backends.reductions import WIDER
 from unidist.context import current
 from unidist.errors import MismatchError
 
 T = TypeVar("T")
+#: Bytes of a payload that is sent along with its size, in one all_gather: at first, and at most.
+_INLINE_BYTES, _LARGEST_INLINE_BYTES = 256, 2**16
+#: MiB of small tensors that are broadcast together.
+_BUCKET_MB = 64
 ReduceOp = Literal["sum", "mean", "min", "max", "product", "and", "or"]
 
 
@@ -58,6 +63,38 @@ def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None)
     return _apply(tensor, run, lambda grad: all_reduce(grad, op, group))
 
 
+def all_reduce_(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
+    """``all_reduce`` in place: no second tensor is allocated where the backend takes this one as it is. Collective.
+
+    It does so for contiguous float32, float64, int32 and int64 on a device of the backend; of floats, not ``min`` and
+    ``max``. Others are reduced in a copy.
+
+    Args:
+        tensor: overwritten; the same shape and dtype on every rank. Without a gradient: pass ``tensor.detach()``.
+        op: as for ``all_reduce``.
+        group: the ranks that take part.
+
+    Returns:
+        The tensor itself.
+
+    Raises:
+        TypeError: the dtype has no such ``op``.
+        ValueError: unknown ``op``, or the tensor requires grad.
+    """
+    backend = _member(group)
+    if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError("all_reduce_ of a tensor that requires grad: pass tensor.detach(), or use all_reduce.")
+    _check_op(tensor, op)
+    data = tensor.detach()
+    is_ordered = data.dtype.is_floating_point and op in ("min", "max")
+    if data.dtype in backend.reducible and not is_ordered and _is_flat(backend, data):
+        if data.numel():
+            backend.all_reduce(data.view(-1), _backend_op(op), group)
+    else:
+        data.copy_(all_reduce(data, op, group))
+    return tensor
+
+
 def all_gather(tensor: Tensor, group: Group | None = None) -> Tensor:
     """Concatenate the ranks' tensors along dim 0, in rank order. Collective.
 
@@ -73,13 +110,12 @@ def all_gather(tensor: Tensor, group: Group | None = None) -> Tensor:
         MismatchError: on every rank, when dtypes or trailing dimensions differ.
     """
     backend = _member(group)
-    rows = [counts[0] for counts in _exchange(backend, tensor, [_rows(tensor)], group)]
+    _check_dense(tensor)
+    rows, gathered = _gather(backend, tensor, group)
     me = backend.ranks(group).index(backend.topology.rank)
 
     def run(data: Tensor) -> Tensor:
-        row = _row_bytes(data)
-        flat = backend.all_gather(_to_bytes(backend, data), [n * row for n in rows], group)
-        return _from_bytes(flat, data, sum(rows))
+        return _from_bytes(gathered, data, sum(rows))
 
     def transpose(grad: Tensor) -> Tensor:
         mine = all_reduce(grad, "sum", group).narrow(0, sum(rows[:me]), rows[me])
@@ -117,6 +153,30 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tenso
     return _apply(tensor, run, transpose)
 
 
+def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | None = None) -> None:
+    """Overwrite tensors with those of rank ``src``: one broadcast per dtype, device and bucket. Collective.
+
+    Args:
+        tensors: dense, of the same shapes and dtypes on every rank.
+        src: a global rank of the group.
+        group: the ranks that take part.
+    """
+    backend = _member(group)
+    _check_src(backend, src, group)
+    for tensor in tensors:
+        _check_dense(tensor)
+    for same in split_into_buckets((t for t in tensors if t.numel()), _BUCKET_MB):
+        in_place = len(same) == 1 and _is_flat(backend, same[0])
+        flat = same[0].detach().view(-1).view(torch.uint8) if in_place else flatten_bytes(same)
+        sent = flat.to(transport_device(backend, flat))
+        backend.broadcast(sent, src, group)
+        if backend.topology.rank != src:
+            if sent is not flat:
+                flat.copy_(sent)
+            if not in_place:
+                unflatten_bytes(flat, same)
+
+
 def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group | None = None) -> Tensor:
     """Send rows of ``tensor`` to each rank and receive rows from each. Collective.
 
@@ -138,7 +198,7 @@ def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group
     ranks = backend.ranks(group)
     send = _splits(tensor, splits, len(ranks))
     me = ranks.index(backend.topology.rank)
-    receive = [counts[me] for counts in _exchange(backend, tensor, send, group)]
+    receive = [counts[me] for counts in _exchange(backend, tensor, send, group)[0]]
 
     def run(data: Tensor) -> Tensor:
         row = _row_bytes(data)
@@ -189,8 +249,7 @@ def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
     """Every rank's object, in rank order; any object that can be pickled. Collective."""
     backend = _member(group)
     data = _pickled(obj)
-    sizes = [counts[0] for counts in _exchange(backend, data, [data.numel()], group)]
-    flat = backend.all_gather(data, sizes, group)
+    sizes, flat = _gather(backend, data, group)
     return [unpickled(part) for part in torch.split(flat, sizes)]
 
 
@@ -338,6 +397,13 @@ def transport_device(backend: Backend, tensor: Tensor) -> torch.device:
     return tensor.device if tensor.device.type in backend.device_types else torch.device("cpu")
 
 
+def _is_flat(backend: Backend, tensor: Tensor) -> bool:
+    """Whether the backend takes the tensor's own memory."""
+    # One expanded element counts as contiguous with stride 0, which no byte view takes.
+    is_dense = tensor.is_contiguous() and tensor.stride()[-1:] != (0,) and not tensor.is_conj() and not tensor.is_neg()
+    return is_dense and transport_device(backend, tensor) == tensor.device
+
+
 def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
     """A contiguous copy in a dtype that the backend reduces."""
     if tensor.dtype.is_complex:
@@ -404,18 +470,50 @@ def _from_bytes(flat: Tensor, like: Tensor, rows: int) -> Tensor:
     return flat.view(like.dtype).reshape(rows, *like.shape[1:]).to(like.device)
 
 
-def _exchange(backend: Backend, tensor: Tensor, counts: Sequence[int], group: Group | None) -> list[list[int]]:
-    """Every rank's ``counts``; raises on every rank when dtype or trailing shape differ."""
-    _check_dense(tensor)
+def _gather(backend: Backend, tensor: Tensor, group: Group | None) -> tuple[list[int], Tensor]:
+    """Every rank's number of rows, and the bytes of all rows.
+
+    A small tensor is sent along with its number of rows, in as many bytes as the largest of the last call needed; a
+    second call follows where one of them does not fit. All ranks know all sizes, and so decide alike.
+    """
+    data = _to_bytes(backend, tensor.detach())
+    inline = backend.inline_bytes.get(group, _INLINE_BYTES)
+    fits = data.numel() <= inline
+    payload = torch.zeros(inline, dtype=torch.uint8)
+    if fits:
+        payload[: data.numel()] = data
+    counts, payloads = _exchange(backend, tensor, [_rows(tensor)], group, payload)
+    rows = [count for (count,) in counts]
+    sizes = [count * _row_bytes(tensor) for count in rows]
+    longest = max(sizes)
+    backend.inline_bytes[group] = max(_INLINE_BYTES, _power_of_2(longest)) if longest <= _LARGEST_INLINE_BYTES else 0
+    if longest > inline:
+        return rows, backend.all_gather(data, sizes, group)
+    return rows, torch.cat([row[:size] for row, size in zip(payloads, sizes)])
+
+
+def _power_of_2(number: int) -> int:
+    """The next one from a number up."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _exchange(
+    backend: Backend, tensor: Tensor, counts: Sequence[int], group: Group | None, payload: Tensor | None = None
+) -> tuple[list[list[int]], Tensor]:
+    """Every rank's ``counts`` and payload (CPU bytes, of one size); raises on every rank when dtype or trailing shape
+    differ.
+    """
     kind = f"{tensor.dtype} {tuple(tensor.shape[1:])}"
-    mine = torch.tensor([zlib.crc32(kind.encode()), *counts])
+    header = torch.tensor([zlib.crc32(kind.encode()), *counts]).view(torch.uint8)
+    sent = header if payload is None else torch.cat([header, payload])
     size = len(backend.ranks(group))
-    table = backend.all_gather(mine, [mine.numel()] * size, group).view(size, -1).tolist()
+    rows = backend.all_gather(sent, [sent.numel()] * size, group).view(size, -1)
+    table = rows[:, : header.numel()].contiguous().view(torch.int64).tolist()
     if any(row[0] != table[0][0] for row in table):
         shapes = zip(backend.ranks(group), all_gather_object((str(tensor.dtype), tuple(tensor.shape)), group))
         listed = "; ".join(f"rank {rank}: {dtype} {shape}" for rank, (dtype, shape) in shapes)
         raise MismatchError(f"dtypes and all dimensions but the first must agree between ranks, but: {listed}.")
-    return [row[1:] for row in table]
+    return [row[1:] for row in table], rows[:, header.numel() :]
 
 
 def _pickled(obj: object) -> Tensor:

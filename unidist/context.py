@@ -59,6 +59,7 @@ _sessions = 0
 #: Restores the variables that ``init(export_env=True)`` has set.
 _take_back_env: Callable[[], None] | None = None
 _closers: list[Callable[[], None]] = []
+_finishers: list[Callable[[], None]] = []
 _timeline: Timeline | None = None
 _process = os.getpid()
 
@@ -264,8 +265,14 @@ def shutdown() -> None:
     already running when ``init()`` was called is left running. A script that ends without this call does not wait.
     """
     waits = _current is not None and sys.exc_info()[0] is None
-    if _current is not None and waits:
-        _current.barrier()
+    try:
+        if _current is not None and waits:
+            for finish in _finishers:
+                finish()
+            _current.barrier()
+    except BaseException:
+        leave()
+        raise
     leave(alone=not waits)
 
 
@@ -288,6 +295,12 @@ def timeline(path: str | os.PathLike[str]) -> Timeline:
         _timeline.close()
     _timeline = Timeline(path_of_rank(path, rank()), current())
     return _timeline
+
+
+def before_shutdown(finish: Callable[[], None]) -> Callable[[], None]:
+    """A decorator: call the function, on all ranks, each time ``shutdown`` waits for the other ranks."""
+    _finishers.append(finish)
+    return finish
 
 
 def before_leaving(close: Callable[[], None]) -> Callable[[], None]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
+from unidist.agreement import digest, digests, first_difference
 from unidist.backends.base import Group, M, ModelOptions, ReplicatedModel, WrappedModel
 from unidist.backends.replica import end_all
 from unidist.batch_norm import convert_batch_norm
-from unidist.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
+from unidist.collectives import all_reduce, broadcast_object, broadcast_tensors_
 from unidist.context import before_leaving, current, in_join
 from unidist.errors import MismatchError
 from unidist.tree import map_leaves, walk
@@ -238,17 +236,20 @@ def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
         ValueError: a parameter is a DTensor.
     """
     _refuse_sharded(unwrap(model))
-    mine = [(name, tuple(p.shape), str(p.dtype), _crc(p)) for name, p in unwrap(model).named_parameters()]
+    named = list(unwrap(model).named_parameters())
+    if first_difference(digests(p for _, p in named), group) is None:
+        return
+    difference = first_difference([f"{n!r} {tuple(p.shape)} {p.dtype} {digest(p)}" for n, p in named], group)
+    if difference is None:
+        return
     ranks = current().ranks(group)
-    for entries in zip_longest(*all_gather_object(mine, group)):
-        others = [rank for rank, entry in zip(ranks, entries) if entry != entries[0]]
-        if others:
-            name = next(entry[0] for entry in entries if entry is not None)
-            raise MismatchError(
-                f"parameter {name!r} of rank {ranks[0]} differs on rank{'s' * (len(others) > 1)} "
-                f"{', '.join(map(str, others))}: was the model trained without unidist.wrap_model, or changed on some "
-                "ranks only?"
-            )
+    others = [rank for rank, value in zip(ranks, difference.values) if value != difference.values[0]]
+    name = next(str(value).split(" (")[0] for value in difference.values if value is not None)
+    raise MismatchError(
+        f"parameter {name} of rank {ranks[0]} differs on rank{'s' * (len(others) > 1)} "
+        f"{', '.join(map(str, others))}: was the model trained without unidist.wrap_model, or changed on some "
+        "ranks only?"
+    )
 
 
 def global_mean(loss_sum: Tensor, count: float | Tensor, group: Group | None = None) -> Tensor:
@@ -296,9 +297,7 @@ def broadcast_model_state(model: nn.Module, src: int = 0, group: Group | None = 
     """
     model = unwrap(model)
     _check_same(model, group)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.copy_(broadcast(tensor.detach(), src, group))
+    broadcast_tensors_([*model.parameters(), *model.buffers()], src, group)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, group: Group | None = None) -> None:
@@ -315,22 +314,17 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, gr
     Raises:
         MismatchError: on every rank, when the parameter groups differ in size.
     """
-    counts = all_gather_object([len(entry["params"]) for entry in optimizer.param_groups], group)
-    _same_everywhere(counts, "the optimizer's parameter groups have {} parameters", group)
+    difference = first_difference([len(entry["params"]) for entry in optimizer.param_groups], group)
+    if difference is not None:
+        what = f"the optimizer's parameter group {difference.position} has {{}} parameters"
+        _same_everywhere([value or 0 for value in difference.values], what, group)
     state = optimizer.state_dict()
-    tensors = [leaf for _, leaf in walk(state) if isinstance(leaf, Tensor)]
-    # The structure contains everything but the data of the tensors, which are broadcast one by one.
+    # The structure contains everything but the data of the tensors.
     structure = broadcast_object(map_leaves(_describe, state), src, group)
-    is_src = current().topology.rank == src
-    own = iter(tensors)
-
-    def receive(leaf: Any) -> Any:
-        if not isinstance(leaf, _Described):
-            return leaf
-        local = next(own) if is_src else leaf.empty(optimizer)
-        return broadcast(local, src, group)
-
-    optimizer.load_state_dict(map_leaves(receive, structure))
+    if current().topology.rank != src:
+        state = map_leaves(lambda leaf: leaf.empty(optimizer) if isinstance(leaf, _Described) else leaf, structure)
+    broadcast_tensors_([leaf for _, leaf in walk(state) if isinstance(leaf, Tensor)], src, group)
+    optimizer.load_state_dict(state)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -392,11 +386,6 @@ def _refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def _crc(tensor: Tensor) -> int:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(ctypes.string_at(data.data_ptr(), data.numel()))
-
-
 def _check_same(model: nn.Module, group: Group | None, *, layout: bool = False) -> None:
     """Raise on every rank if the ranks' parameters and buffers differ; with ``layout``, in memory format too."""
     mine = [
@@ -407,9 +396,10 @@ def _check_same(model: nn.Module, group: Group | None, *, layout: bool = False) 
         ),
         *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()),
     ]
-    everyone = all_gather_object(mine, group)
-    for index, entries in enumerate(zip_longest(*everyone, fillvalue="nothing more")):
-        _same_everywhere(entries, f"the models differ at entry {index}, which is {{}}", group)
+    difference = first_difference(mine, group)
+    if difference is not None:
+        entries = ["nothing more" if value is None else value for value in difference.values]
+        _same_everywhere(entries, f"the models differ at entry {difference.position}, which is {{}}", group)
 
 
 def _same_everywhere(values: Sequence[T], what: str, group: Group | None) -> None:

@@ -20,7 +20,7 @@ class OperationRecord(NamedTuple):
     """One collective operation of a rank."""
 
     name: str
-    #: Its place among the operations of its group, from 1; 0 where operations are told apart by name.
+    #: Its place among the operations of its group, from 1; 0 where operations are matched by name.
     number: int = 0
     dtype: str = ""
     #: None: it has no tensor, or its shape is not known.

@@ -33,7 +33,7 @@ _log = logging.getLogger("unidist")
 _ALL_S, _ONE_S = 0.9, 0.4
 #: How long what the others have answered explains further errors of one failure.
 _REMEMBERED_S = 2.0
-#: Ranks that are told how this one has ended, until one listens.
+#: Ranks to which this one reports how it has ended, until one listens.
 _TRIED = 3
 #: Operations of a rank that ends of which it tells.
 _TOLD = 8

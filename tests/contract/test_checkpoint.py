@@ -2,6 +2,7 @@
 
 import copy
 import fcntl
+import gc
 import os
 import random
 import socket
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import unidist
 from tests.contract.models import assert_same, make_model, my_batch, train
-from unidist import checkpoint
+from unidist import checkpoint, checkpoint_files
 
 
 @pytest.fixture
@@ -271,6 +272,81 @@ def test_a_load_that_fails_changes_nothing_on_any_rank(folder: Path) -> None:
     assert_same(run["model"], saved["model"])
 
 
+def test_ranks_that_do_not_see_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on hosts without a common file system: one has none of this name, another has one of an earlier run."""
+    monkeypatch.setattr(checkpoint, "_PIECE_BYTES", 1000)
+    earlier, saved = make_run(3), make_run(2)
+    path = tmp_path / "run.pt"  # each rank's own folder
+    if unidist.rank() == 2:
+        state = {name: checkpoint._state_of(thing) for name, thing in earlier.items()}
+        checkpoint_files.write(path, {**state, "x": torch.zeros(3), "unidist_rng": []}, Event())
+    unidist.save_checkpoint(path, **saved, x=torch.arange(3.0))
+    assert path.exists() == (unidist.rank() in (0, 2))
+    run = make_run(1)
+    assert torch.equal(unidist.load_checkpoint(path, **run)["x"], torch.arange(3.0))
+    assert_same(run["model"], saved["model"])
+    momentum = [copy.deepcopy(thing["optimizer"].state_dict()["state"]) for thing in (run, saved)]
+    torch.testing.assert_close(*momentum, rtol=0, atol=0)
+
+
+def test_nothing_that_was_loaded_needs_the_file(folder: Path) -> None:
+    path, run = folder / "run.pt", make_run(1)
+    unidist.save_checkpoint(path, **run, x=torch.ones(10_000))
+    found = unidist.load_checkpoint(path, **run)
+    gc.collect()
+    assert str(path) not in Path("/proc/self/maps").read_text() and found["x"].sum() == 10_000
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, write = Event(), checkpoint_files.write
+
+    def write_later(*args: Any) -> None:
+        assert ended.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(checkpoint_files, "write", write_later)
+    run = make_run(2)
+    shared = torch.arange(6.0)
+    unidist.save_checkpoint(folder / "a.pt", wait=False, **run, parts=[shared[:3], shared[3:], shared.view(2, 3)])
+    expected = {name: copy.deepcopy(thing.state_dict()) for name, thing in run.items()}
+    train(run["model"], my_batch, steps=1)
+    shared.zero_()
+    assert not on_first((folder / "a.pt").exists)
+    ended.set()
+    assert unidist.latest_checkpoint(folder) == folder / "a.pt"
+    run = make_run(1)
+    parts = unidist.load_checkpoint(folder / "a.pt", **run)["parts"]
+    found = {name: thing.state_dict() for name, thing in run.items()}
+    assert found.pop("loader") == expected.pop("loader")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert torch.equal(torch.cat(parts[:2]), torch.arange(6.0)) and parts[2].data_ptr() == parts[0].data_ptr()
+
+
+def test_what_goes_wrong_later_is_raised_by_the_next_call(folder: Path) -> None:
+    path = folder / "run.pt"
+    for call in (
+        lambda: unidist.save_checkpoint(path, x=1),
+        lambda: unidist.load_checkpoint(path),
+        lambda: unidist.latest_checkpoint(folder),
+    ):
+        unidist.save_checkpoint(folder / "run.pt" / "below.pt", wait=False, x=1) if path.exists() else (
+            unidist.save_checkpoint(folder / "bad.pt", wait=False, x=folder)
+        )
+        with pytest.raises(unidist.CheckpointError, match=r"(below|bad)\.pt'\) failed on rank 0"):
+            call()
+        call() if path.exists() else unidist.save_checkpoint(path, x=1)
+    unidist.save_checkpoint(folder / "bad.pt", wait=False, x=folder)
+    with pytest.raises(unidist.CheckpointError, match=r"bad\.pt'\) failed on rank 0"):
+        checkpoint._finish_all()  # what shutdown() calls
+    if unidist.world_size() > 1:  # another group does not wait for it
+        group = unidist.new_group([0])
+        unidist.save_checkpoint(path, wait=False, x=2)
+        if unidist.is_main():
+            unidist.save_checkpoint(folder / "alone.pt", group=group, x=3)
+        unidist.save_checkpoint(path, x=4)
+    assert unidist.load_checkpoint(path)["x"] in (1, 4)
+
+
 def test_what_is_written_over_and_what_is_not(folder: Path) -> None:
     path, precious = folder / "run.pt", folder / "precious"
     names = [f".run.pt.{socket.gethostname()}.{os.getpid()}.unfinished", ".run.pt.unfinished"]
@@ -294,5 +370,5 @@ def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:
     stop = Event()
     stop.set()
     with pytest.raises((RuntimeError, InterruptedError)):
-        checkpoint._write(tmp_path / "run.pt", {"x": torch.ones(1000)}, stop)
+        checkpoint_files.write(tmp_path / "run.pt", {"x": torch.ones(1000)}, stop)
     assert not list(tmp_path.iterdir())

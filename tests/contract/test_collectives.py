@@ -7,6 +7,7 @@ import torch
 
 import unidist
 from unidist.collectives import ReduceOp
+from unidist.context import current
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -45,7 +46,22 @@ def test_all_reduce(shape: tuple[int, ...], dtype: torch.dtype) -> None:
             continue
         result = unidist.all_reduce(mine, op)  # type: ignore[arg-type]
         torch.testing.assert_close(result, reduced(everyone(shape, dtype), op))
+        own = mine.clone()
+        assert unidist.all_reduce_(own, op) is own and torch.equal(own, result)  # type: ignore[arg-type]
     assert torch.equal(mine, before) and (not mine.numel() or result.data_ptr() != mine.data_ptr())
+
+
+def test_all_reduce_in_place_of_views() -> None:
+    size = unidist.world_size()
+    whole = torch.ones(4, 6)
+    unidist.all_reduce_(whole[1])
+    unidist.all_reduce_(whole[:, 2])
+    expected = torch.ones(4, 6)
+    expected[1] *= size
+    expected[:, 2] *= size
+    assert torch.equal(whole, expected)
+    with pytest.raises(ValueError, match="requires grad"):
+        unidist.all_reduce_(torch.ones(2, requires_grad=True))
 
 
 def test_all_reduce_bool() -> None:
@@ -102,6 +118,27 @@ def test_all_gather_shapes(shape: tuple[int, ...]) -> None:
     result = unidist.all_gather(make(unidist.rank(), shape, torch.float32))
     stack = everyone(shape, torch.float32)
     assert torch.equal(result, stack if shape == () else stack.flatten(0, 1))
+
+
+def test_sizes_that_jump_between_calls() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    for base in (0, 1, 64, 65, 3, 20_000, 2, 16_384, 0, 65_536, 1, 256):
+        counts = [base * (other + 1) % 70_001 for other in range(size)]
+        for _ in range(2):
+            gathered = unidist.all_gather(torch.full((counts[rank],), rank, dtype=torch.uint8))
+            expected = [torch.full((count,), other, dtype=torch.uint8) for other, count in enumerate(counts)]
+            assert torch.equal(gathered, torch.cat(expected))
+    assert unidist.all_gather_object("x" * counts[rank]) == ["x" * count for count in counts]
+
+
+def test_a_small_tensor_is_gathered_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, calls = current(), []
+    real = backend.all_gather
+    monkeypatch.setattr(backend, "all_gather", lambda *args: (calls.append(args), real(*args))[1])
+    for numel, expected in ((3, 1), (1000, 2), (1000, 1), (3, 1), (1000, 2), (10**5, 2), (10**5, 2)):
+        calls.clear()
+        unidist.all_gather(torch.zeros(numel))
+        assert len(calls) == expected, numel
 
 
 def test_all_gather_mismatch_is_told_on_every_rank() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import unidist
 from tests.contract.models import Batch, assert_gradient, make_model, my_batch, train
+from unidist.agreement import first_difference
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch.compile imports it
@@ -41,6 +42,22 @@ def test_weights_that_differ_are_named() -> None:
             one[2].bias[3] += 1e-6
     with pytest.raises(unidist.MismatchError, match=f"'2.bias' of rank 0 differs on rank {size - 1}: "):
         unidist.assert_in_sync(model)
+
+
+def test_the_first_difference_between_lists() -> None:
+    rank, last = unidist.rank(), unidist.world_size() - 1
+    names = [f"parameter {i}" for i in range(1000)]
+    assert first_difference(names) is None and first_difference([]) is None
+    assert first_difference([-(2**63), 2**63 - 1]) is None
+    if last == 0:
+        return
+    changed = [*names[:7], "another", *names[8:900]]
+    assert first_difference(changed if rank == last else names) == (7, ["parameter 7"] * last + ["another"])
+    assert first_difference(names if rank == last else names[:10]) == (10, [None] * last + ["parameter 10"])
+    assert first_difference([0, -(2**63)] if rank == last else [0, 2**63 - 1]) == (
+        1,
+        [2**63 - 1] * last + [-(2**63)],
+    )
 
 
 def tokens_of(rank: int, step: int) -> Batch:

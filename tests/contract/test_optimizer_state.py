@@ -8,6 +8,7 @@ import torch
 
 import unidist
 from tests.contract.models import make_model
+from unidist.context import current
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.LBFGS])
@@ -35,6 +36,25 @@ def test_broadcast_optimizer_state(kind: type[torch.optim.Optimizer]) -> None:
     assert states[0]["state"]
 
 
+def test_state_of_many_parameters_goes_in_few_broadcasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [torch.nn.Parameter(torch.full((3 + i % 2,), 1.0 + unidist.rank())) for i in range(100)]
+    params += [torch.nn.Parameter(torch.ones(2, 3).t())]
+    optimizer = torch.optim.AdamW(params)
+    for param in params:
+        param.grad = param.detach().clone()
+    optimizer.step()
+    backend, calls = current(), []
+    real = backend.broadcast
+    monkeypatch.setattr(backend, "broadcast", lambda *args: (calls.append(args), real(*args)))
+    unidist.broadcast_optimizer_state(optimizer)
+    assert len(calls) <= 4
+    for state in optimizer.state.values():
+        torch.testing.assert_close(state["exp_avg"], torch.full_like(state["exp_avg"], state["exp_avg"].max()))
+    unidist.broadcast_model_state(torch.nn.ParameterList(params))
+    assert len(calls) <= 5
+    assert all(torch.equal(*pair) for pair in zip(params, unidist.all_gather_object(params)[0]))
+
+
 def test_broadcast_optimizer_state_before_the_first_step() -> None:
     optimizer = torch.optim.AdamW(make_model().parameters(), lr=0.1 * (unidist.rank() + 1))
     unidist.broadcast_optimizer_state(optimizer)
@@ -44,5 +64,5 @@ def test_broadcast_optimizer_state_before_the_first_step() -> None:
 def test_broadcast_optimizer_state_mismatch() -> None:
     if unidist.world_size() > 1:
         params = list(make_model().parameters())[: 2 + unidist.rank()]
-        with pytest.raises(unidist.MismatchError, match="parameter groups"):
+        with pytest.raises(unidist.MismatchError, match="parameter group 0 has"):
             unidist.broadcast_optimizer_state(torch.optim.SGD(params, lr=0.1))

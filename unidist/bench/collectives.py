@@ -15,6 +15,7 @@ SIZES = [4, 1024, 64 * 1024, 1024**2, 16 * 1024**2, 256 * 1024**2]
 QUICK_SIZES = SIZES[:-1]
 OURS_BY_NAME: dict[str, Callable[[Tensor], Tensor]] = {
     "all_reduce": unidist.all_reduce,
+    "all_reduce_": unidist.all_reduce_,
     "all_gather": unidist.all_gather,
     "broadcast": unidist.broadcast,
 }
@@ -22,18 +23,20 @@ OURS_BY_NAME: dict[str, Callable[[Tensor], Tensor]] = {
 
 def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
     """One case for each operation and size; of all_gather, the size is the result's."""
-    for operation, ours in OURS_BY_NAME.items():
+    for operation in OURS_BY_NAME:
         for nbytes in QUICK_SIZES if quick else SIZES:
-            whole = max(1, nbytes // 4)
-            numel = max(1, whole // unidist.world_size()) if operation == "all_gather" else whole
-            tensor = torch.zeros(numel, device=unidist.device())
+            yield measure("collectives", world, operation, nbytes, rounds)
 
-            def call(ours: Callable[[Tensor], Tensor] = ours, tensor: Tensor = tensor) -> Tensor:
-                return ours(tensor)
 
-            seconds = alternate({OURS: call, **dict(peers.collectives(operation, tensor))}, rounds)
-            bus = nbytes * bus_factor(operation, unidist.world_size())
-            yield Case("collectives", world, f"{operation} {size_name(nbytes)}", seconds, bus)
+def measure(suite: str, world: str, operation: str, nbytes: int, rounds: int) -> Case:
+    """The case of an operation at a size."""
+    ours, raw = OURS_BY_NAME[operation], operation.rstrip("_")
+    whole = max(1, nbytes // 4)
+    numel = max(1, whole // unidist.world_size()) if raw == "all_gather" else whole
+    tensor = torch.zeros(numel, device=unidist.device())
+    seconds = alternate({OURS: lambda: ours(tensor), **dict(peers.collectives(raw, tensor))}, rounds)
+    bus = nbytes * bus_factor(raw, unidist.world_size())
+    return Case(suite, world, f"{operation} {size_name(nbytes)}", seconds, bus)
 
 
 def bus_factor(operation: str, ranks: int) -> float:

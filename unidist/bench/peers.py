@@ -109,6 +109,22 @@ def _launched_fabric() -> Any:
     return fabric
 
 
+# -------------------------------------------------------------------------------------- states
+def optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Call]]:
+    """How an optimizer's state, which is the same on every rank, is broadcast."""
+
+    def one_by_one() -> None:
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                unidist.broadcast(tensor)
+
+    yield "one by one", one_by_one
+    if over_horovod():
+        import horovod.torch as hvd
+
+        yield "hvd", lambda: hvd.broadcast_optimizer_state(optimizer, 0)
+
+
 # -------------------------------------------------------------------------------------- metrics
 def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
     """How each averages some figures over the ranks; the first is the bare collective."""

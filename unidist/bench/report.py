@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,12 +14,15 @@ from rich.table import Table
 
 from unidist.bench.measure import OURS, Case
 
+#: Characters of a line of a bar's label.
+_LABEL = 70
 #: What each suite measures.
 SUBJECTS = {
     "collectives": "one call",
     "step": "zero_grad, forward, backward, optimizer step",
     "hvd": "one training step, one call, all of the operations",
     "metric": "the mean over the ranks",
+    "scale": "what grows with parameters, bytes and samples",
     "loader": "iterating over a rank's shard",
     "control": "CPU time of rank 0 with simulated ranks, and bytes that it sends",
     "startup": "raw: import torch.distributed; torchrun + init_process_group; horovodrun + hvd.init",
@@ -26,12 +31,19 @@ SUBJECTS = {
 
 
 def tables(cases: Sequence[Case]) -> Iterable[tuple[str, Table]]:
-    """A title and a table for each suite and world; a cell's second line is ours over the other's, or our spread."""
+    """A title and a table for each suite and world; a cell's second line is ours over the other's, or our spread.
+
+    Where each case has contenders of its own, they are listed below each other.
+    """
     for (suite, world), group in groupby(cases, key=lambda case: (case.suite, case.world)):
         rows = list(group)
         others = list(dict.fromkeys(name for case in rows for name in case.samples if name != OURS))
         table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         table.add_column("")
+        title = f"[bold]{suite}[/bold] ({SUBJECTS[suite]}), {world}"
+        if suite == "scale":
+            yield title, _listed(table, rows)
+            continue
         for name in [OURS, *others, *(["bus"] if any(case.bus_bytes for case in rows) else [])]:
             table.add_column(name, justify="right", overflow="fold")
         for case in rows:
@@ -40,7 +52,19 @@ def tables(cases: Sequence[Case]) -> Iterable[tuple[str, Table]]:
             cells += [versus(case, name) for name in others]
             cells += [f"{case.bus_bytes / case.median() / 1e9:.2f} GB/s"] if case.bus_bytes else []
             table.add_row(case.name, *cells)
-        yield f"[bold]{suite}[/bold] ({SUBJECTS[suite]}), {world}", table
+        yield title, table
+
+
+def _listed(table: Table, cases: Sequence[Case]) -> Table:
+    for name in (OURS, "", "against", "ratio"):
+        table.add_column(name, justify="right")
+    for case in cases:
+        ours = amount(case.median(), case.unit)
+        for other in [name for name in case.samples if name != OURS]:
+            ratio = case.ratio(other)
+            style = "green" if ratio <= 1 else "yellow"
+            table.add_row(case.name, ours, other, amount(case.median(other), case.unit), f"[{style}]{ratio:.2f}[/]")
+    return table
 
 
 def versus(case: Case, other: str) -> str:
@@ -74,40 +98,40 @@ def plot(cases: Sequence[Case], limits: dict[str, float], path: Path) -> None:
 
     moved = [case for case in cases if case.bus_bytes]
     bars = [(case, name) for case in cases if not case.bus_bytes for name in case.samples if name != OURS]
-    heights = [6.0] * bool(moved) + [1.0 + 0.22 * len(bars)] * bool(bars)
+    worlds = list(dict.fromkeys(case.world for case in moved))
+    heights = [4.5 * len(worlds)] * bool(moved) + [1.0 + 0.3 * len(bars)] * bool(bars)
     figure = pyplot.figure(figsize=(14, sum(heights)), layout="constrained")
     parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
     if moved:
         operations = list(dict.fromkeys(case.name.split()[0] for case in moved))
-        axes = parts[0].subplots(1, len(operations), sharey=True, squeeze=False)[0]
-        for axis, operation in zip(axes, operations):
-            _bandwidths(axis, operation, [case for case in moved if case.name.split()[0] == operation], limits)
-        axes[0].set_ylabel("bus bandwidth, GB/s")
-        parts[0].legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+        names = list(dict.fromkeys(name for case in moved for name in case.samples))
+        grid = parts[0].subplots(len(worlds), len(operations), sharey=True, squeeze=False)
+        for row, world in zip(grid, worlds):
+            for axis, operation in zip(row, operations):
+                here = [case for case in moved if case.world == world and case.name.split()[0] == operation]
+                _bandwidths(axis, here, names, limits)
+                axis.set_title(f"{operation}, {world}", fontsize=9)
+            row[0].set_ylabel("bus bandwidth, GB/s")
+        # One entry for each contender and limit, over all worlds.
+        handles = {label: handle for axis in grid.flat for handle, label in zip(*axis.get_legend_handles_labels())}
+        parts[0].legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=9)
     if bars:
         _ratios(parts[-1].subplots(), bars)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 
-def _bandwidths(axis: Any, operation: str, cases: Sequence[Case], limits: dict[str, float]) -> None:
-    for index, (world, group) in enumerate(groupby(cases, key=lambda case: case.world)):
-        rows = list(group)
-        for name in dict.fromkeys(name for case in rows for name in case.samples):
-            points = [
-                (_nbytes(case), case.bus_bytes / case.median(name) / 1e9) for case in rows if name in case.samples
-            ]
-            style = (
-                {"linewidth": 2.2, "marker": "o"} if name == OURS else {"linestyle": ":" if name == "mpi4py" else "--"}
-            )
-            axis.plot(*zip(*points), label=f"{name}: {world}", color=f"C{index}", **style)
+def _bandwidths(axis: Any, cases: Sequence[Case], names: Sequence[str], limits: dict[str, float]) -> None:
+    for index, name in enumerate(names):
+        points = [(_nbytes(case), case.bus_bytes / case.median(name) / 1e9) for case in cases if name in case.samples]
+        if points:
+            style = {"linewidth": 2.2, "marker": "o"} if name == OURS else {"linestyle": "--", "marker": "."}
+            axis.plot(*zip(*points), label=name, color=f"C{index}", **style)
     for (name, speed), dashes in zip(limits.items(), ("-.", (0, (1, 4)))):
         axis.axhline(speed / 1e9, color="black", linewidth=1, linestyle=dashes, label=f"{name} of this machine")
-    axis.set(title=operation, xscale="log", yscale="log")
-    sizes = sorted({_nbytes(case) for case in cases})
-    axis.set_xticks(
-        sizes, [case.name.split(" ", 1)[1] for case in sorted(cases, key=_nbytes)[:: len(cases) // len(sizes)]]
-    )
+    axis.set(xscale="log", yscale="log")
+    sizes = {_nbytes(case): case.name.split(" ", 1)[1] for case in sorted(cases, key=_nbytes)}
+    axis.set_xticks(list(sizes), list(sizes.values()))
     axis.minorticks_off()
     axis.tick_params(axis="x", labelrotation=45)
     axis.grid(alpha=0.3)
@@ -120,16 +144,19 @@ def _nbytes(case: Case) -> int:
 
 def _ratios(axis: Any, bars: Sequence[tuple[Case, str]]) -> None:
     widest = 2.0
-    labels = [f"{case.suite}, {case.world}: {case.name} / {name}" for case, name in bars]
+    labels = [fill(f"{case.suite}, {case.world}: {case.name} / {name}", _LABEL) for case, name in bars]
     ratios = [case.ratio(name) for case, name in bars]
-    drawn = axis.barh(range(len(bars)), [min(ratio, widest) for ratio in ratios])
-    for bar, ratio in zip(drawn, ratios):
-        bar.set_color("C2" if ratio <= 1 else "C1")
+    # Of the ratio of two medians, each with half its interquartile range.
+    spreads = [ratio * math.hypot(case.spread(), case.spread(name)) for ratio, (case, name) in zip(ratios, bars)]
+    shown = [min(ratio, widest) for ratio in ratios]
+    drawn = axis.barh(range(len(bars)), shown, xerr=spreads, ecolor="0.3", capsize=2)
+    for bar, ratio, spread in zip(drawn, ratios, spreads):
+        bar.set_color("0.75" if abs(ratio - 1) <= spread else "C2" if ratio < 1 else "C1")
     axis.bar_label(drawn, [f"{ratio:.2f}" for ratio in ratios], padding=3, fontsize=8)
     axis.axvline(1, color="black", linewidth=1)
     axis.set_yticks(range(len(bars)), labels, fontsize=8)
     axis.set(
-        title="unidist over the other (below 1: unidist needs less)",
+        title="unidist over the other: below 1, unidist needs less; grey: within the spread of the rounds",
         xlim=(0, widest * 1.1),
         ylim=(len(bars) - 0.4, -0.6),
     )

@@ -14,15 +14,16 @@ import click
 from rich.console import Console
 
 import unidist
-from unidist.bench import machine
+from unidist.bench import machine, scale
 from unidist.bench.measure import Case
 from unidist.bench.report import plot, tables
+from unidist.cli.status import status
 from unidist.launchers.table import BACKENDS, unavailable
 from unidist.launchers.world import run_world
 from unidist.topology import NONE, detect
 
 #: Suites that run inside a world, and those that start worlds of their own.
-INSIDE = ("collectives", "step", "metric", "loader")
+INSIDE = ("collectives", "step", "metric", "loader", "scale")
 OUTSIDE = ("hvd", "control", "startup", "memory")
 #: Where the former run.
 WORLDS = [*((launcher, backend) for backend, launcher in BACKENDS.items()), ("openmpi", "horovod")]
@@ -79,7 +80,8 @@ def command(
 ) -> None:
     """Measure unidist beside the raw libraries, and beside ignite, Accelerate and Fabric where they are installed.
 
-    SUITE: collectives, step, metric, loader, hvd (the drop-in beside Horovod), control (what its coordinator costs rank
+    SUITE: collectives, step, metric, loader, scale (what grows with the model, the data and the ranks, and how), hvd
+    (the drop-in beside Horovod), control (what its coordinator costs rank
     0, with simulated ranks), startup, memory, or all (default).
     Contenders take turns within one world, so that noise affects all of them; figures are medians over the rounds,
     with half the interquartile range. A ratio is unidist's median over the other's: below 1, unidist is faster.
@@ -150,7 +152,7 @@ def _measure_in_worlds(
     failed: list[str] = []
     suites = [name for name in wanted if name in INSIDE]
     ranks = asked[0] if asked else 2
-    with Console(stderr=True).status("") as status:
+    with status() as update:
         for launcher, backend in WORLDS if suites else ():
             if backends and backend not in backends:
                 continue
@@ -159,22 +161,22 @@ def _measure_in_worlds(
                     failed.append(f"{backend} under {launcher}: {why}")
                 continue
             world = f"{backend} under {launcher}, {ranks} ranks"
-            status.update(world)
+            update(world)
             try:
-                cases += _run_world(launcher, backend, world, suites, rounds, quick, ranks, status.update)
+                cases += _run_world(launcher, backend, world, suites, rounds, quick, ranks, update)
                 # The loader does not depend on the backend.
                 suites = [name for name in suites if name != "loader"]
             except (RuntimeError, TimeoutError) as error:
                 failed.append(f"{world}: {error}")
         for name in [name for name in wanted if name in OUTSIDE]:
-            status.update(name)
+            update(name)
             try:
                 more = {"per_host": per_host} if name == "control" else {}
                 for case in import_module(f"unidist.bench.{name}").cases(
                     max(1, rounds // 4), quick, asked, backends or list(BACKENDS), **more
                 ):
                     cases.append(case)
-                    status.update(f"{name}: {case.name}, {case.world}")
+                    update(f"{name}: {case.name}, {case.world}")
             except (RuntimeError, TimeoutError) as error:
                 failed.append(str(error))
     return sorted(cases, key=lambda case: wanted.index(case.suite)), failed
@@ -224,3 +226,5 @@ def show(facts: dict[str, str], limits: dict[str, float], cases: Sequence[Case])
     for title, table in tables(cases):
         console.print(f"\n{title}", highlight=False)
         console.print(table)
+    for world, name, exponent in scale.laws(cases):
+        console.print(f"{name} grows with its size to the power of {exponent:.2f} ({world})", highlight=False)

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from unidist.bench.machine import describe
 from unidist.cli.options import BackendAtLauncher
+from unidist.cli.status import status
 from unidist.compare.comparison import Comparison, Side, notes, tables, verdict
 from unidist.compare.difference import Tolerance
 from unidist.compare.picture import plot
@@ -152,7 +153,7 @@ def command(
         ("right", right_script or left_script, right_target),
     ):
         program = [script, *(argument.replace(SIDE, name) for argument in ctx.obj)]
-        with Console(stderr=True).status(f"{name}: {script}, {target.name} under {target.launcher}, {ranks} ranks"):
+        with status(f"{name}: {script}, {target.name} under {target.launcher}, {ranks} ranks"):
             sides.append(run(name, program, target, ranks, seed, steps, timeout))
     found = Comparison(sides[0], sides[1], Tolerance(rtol, atol))
     settings = {"ranks": ranks, "seed": seed, "arguments": ctx.obj, "machine": describe()}

@@ -17,6 +17,7 @@ from rich.table import Table
 from unidist import knobs
 from unidist.cli.checkup import Finding, State, findings
 from unidist.cli.options import BackendAtLauncher
+from unidist.cli.status import status
 from unidist.launchers.table import BACKENDS, COMMANDS, unavailable
 from unidist.launchers.world import run_world
 
@@ -55,9 +56,9 @@ def command(run_all: bool, needed: tuple[tuple[str, str], ...], as_json: bool) -
     found = list(findings(os.environ))
     pairs = list(dict.fromkeys([*needed, *(all_pairs() if run_all else [])]))
     matrix: dict[tuple[str, str], Finding] = {}
-    with Console(stderr=True).status("") as status:
+    with status() as update:
         for launcher, backend in pairs:
-            status.update(f"{backend} under {launcher}")
+            update(f"{backend} under {launcher}")
             matrix[launcher, backend] = attempt(launcher, backend)
     if as_json:
         click.echo(json.dumps(report(found, matrix), indent=1))

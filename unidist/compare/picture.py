@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from unidist.compare.comparison import SERIES, Comparison, verdict
+
+#: On a curve.
+_MARKERS = 25
 
 
 def plot(found: Comparison, path: Path) -> None:
@@ -15,11 +19,14 @@ def plot(found: Comparison, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(10, 7), sharex=True, layout="constrained")
-    for (name, side), style in zip(found.sides.items(), ({"linewidth": 3.5, "alpha": 0.4}, {"linewidth": 1.2})):
+    # Two curves that are equal are seen both: a broad one, and markers on it.
+    styles: tuple[dict[str, Any], ...] = ({"linewidth": 6, "alpha": 0.35}, {"linestyle": "--", "marker": "o"})
+    for (name, side), style in zip(found.sides.items(), styles):
         losses = [side.recording.loss(step) for step in range(side.recording.steps)]
         known = [(step, loss) for step, loss in enumerate(losses, 1) if loss is not None]
         label = f"{name}: {Path(side.script).name}, {side.backend} under {side.launcher}"
-        upper.plot([step for step, _ in known], [loss for _, loss in known], label=label, **style)
+        every = max(1, len(known) // _MARKERS)
+        upper.plot([step for step, _ in known], [loss for _, loss in known], label=label, markevery=every, **style)
     upper.set(ylabel="loss, mean over the ranks", title=verdict(found).splitlines()[0].split(":")[0].split(" (")[0])
     for index, (key, name) in enumerate(SERIES.items()):
         values = [(point.step, value) for point in found.points if (value := point.apart[key]) is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -10,12 +11,14 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from unidist.context import current, is_initialized
-from unidist.data.sampler import ShardSampler, StatefulShardSampler, is_shuffle
+from unidist.data.sampler import Permutation, ShardSampler, StatefulShardSampler, is_shuffle
 from unidist.data.sharding import Position, Sharding, mix_seeds
-from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit
+from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit, is_told_its_shard
 from unidist.spans import spans
 
 T = TypeVar("T")
+#: From more samples on that a worker reads for one that it keeps, it is told.
+_READ_PER_KEPT = 16
 
 
 class ShardLoader(DataLoader[T]):
@@ -83,7 +86,7 @@ class ShardLoader(DataLoader[T]):
         if state["position"] and state["order"] != self._source.order():
             raise ValueError(
                 f"this state is in the middle of {state['order']}, and this loader has {self._source.order()}: pass "
-                "the same data, sampler and shuffle, or resume from a state saved at the end of an epoch."
+                "the same data, sampler, shuffle and permutation, or resume from a state saved at the end of an epoch."
             )
         if state["position"] and isinstance(self._source, ShardStream):
             self._check_workers(state["workers"], state.get("worker_split"))
@@ -93,6 +96,11 @@ class ShardLoader(DataLoader[T]):
     def _check_workers(self, saved_workers: int, saved_split: str | None) -> None:
         """Raise if a position in the middle of a stream cannot be found again."""
         assert isinstance(self._source, ShardStream)
+        if is_told_its_shard(self._source.dataset):
+            raise ValueError(
+                f"{type(self._source.dataset).__name__} is told its shard (set_shard), so it cannot resume at a "
+                "position of the whole stream: resume from a state saved at the end of an epoch."
+            )
         splits = ((saved_split, saved_workers), (self._source.worker_split, self.num_workers))
         workers = max(number if split == "dataset" else 0 for split, number in splits)
         if workers > 1:
@@ -152,6 +160,7 @@ def shard_loader(
     drop_last: bool | None = None,
     pad: bool | None = None,
     worker_split: WorkerSplit | None = None,
+    permutation: Permutation | None = None,
 ) -> ShardLoader[T]:
     """A DataLoader like ``loader`` that yields this rank's shard of the samples.
 
@@ -166,6 +175,8 @@ def shard_loader(
     * A batch sampler is drawn in the same way, and the ranks take whole batches in turn.
     * An iterable dataset must yield the same stream on every rank, and the ranks take its samples in turn. With two or
       more workers, ``worker_split`` says who divides the stream among those of a rank.
+      A dataset with a method ``set_shard(index, num_shards)`` is told its shard before each epoch instead, in each
+      worker of each rank, and yields no other samples: nothing is read that is not used.
     * torchdata's ``StatefulDataLoader`` remains one; its own ``state_dict()`` contains the position.
 
     Args:
@@ -175,16 +186,22 @@ def shard_loader(
         drop_last: drop what does not fill a batch on every rank. Default: as ``loader`` does.
         pad: repeat samples so that every rank has the same number of batches, which training needs. ``False``
             gives every sample to exactly one rank, for evaluation: shards then differ in length by up to one
-            sample, and are empty on some ranks if the world is larger than the dataset. Default: ``not drop_last``.
+            sample, and are empty on some ranks if the world is larger than the dataset. Default: ``not drop_last``, and
+            ``False`` for a dataset with ``set_shard``, whose shards are as long as it makes them.
         worker_split: of an iterable dataset with ``num_workers`` of 2 or more. ``"dataset"``: it splits itself among
             the workers, through ``get_worker_info()`` or a ``worker_init_fn``, as PyTorch's documentation shows.
             ``"loader"``: it yields the whole stream in each worker, of which the workers take batches in turn.
+        permutation: how ``shuffle`` draws an epoch's order. ``"randperm"``: ``torch.randperm`` of the whole epoch on
+            every rank, which is the order of ``DistributedSampler``; 8 bytes a sample. ``"feistel"``: a Feistel network
+            that computes each rank's part of the order as it is needed; no memory, and resuming takes no time. Default:
+            ``"feistel"`` from 10,000,000 samples on, else ``"randperm"``.
 
     Raises:
         TypeError: a ``DistributedSampler``, a sampler without a length, ``shuffle`` for a sampler of your own, a loader
             that is a shard already, or one whose class overrides ``__iter__``.
-        ValueError: ``pad=True`` with ``drop_last=True``; padding an empty dataset; ``worker_split`` is missing, or has
-            no meaning for a dataset that is not iterable.
+        ValueError: ``pad=True`` with ``drop_last=True`` or a dataset with ``set_shard``; padding an empty dataset;
+            ``worker_split`` is missing, or has no meaning for this dataset; ``permutation`` of a loader that does not
+            shuffle.
     """
     if isinstance(loader, ShardLoader):
         raise TypeError("shard_loader: this loader is a rank's shard already.")
@@ -194,7 +211,13 @@ def shard_loader(
             "the result."
         )
     drop_last = loader.drop_last if drop_last is None else drop_last
-    pad = (not drop_last) if pad is None else pad
+    told = isinstance(loader.dataset, IterableDataset) and is_told_its_shard(loader.dataset)
+    if told and pad:
+        raise ValueError(
+            f"shard_loader(pad=True): {type(loader.dataset).__name__} is told its shard (set_shard), and no rank knows "
+            "how long the others are: make them equally long, or train inside unidist.join."
+        )
+    pad = (not drop_last and not told) if pad is None else pad
     if pad and drop_last:
         raise ValueError(
             "shard_loader(pad=True, drop_last=True): the last samples can be repeated or dropped, not both."
@@ -213,14 +236,18 @@ def shard_loader(
     if isinstance(loader.dataset, IterableDataset):
         if shuffle:
             raise TypeError("shard_loader(shuffle=True): an iterable dataset has an order of its own.")
+        _check_permutation(permutation, None)
         source = ShardStream(loader.dataset, sharding, loader.batch_size or 1, _worker_split(loader, worker_split))
+        _warn_of_waste(source, loader.num_workers)
         options.update(dataset=source, batch_size=loader.batch_size, drop_last=drop_last)
         options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
     else:
         if worker_split is not None:
             raise ValueError(f"shard_loader(worker_split={worker_split!r}): this dataset is not an IterableDataset.")
         kind = StatefulShardSampler if _is_stateful(loader) else ShardSampler
-        source = kind(_source(loader, shuffle), sharding, seed)
+        drawn = _source(loader, shuffle)
+        _check_permutation(permutation, drawn)
+        source = kind(drawn, sharding, seed, permutation)
         if pad and source.total() == 0:
             raise ValueError("shard_loader cannot pad an empty dataset: pass pad=False if it may be empty.")
         options["dataset"] = loader.dataset
@@ -259,10 +286,32 @@ def _source(loader: DataLoader[Any], shuffle: bool | None) -> Sampler[Any]:
     return found
 
 
+def _check_permutation(permutation: str | None, drawn: Sampler[Any] | None) -> None:
+    if permutation not in (None, "randperm", "feistel"):
+        raise ValueError(f"shard_loader(permutation={permutation!r}): use 'randperm' or 'feistel'.")
+    if permutation is not None and not is_shuffle(drawn):
+        raise ValueError(f"shard_loader(permutation={permutation!r}): this loader does not shuffle: pass shuffle=True.")
+
+
+def _warn_of_waste(source: ShardStream, workers: int) -> None:
+    read = source.read_per_kept(workers)
+    if read > _READ_PER_KEPT and source.sharding.rank == 0:
+        warnings.warn(
+            f"each worker of shard_loader reads {read} samples of {type(source.dataset).__name__} for one that it "
+            "keeps: give it a method set_shard(index, num_shards), and let it read that shard only.",
+            stacklevel=3,
+        )
+
+
 def _worker_split(loader: DataLoader[Any], worker_split: WorkerSplit | None) -> WorkerSplit:
     if worker_split not in (None, "dataset", "loader"):
         raise ValueError(f"shard_loader(worker_split={worker_split!r}): use 'dataset' or 'loader'.")
-    if worker_split is None and loader.num_workers > 1:
+    if worker_split is not None and is_told_its_shard(loader.dataset):
+        raise ValueError(
+            f"shard_loader(worker_split={worker_split!r}): {type(loader.dataset).__name__} is told its shard "
+            "(set_shard), among ranks and workers: leave worker_split out."
+        )
+    if worker_split is None and loader.num_workers > 1 and not is_told_its_shard(loader.dataset):
         raise ValueError(
             f"shard_loader: {loader.num_workers} workers read the iterable dataset {type(loader.dataset).__name__}: "
             "pass worker_split='dataset' if it splits itself among them (by get_worker_info() or a worker_init_fn), "

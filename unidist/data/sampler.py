@@ -6,31 +6,41 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
+from unidist.data.permutation import FeistelPermutation
 from unidist.data.sharding import Position, Progress, Sharding, mix_seeds
+
+#: How a shuffled order is drawn.
+Permutation = Literal["randperm", "feistel"]
+#: Number of samples from which it is not drawn as a whole unless the user says so.
+_LARGE = 10_000_000
+#: Items of this rank that are computed at once: so many that torch's time per call does not count.
+_CHUNK = 8192
 
 
 class ShardSampler(Sampler[Any]):
     """This rank's shard of the items that ``source`` draws: indices, or the batches of a batch sampler.
 
-    Every rank draws the whole epoch, from ``seed`` and the epoch alone, and takes its items. The global random state is
-    left untouched.
+    Every rank draws the whole epoch, from ``seed`` and the epoch alone, and takes its items; of a Feistel permutation
+    it computes its own items only. The global random state is left untouched.
 
     Args:
         source: a sampler or batch sampler with a length. What it draws at random must come from its ``generator``
             attribute or from the global generators of torch, Python or NumPy.
         sharding: how the epoch is divided.
         seed: the same on every rank.
+        permutation: how the order of a shuffled epoch is drawn. Default: by the number of samples.
     """
 
-    def __init__(self, source: Any, sharding: Sharding, seed: int) -> None:
+    def __init__(self, source: Any, sharding: Sharding, seed: int, permutation: Permutation | None = None) -> None:
         self.source = source
         self.sharding = sharding
         self.seed = seed
+        self.permutation: Permutation = permutation or ("feistel" if len(source) >= _LARGE else "randperm")
         #: Each iteration is the next epoch; the loader counts what it has yielded of it.
         self.progress = Progress()
 
@@ -48,22 +58,32 @@ class ShardSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         start = self.progress.begin()
         order = self._draw(start.epoch)
+        size, total = self.sharding.world_size, len(order)
         first = start.position + self.sharding.rank
-        for turn in range(self.sharding.length(len(order) - start.position)):
-            # An index past the end wraps around: padding.
-            yield order[(first + turn * self.sharding.world_size) % len(order)]
+        end = first + self.sharding.length(total - start.position) * size
+        for low in range(first, min(end, total), _CHUNK * size):
+            part = order[low : min(low + _CHUNK * size, end, total) : size]
+            yield from part.tolist() if isinstance(part, torch.Tensor) else part
+        if end > first and end - size >= total:  # padding wraps around
+            at = (end - size) % total
+            (item,) = order[at : at + 1]
+            yield int(item) if isinstance(item, torch.Tensor) else item
 
     def order(self) -> str:
         """A description that differs between orders of one seed."""
-        return f"{self.total()} items of {type(self.source).__name__}"
+        drawn = " by feistel" if self.permutation == "feistel" and is_shuffle(self.source) else ""
+        return f"{self.total()} items of {type(self.source).__name__}{drawn}"
 
-    def _draw(self, epoch: int) -> Sequence[Any]:
+    def _draw(self, epoch: int) -> Sequence[Any] | torch.Tensor | FeistelPermutation:
         source = self.source
         if type(source) is SequentialSampler:
             return range(len(source))
-        if is_shuffle(source):  # the order of DistributedSampler
-            order = torch.randperm(len(source), generator=torch.Generator().manual_seed(self.seed + epoch))
-            return _Integers(order)
+        if is_shuffle(source):
+            if self.permutation == "feistel":
+                return FeistelPermutation(len(source), mix_seeds(self.seed, epoch))
+            # The order of DistributedSampler.
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            return torch.randperm(len(source), generator=generator, device="cpu")
         with _seeded(source, mix_seeds(self.seed, epoch)):
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
@@ -96,19 +116,6 @@ class StatefulShardSampler(ShardSampler):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Make the next iteration the rest of the epoch of a saved state, on a world of any size."""
         self.progress.seek(Position(state["epoch"], state["position"]))
-
-
-class _Integers(Sequence[int]):
-    """A tensor of indices, in a fourth of the memory of a list."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __getitem__(self, index: Any) -> Any:
-        return int(self._values[index])
 
 
 def is_shuffle(sampler: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeGuard
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -13,12 +13,24 @@ from unidist.data.sharding import Progress, Sharding
 WorkerSplit = Literal["dataset", "loader"]
 
 
+class TellableDataset(Protocol):
+    """An iterable dataset that yields one shard of its stream."""
+
+    def set_shard(self, index: int, num_shards: int) -> None:
+        """Yield only this shard from now on, of which no other shard has a sample."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
 class ShardStream(IterableDataset[Any]):
     """This rank's and worker's shard of a stream.
 
     With ``worker_split="loader"`` every worker of every rank reads the whole stream and keeps its own samples: the
     ranks take samples in turn, and the workers of a rank batches. With ``"dataset"`` each worker's stream is divided
     among the ranks only.
+
+    A dataset with a method ``set_shard(index, num_shards)`` is told which shard of the stream this rank and worker are,
+    and yields no other samples.
 
     Args:
         dataset: yields the same samples in the same order on every rank. Its ``set_epoch``, if it has one, is called.
@@ -42,6 +54,12 @@ class ShardStream(IterableDataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
+    def read_per_kept(self, workers: int) -> int:
+        """How many samples each of a rank's workers reads for one that it keeps."""
+        if is_told_its_shard(self.dataset):
+            return 1
+        return self.sharding.world_size * (max(workers, 1) if self.worker_split == "loader" else 1)
+
     def total(self) -> int:
         """The number of samples of a whole epoch, over all ranks, where the dataset has a length."""
         return len(self.dataset)  # type: ignore[arg-type]
@@ -59,6 +77,10 @@ class ShardStream(IterableDataset[Any]):
     def _shard(self, skip: int) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        if is_told_its_shard(self.dataset):
+            self.dataset.set_shard(self.sharding.rank * workers + worker, self.sharding.world_size * workers)
+            yield from self.dataset
+            return
         if self.worker_split == "dataset":
             worker, workers = 0, 1
         sharding = self.sharding
@@ -83,6 +105,11 @@ class ShardStream(IterableDataset[Any]):
         turns, rest = divmod(count, size)
         if sharding.pad and 0 < rest <= sharding.rank and turns // self.batch_size % workers == worker:
             yield head[(sharding.rank - rest) % len(head)]
+
+
+def is_told_its_shard(dataset: object) -> TypeGuard[TellableDataset]:
+    """Whether a dataset has a method ``set_shard``."""
+    return hasattr(dataset, "set_shard")
 
 
 class WorkerInit:

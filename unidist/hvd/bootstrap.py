@@ -41,7 +41,7 @@ _HELLO_BYTES = _KEY_BYTES + _RANKS.size
 WELCOME = b"\x01"
 #: How much longer a rank waits than those that connect to it wait for theirs, so that it learns whom they miss.
 _LONGER_S = 2.0
-#: How long a stranger may take for a hello, and how many may wait beside the ranks.
+#: How long an unknown client may take for its hello, and how many may wait beside the ranks.
 _HELLO_S = 10.0
 _MAX_STRANGERS = 256
 
@@ -203,16 +203,16 @@ def accept(
     found: dict[int, Connection] = {}
     missed: set[int] = set()
     end = time.monotonic() + timeout
-    strangers = _Strangers(server, key, len(ranks))
+    handshakes = _Handshakes(server, key, len(ranks))
     try:
         while len(found) < len(ranks) and (left := end - time.monotonic()) > 0:
             if (member := membership.current()) is not None and (lost := member.lost()):
                 raise BackendError(lost)  # it will not come
-            for link, rank, missing in strangers.introduced(min(1.0, left)):
+            for link, rank, missing in handshakes.introduced(min(1.0, left)):
                 if rank in found or rank not in ranks:
-                    strangers.refuse(link, f"it says that it is rank {rank}")
+                    handshakes.refuse(link, f"it says that it is rank {rank}")
                     continue
-                strangers.leave(link)
+                handshakes.leave(link)
                 found[rank] = Connection(link, dead_after)
                 missed |= {missing} - {rank}
     except BaseException:
@@ -220,11 +220,11 @@ def accept(
             connection.close()
         raise
     finally:
-        strangers.close()
+        handshakes.close()
     return found, sorted(missed | {rank for rank in ranks if rank not in found})
 
 
-class _Strangers:
+class _Handshakes:
     """Connections that have not said who they are.
 
     Args:
@@ -293,7 +293,7 @@ class _Strangers:
         link.close()
 
     def leave(self, link: socket.socket) -> None:
-        """It is no stranger any more."""
+        """The handshake of a connection is over."""
         self._selector.unregister(link)
         del self._links[link]
 

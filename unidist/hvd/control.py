@@ -354,7 +354,7 @@ class LeaderThread(ControlThread):
         super().__init__(endpoint, options, connections, processes)
         self._rank = rank
         self._submissions = HostSubmissions((rank, *self._others()))
-        #: Messages for rank 0, and what it has been told that the other ranks do.
+        #: Messages for rank 0, and the state of the other ranks, as rank 0 reports it.
         self._outgoing = bytearray()
         self._reported: dict[int, str] = {}
 

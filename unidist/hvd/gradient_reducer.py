@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from unidist import collectives
+from unidist.agreement import first_difference
 from unidist.backends.backward_pass import watch_gradients
 from unidist.backends.base import Group, Op
 from unidist.backends.buckets import (
@@ -204,22 +204,20 @@ class GradientReducer:
     def _lay_out(self) -> list[Bucket]:
         """Compare the parameters with the other ranks', and make the buckets. Collective."""
         compression, op, predivide, sparse_as_dense, _ = self._options
-        sparse = [int(p.grad is not None and p.grad.is_sparse and not sparse_as_dense) for p in self._names]
-        mine = [f"{name} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for p, name in self._names.items()]
-        crc = zlib.crc32("\n".join(map(str, (op, compression.__name__, predivide, *mine))).encode())
         group = self._group
-        rows = collectives.all_gather_object((crc, mine, sparse), group)
-        for rank, row in zip(group.ranks, rows):
-            if row[0] != rows[0][0]:
-                pair = next((pair for pair in zip(rows[0][1], row[1]) if pair[0] != pair[1]), None)
-                what = f"they have {len(rows[0][1])} and {len(row[1])} parameters, or other options"
-                if pair:
-                    what = f"{pair[0]!r} on rank {group.ranks[0]} is {pair[1]!r} on rank {rank}"
-                raise HorovodInternalError(
-                    f"DistributedOptimizer: the parameters of rank {rank} differ from those of rank {group.ranks[0]}: "
-                    f"{what}. Build the same model and optimizer on every rank."
-                )
-        sparse_somewhere = [any(flags) for flags in zip(*(row[2] for row in rows))]
+        options = f"options {op} {compression.__name__} {predivide}"
+        mine = [f"{name!r} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for p, name in self._names.items()]
+        difference = first_difference([options, *mine], group)
+        if difference is not None:
+            first, *others = difference.values
+            rank, other = next((r, value) for r, value in zip(group.ranks[1:], others) if value != first)
+            raise HorovodInternalError(
+                f"DistributedOptimizer: the parameters of rank {rank} differ from those of rank {group.ranks[0]}: "
+                f"{first or 'no further parameter'} on rank {group.ranks[0]} is {other or 'no further parameter'} on "
+                f"rank {rank}. Build the same model and optimizer on every rank."
+            )
+        sparse = [p.grad is not None and p.grad.is_sparse and not sparse_as_dense for p in self._names]
+        sparse_somewhere = collectives.all_reduce(torch.tensor(sparse), "or", group).tolist()
         self._sparse = [param for param, flag in zip(self._names, sparse_somewhere) if flag]
         dense = [param for param, flag in zip(self._names, sparse_somewhere) if not flag]
         # Averages are divided before the sum, in the pass that copies them, unless gradient_predivide_factor splits the

@@ -17,7 +17,7 @@ MESSAGE = 1 << 24
 
 
 class Listener(Protocol):
-    """What is told of the agents."""
+    """Receives what the agents report."""
 
     async def print(self, rank: int, stream: str, text: str) -> None:
         """A rank has printed something."""
@@ -38,7 +38,7 @@ class HostAgent:
     Args:
         name: of the host.
         process: by which the agent is reached.
-        listener: is told what the agent says.
+        listener: receives what the agent reports.
         source: the agent's program.
     """
 

@@ -178,10 +178,10 @@ class Elastic:
         asked = [member.asked for member in self.members if member.asked is not None]
         if not asked:  # nobody waits who has the state
             return []
-        since, patience = min(asked), self.limits.timeout
+        since, timeout = min(asked), self.limits.timeout
         if self._failed_at is not None:
-            since, patience = max(since, self._failed_at), self.limits.grace
-        return [member for member in self.members if member.asked is None and now - since > patience]
+            since, timeout = max(since, self._failed_at), self.limits.grace
+        return [member for member in self.members if member.asked is None and now - since > timeout]
 
     def why_over(self, now: float) -> str | None:
         """Why the run cannot go on; None if it can, or has ended well."""

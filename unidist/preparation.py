@@ -1,0 +1,47 @@
+"""Everything that a training needs, made data-parallel in one call."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from unidist.context import device
+from unidist.data import shard_loader
+from unidist.model import wrap_model
+
+T = TypeVar("T")
+
+
+@overload
+def prepare(first: T, /) -> T: ...
+@overload
+def prepare(first: Any, second: Any, /, *others: Any) -> tuple[Any, ...]: ...
+def prepare(*objects: Any) -> Any:
+    """Models, optimizers and loaders, ready for training on all ranks: one call in place of three. Collective.
+
+    A model moves to ``unidist.device()`` and goes through ``wrap_model``, or only moves if no parameter of it requires
+    grad; a ``DataLoader`` goes through ``shard_loader``. Both with their defaults: call them yourself for options.
+    Everything else, such as optimizers and schedulers, is returned as it is. An optimizer may be made before or after.
+
+        model, optimizer, train, test = unidist.prepare(model, optimizer, train, test)
+
+    Args:
+        objects: in the same order on every rank.
+
+    Returns:
+        A tuple in the order of the arguments; for one argument, the result itself.
+
+    Raises:
+        What ``wrap_model`` and ``shard_loader`` raise.
+    """
+    prepared = tuple(_prepared(each) for each in objects)
+    return prepared[0] if len(prepared) == 1 else prepared
+
+
+def _prepared(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        value = value.to(device())
+        return wrap_model(value) if any(p.requires_grad for p in value.parameters()) else value
+    return shard_loader(value) if isinstance(value, DataLoader) else value
