@@ -64,7 +64,10 @@ def new_python(venv: Path) -> str:
 def test_archives_are_complete(archives: Path, tmp_path: Path) -> None:
     """Indexes take both archives, the wheel has types, and the tests run in what the source archive has."""
     wheel = zipfile.ZipFile(next(archives.glob("*.whl"))).namelist()
-    assert "unidist/backends/base.py" in wheel and "unidist/py.typed" in wheel and "backends/base.py" not in wheel
+    assert "unidist/py.typed" in wheel and "backends/base.py" not in wheel
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "unidist").rglob("*.py")}
+    modules |= {f"unidist/{path.relative_to(ROOT)}" for path in (ROOT / "backends").rglob("*.py")}
+    assert modules == {name for name in wheel if name.endswith(".py")}
     run([sys.executable, "-m", "twine", "check", "--strict", *map(str, archives.iterdir())])
     with tarfile.open(next(archives.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path, filter="data")
