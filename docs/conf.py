@@ -16,6 +16,8 @@ version = release = unidist.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click", "sphinx_copybutton"]
 exclude_patterns = ["_generated/*"]
 
+# A "--" is one of an option.
+smartquotes = False
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block", "colon_fence"]
 autodoc_typehints = "signature"

@@ -51,7 +51,7 @@ def environment() -> str:
 def launchers() -> str:
     """Every launcher, what it sets, and the engines that run under it."""
     return table(
-        ["launcher", "what you type", "found by", "gloo, nccl", "mpi", "horovod"],
+        ["launcher", "what you type", "gloo, nccl", "mpi", "horovod", "found by"],
         (_launcher(row) for row in LAUNCHERS),
     )
 
@@ -61,7 +61,7 @@ def _launcher(row: Launcher) -> list[str]:
     mpi = {"slurm": "with `--mpi=pmix` or `--mpi=pmi2`"}.get(row.name, "yes" if row.mpi else "no")
     marks = ", ".join(f"`{mark}`" for mark in row.marks)
     auto = "yes, chosen by `auto`" if row.backend == "horovod" else "yes"
-    return [f"`{row.name}`", typed, marks, "yes", mpi, auto]
+    return [f"`{row.name}`", typed, "yes", mpi, auto, marks]
 
 
 def hvd_names() -> str:

@@ -159,6 +159,12 @@ def test_every_public_call_is_in_the_reference() -> None:
 
 
 @pytest.mark.unit
+def test_every_command_is_in_the_reference() -> None:
+    page = (ROOT / "docs/cli.md").read_text()
+    assert all(f":prog: unidist {name}\n" in page or f"## unidist {name}\n" in page for name in unidist.cli.HELP)
+
+
+@pytest.mark.unit
 def test_the_tables_have_everything() -> None:
     variables = {value for value in vars(knobs).values() if isinstance(value, str) and value.startswith("UNIDIST_")}
     assert all(f"| `{name}` |" in tables.environment() for name in variables)
