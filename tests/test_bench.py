@@ -129,7 +129,7 @@ def test_inside_a_world(tmp_path: Path) -> None:
     assert result.returncode == 0, result.output
     assert result.output.count("(one call)") == 1  # one rank speaks
     found = cases(data)
-    assert {case["name"].split()[0] for case in found} == {"all_reduce", "all_gather", "broadcast", "epoch"}
+    assert {case["name"].split()[0] for case in found} == {"all_reduce", "all_reduce_", "all_gather", "broadcast", "epoch"}
     assert all("torch" in case["samples"] for case in found)
     assert set(json.loads(data.read_text())["limits"]) == {"memory copy", "loopback"}
 
