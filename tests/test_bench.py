@@ -55,18 +55,6 @@ def test_laws() -> None:
     ]
 
 
-def test_scale(tmp_path: Path) -> None:
-    """Every cost that grows, at small sizes, and what the report says of them."""
-    data = tmp_path / "scale.json"
-    done = bench("scale", "--quick", "--rounds", "1", "--backend", "gloo", "--json", str(data))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {case["name"]: case for case in cases(data)}
-    checks = [case for name, case in found.items() if name.startswith("checks at wrapping")]
-    assert {tuple(case["samples"]["unidist"]) for case in checks} == {(16.0,)}  # bytes, whatever the model
-    assert {"unidist", "replicate", "DDP"} == set(found["backward, 1,000 parameters"]["samples"])
-    assert "broadcast_optimizer_state grows with its size to the power of" in " ".join(done.stdout.split())
-
-
 def test_worlds_of_its_own(tmp_path: Path) -> None:
     """The step on every backend beside the raw library and the peers that are installed.
 
@@ -124,14 +112,26 @@ def test_the_coordinator_with_simulated_ranks(tmp_path: Path) -> None:
 
 def test_inside_a_world(tmp_path: Path) -> None:
     data = tmp_path / "here.json"
-    argv = ["-m", "unidist", "bench", "collectives", "loader", "--quick", "--rounds", "1", "--json", str(data)]
+    argv = ["-m", "unidist", "bench", "collectives", "loader", "scale", "--quick", "--rounds", "1", "--json", str(data)]
     result = run_world("torchrun", 2, argv, backend="gloo")
     assert result.returncode == 0, result.output
     assert result.output.count("(one call)") == 1  # one rank speaks
     found = cases(data)
-    assert {case["name"].split()[0] for case in found} == {"all_reduce", "all_reduce_", "all_gather", "broadcast", "epoch"}
-    assert all("torch" in case["samples"] for case in found)
+    calls = [case for case in found if case["suite"] != "scale"]
+    assert {case["name"].split()[0] for case in calls} == {
+        "all_reduce",
+        "all_reduce_",
+        "all_gather",
+        "broadcast",
+        "epoch",
+    }
+    assert all("torch" in case["samples"] for case in calls)
     assert set(json.loads(data.read_text())["limits"]) == {"memory copy", "loopback"}
+    scale = {case["name"]: case for case in found if case["suite"] == "scale"}
+    checks = [case for name, case in scale.items() if name.startswith("checks at wrapping")]
+    assert {tuple(case["samples"]["unidist"]) for case in checks} == {(16.0,)}  # bytes, whatever the model
+    assert {"unidist", "replicate", "DDP"} == set(scale["backward, 1,000 parameters"]["samples"])
+    assert "broadcast_optimizer_state grows with its size to the power of" in " ".join(result.output.split())
 
 
 def test_raw_calls_under_mpi() -> None:

@@ -32,7 +32,8 @@ def cases(rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[s
         if backend not in backends or unavailable(launcher, backend, size):
             continue
         samples = {
-            name: [_peak(launcher, backend, name, size) for _ in range(1 if quick else rounds)] for name in [OURS, *raw]
+            name: [_peak(launcher, backend, name, size) for _ in range(1 if quick else rounds)]
+            for name in [OURS, *raw[: 1 if quick else None]]
         }
         if ddp := samples.get("DDP", ddp):
             samples["DDP"] = ddp
