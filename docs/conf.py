@@ -7,6 +7,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from docutils import nodes
+
 import unidist
 from docs import tables
 
@@ -40,6 +42,16 @@ def no_addresses(app: object, context: object, lines: list[str]) -> None:
     lines[:] = [re.sub(r"\w+(\[@\w+\]|@\w+)", r"``\g<0>``", line) for line in lines]
 
 
+def names_in_diffs(app: object, doctree: nodes.document) -> None:
+    """Sphinx heads a diff with the files' places on this machine."""
+    root = f"{Path(__file__).parents[1]}/"
+    for block in doctree.findall(nodes.literal_block):
+        if block.get("language") == "udiff":
+            text = block.astext().replace(root, "")
+            block[:] = [nodes.Text(text)]
+            block.rawsource = text
+
+
 def level_of_captions(app: object, page: str, template: str, context: dict[str, Any], tree: object) -> None:
     """Screen readers want the level of what the theme calls a heading."""
     captions = context["furo_navigation_tree"]
@@ -52,4 +64,5 @@ def setup(app: Any) -> None:
     app.connect("sphinx-click-process-description", no_addresses)
     app.connect("sphinx-click-process-options", no_addresses)
     app.connect("sphinx-click-process-arguments", no_addresses)
+    app.connect("doctree-read", names_in_diffs)
     app.connect("html-page-context", level_of_captions, priority=900)  # after the theme's
