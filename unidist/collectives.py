@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unidist.backends.base import Backend, Group, Op
-from unidist.backends.buckets import flatten_bytes, split_into_buckets, unflatten_bytes
+from unidist.backends.buckets import split_into_buckets
 from unidist.backends.reductions import WIDER
 from unidist.context import current
 from unidist.errors import MismatchError
@@ -167,14 +167,16 @@ def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | N
         _check_dense(tensor)
     for same in split_into_buckets((t for t in tensors if t.numel()), _BUCKET_MB):
         in_place = len(same) == 1 and _is_flat(backend, same[0])
-        flat = same[0].detach().view(-1).view(torch.uint8) if in_place else flatten_bytes(same)
+        parts = [tensor.detach().reshape(-1) for tensor in same]
+        flat = parts[0] if in_place else torch.cat(parts)
         sent = flat.to(transport_device(backend, flat))
-        backend.broadcast(sent, src, group)
-        if backend.topology.rank != src:
-            if sent is not flat:
-                flat.copy_(sent)
-            if not in_place:
-                unflatten_bytes(flat, same)
+        backend.broadcast(sent.view(torch.uint8), src, group)
+        if backend.topology.rank != src and not in_place:
+            sizes = [tensor.numel() for tensor in same]
+            received = torch.split(sent.to(flat.device), sizes)
+            torch._foreach_copy_(
+                [tensor.detach() for tensor in same], [part.view(tensor.shape) for part, tensor in zip(received, same)]
+            )
 
 
 def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group | None = None) -> Tensor:
