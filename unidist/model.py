@@ -380,9 +380,9 @@ def _refuse_sharded(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if hasattr(param, "device_mesh") and hasattr(param, "placements"):
             raise ValueError(
-                f"parameter {name!r} is a DTensor, of which each rank has a shard: wrap_model, replicate, "
-                "assert_in_sync and save_checkpoint take full tensors. FSDP2 and tensor parallelism reduce gradients "
-                "themselves: train without wrap_model, and save with torch.distributed.checkpoint."
+                f"parameter {name!r} is a DTensor, of which each rank has a shard: wrap_model, replicate and "
+                "assert_in_sync take full tensors. FSDP2 and tensor parallelism reduce gradients themselves: train "
+                "without wrap_model."
             )
 
 

@@ -1,7 +1,6 @@
 """``unwrap``, ``assert_in_sync`` and ``global_mean``."""
 
 import contextlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -97,7 +96,7 @@ def test_global_mean_of_nothing_and_of_nonsense() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_sharded_models_are_refused(tmp_path: Path) -> None:
+def test_sharded_models_are_refused() -> None:
     if not torch.distributed.is_initialized():
         pytest.skip("FSDP2 needs torch.distributed, and this backend does not start it")
     from torch.distributed.device_mesh import init_device_mesh
@@ -105,7 +104,5 @@ def test_sharded_models_are_refused(tmp_path: Path) -> None:
 
     model = fully_shard(nn.Linear(4, 6), mesh=init_device_mesh("cpu", (unidist.world_size(),)))
     for call in (unidist.wrap_model, unidist.assert_in_sync):
-        with pytest.raises(ValueError, match=r"'weight' is a DTensor.*torch\.distributed\.checkpoint"):
+        with pytest.raises(ValueError, match=r"'weight' is a DTensor.*train without wrap_model"):
             call(model)
-    with pytest.raises(ValueError, match=r"'weight' is a DTensor"):
-        unidist.save_checkpoint(tmp_path / "model.pt", model=model)
