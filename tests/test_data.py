@@ -253,7 +253,7 @@ class Told(Stream):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataset_that_is_told_its_shard(workers: int) -> None:
+def test_a_dataset_that_shards_itself(workers: int) -> None:
     loaders = world(Told(23), 3, 2, num_workers=workers)
     for _ in range(2):
         assert sorted(index for loader in loaders for index in flat(list(loader))) == list(range(23))

@@ -323,16 +323,16 @@ def _on_first(call: str, group: Group | None, action: Callable[[Event], T]) -> T
 
 
 def _gather_on_first(value: T, group: Group | None) -> list[T]:
-    """The values of all ranks on the first one, in rank order; an empty list on the others. Collective.
-
-    The bytes pass through every rank, which drops them.
-    """
+    """The values of all ranks on the first one, in rank order; an empty list on the others. Collective."""
+    backend, ranks = current(), current().ranks(group)
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    everyones = all_gather(data, group)
-    ranks = current().ranks(group)
-    if current().topology.rank != ranks[0]:
+    sizes = all_gather(torch.tensor(data.numel()), group).tolist()
+    is_first = backend.topology.rank == ranks[0]
+    send = [data.numel(), *[0] * (len(ranks) - 1)]
+    received = backend.all_to_all(data, send, sizes if is_first else [0] * len(ranks), group)
+    if not is_first:
         return []
-    stream = io.BytesIO(ctypes.string_at(everyones.data_ptr(), everyones.numel()))
+    stream = io.BytesIO(ctypes.string_at(received.data_ptr(), received.numel()))
     return [pickle.load(stream) for _ in ranks]
 
 

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from unidist.context import current, is_initialized
 from unidist.data.sampler import Permutation, ShardSampler, StatefulShardSampler, is_shuffle
 from unidist.data.sharding import Position, Sharding, mix_seeds
-from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit, is_told_its_shard
+from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit, shards_itself
 from unidist.spans import spans
 
 T = TypeVar("T")
-#: From more samples on that a worker reads for one that it keeps, it is told.
+#: Samples that a worker reads for one that it keeps, above which there is a warning.
 _READ_PER_KEPT = 16
 
 
@@ -96,9 +96,9 @@ class ShardLoader(DataLoader[T]):
     def _check_workers(self, saved_workers: int, saved_split: str | None) -> None:
         """Raise if a position in the middle of a stream cannot be found again."""
         assert isinstance(self._source, ShardStream)
-        if is_told_its_shard(self._source.dataset):
+        if shards_itself(self._source.dataset):
             raise ValueError(
-                f"{type(self._source.dataset).__name__} is told its shard (set_shard), so it cannot resume at a "
+                f"{type(self._source.dataset).__name__} shards itself (set_shard), so it cannot resume at a "
                 "position of the whole stream: resume from a state saved at the end of an epoch."
             )
         splits = ((saved_split, saved_workers), (self._source.worker_split, self.num_workers))
@@ -175,8 +175,8 @@ def shard_loader(
     * A batch sampler is drawn in the same way, and the ranks take whole batches in turn.
     * An iterable dataset must yield the same stream on every rank, and the ranks take its samples in turn. With two or
       more workers, ``worker_split`` says who divides the stream among those of a rank.
-      A dataset with a method ``set_shard(index, num_shards)`` is told its shard before each epoch instead, in each
-      worker of each rank, and yields no other samples: nothing is read that is not used.
+      A dataset with a method ``set_shard(index, num_shards)`` shards itself: it is called before each epoch, in each
+      worker of each rank, and the dataset yields no other samples: nothing is read that is not used.
     * torchdata's ``StatefulDataLoader`` remains one; its own ``state_dict()`` contains the position.
 
     Args:
@@ -211,13 +211,13 @@ def shard_loader(
             "the result."
         )
     drop_last = loader.drop_last if drop_last is None else drop_last
-    told = isinstance(loader.dataset, IterableDataset) and is_told_its_shard(loader.dataset)
-    if told and pad:
+    sharded = isinstance(loader.dataset, IterableDataset) and shards_itself(loader.dataset)
+    if sharded and pad:
         raise ValueError(
-            f"shard_loader(pad=True): {type(loader.dataset).__name__} is told its shard (set_shard), and no rank knows "
+            f"shard_loader(pad=True): {type(loader.dataset).__name__} shards itself (set_shard), and no rank knows "
             "how long the others are: make them equally long, or train inside unidist.join."
         )
-    pad = (not drop_last and not told) if pad is None else pad
+    pad = (not drop_last and not sharded) if pad is None else pad
     if pad and drop_last:
         raise ValueError(
             "shard_loader(pad=True, drop_last=True): the last samples can be repeated or dropped, not both."
@@ -306,12 +306,12 @@ def _warn_of_waste(source: ShardStream, workers: int) -> None:
 def _worker_split(loader: DataLoader[Any], worker_split: WorkerSplit | None) -> WorkerSplit:
     if worker_split not in (None, "dataset", "loader"):
         raise ValueError(f"shard_loader(worker_split={worker_split!r}): use 'dataset' or 'loader'.")
-    if worker_split is not None and is_told_its_shard(loader.dataset):
+    if worker_split is not None and shards_itself(loader.dataset):
         raise ValueError(
-            f"shard_loader(worker_split={worker_split!r}): {type(loader.dataset).__name__} is told its shard "
+            f"shard_loader(worker_split={worker_split!r}): {type(loader.dataset).__name__} shards itself "
             "(set_shard), among ranks and workers: leave worker_split out."
         )
-    if worker_split is None and loader.num_workers > 1 and not is_told_its_shard(loader.dataset):
+    if worker_split is None and loader.num_workers > 1 and not shards_itself(loader.dataset):
         raise ValueError(
             f"shard_loader: {loader.num_workers} workers read the iterable dataset {type(loader.dataset).__name__}: "
             "pass worker_split='dataset' if it splits itself among them (by get_worker_info() or a worker_init_fn), "

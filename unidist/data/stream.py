@@ -13,7 +13,7 @@ from unidist.data.sharding import Progress, Sharding
 WorkerSplit = Literal["dataset", "loader"]
 
 
-class TellableDataset(Protocol):
+class ShardedDataset(Protocol):
     """An iterable dataset that yields one shard of its stream."""
 
     def set_shard(self, index: int, num_shards: int) -> None:
@@ -29,8 +29,8 @@ class ShardStream(IterableDataset[Any]):
     ranks take samples in turn, and the workers of a rank batches. With ``"dataset"`` each worker's stream is divided
     among the ranks only.
 
-    A dataset with a method ``set_shard(index, num_shards)`` is told which shard of the stream this rank and worker are,
-    and yields no other samples.
+    The method ``set_shard(index, num_shards)`` of a dataset is called with the shard of this rank and worker, if it has
+    one; the dataset yields no other samples then.
 
     Args:
         dataset: yields the same samples in the same order on every rank. Its ``set_epoch``, if it has one, is called.
@@ -56,7 +56,7 @@ class ShardStream(IterableDataset[Any]):
 
     def read_per_kept(self, workers: int) -> int:
         """How many samples each of a rank's workers reads for one that it keeps."""
-        if is_told_its_shard(self.dataset):
+        if shards_itself(self.dataset):
             return 1
         return self.sharding.world_size * (max(workers, 1) if self.worker_split == "loader" else 1)
 
@@ -77,7 +77,7 @@ class ShardStream(IterableDataset[Any]):
     def _shard(self, skip: int) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        if is_told_its_shard(self.dataset):
+        if shards_itself(self.dataset):
             self.dataset.set_shard(self.sharding.rank * workers + worker, self.sharding.world_size * workers)
             yield from self.dataset
             return
@@ -107,7 +107,7 @@ class ShardStream(IterableDataset[Any]):
             yield head[(sharding.rank - rest) % len(head)]
 
 
-def is_told_its_shard(dataset: object) -> TypeGuard[TellableDataset]:
+def shards_itself(dataset: object) -> TypeGuard[ShardedDataset]:
     """Whether a dataset has a method ``set_shard``."""
     return hasattr(dataset, "set_shard")
 
