@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ def save(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
     """Write the shards of all ranks, each only once. Collective over torch's default process group."""
     from torch.distributed import checkpoint
 
-    checkpoint.save(dict(tensors), storage_writer=checkpoint.FileSystemWriter(directory))
+    with _errors():
+        checkpoint.save(dict(tensors), storage_writer=checkpoint.FileSystemWriter(directory))
 
 
 def missing_files(directory: Path) -> list[str]:
@@ -37,6 +39,18 @@ def load(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
     """
     from torch.distributed import checkpoint
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _errors():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what no_dist asks for
         checkpoint.load(dict(tensors), storage_reader=checkpoint.FileSystemReader(directory), no_dist=True)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """torch's ``CheckpointException`` is no ``Exception``."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = dict.fromkeys(f"{type(why[0]).__name__}: {why[0]}" for why in error.failures.values())
+        raise OSError("; ".join(reasons)) from error

@@ -21,6 +21,7 @@ _GPU_BLOCK = 2**24
 #: Tensors of fewer bytes are copied together, in MiB at a time: a digest takes 27 us at least.
 _SMALL_BYTES = 2**16
 _TOGETHER_MB = 64
+_LOWER_HALF = 2**32 - 1
 
 
 class FirstDifference(NamedTuple):
@@ -97,7 +98,7 @@ def _sums(words: Tensor) -> Tensor:
 
 def _mixed(words: Tensor, factors: Tensor) -> Tensor:
     mixed = (words ^ factors).mul_(factors)
-    return mixed.bitwise_xor_(mixed >> 32)
+    return mixed.bitwise_xor_((mixed >> 32).bitwise_and_(_LOWER_HALF))  # the shift repeats the sign
 
 
 @cache

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import IO, Any, Generic, TypeVar, cast
@@ -361,12 +361,13 @@ def _save_sharded(call: str, path: Path, state: dict[str, Any], keep_last: int |
         if keep_last is not None:
             files.prune(path, keep_last)
 
-    try:
-        _attempt(call, None, lambda: shards.save(sharded, directory))
-        _on_first(call, None, complete)
-    finally:
-        if made:
-            files.remove(directory)  # where it has not become the checkpoint
+    with files.locked(directory) if made else nullcontext():
+        try:
+            _attempt(call, None, lambda: shards.save(sharded, directory))
+            _on_first(call, None, complete)
+        finally:
+            if made:
+                files.remove(directory)  # where it has not become the checkpoint
 
 
 def _key(place: tuple[Any, ...]) -> str:

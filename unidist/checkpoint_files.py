@@ -32,12 +32,9 @@ REST = "unidist.pt"
 def write(path: Path, state: dict[str, Any], stop: Event) -> None:
     """Write a file that replaces ``path`` when it is complete. Raises ``InterruptedError`` once ``stop`` is set."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A requeued job may write while the old one still does, under the same host name and pid.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(8)}{_UNFINISHED}")
-    with temporary.open("xb") as file:
+    temporary = _unfinished(path)
+    with temporary.open("xb") as file, locked(temporary):
         try:
-            with suppress(OSError):  # not every file system can
-                fcntl.flock(file, fcntl.LOCK_EX)
             with _synced_meanwhile(file):
                 torch.save(state, _Stoppable(file, stop))  # type: ignore[arg-type]  # it needs no more than this has
             file.flush()
@@ -154,15 +151,30 @@ def prune(path: Path, keep: int) -> None:
     leftover = rf"\.{series}\.{re.escape(socket.gethostname())}\.\w+{re.escape(_UNFINISHED)}"
     for other in files:
         if re.fullmatch(leftover, other.name) and _is_orphan(other):
-            other.unlink(missing_ok=True)
+            remove(other)
 
 
 def _is_orphan(temporary: Path) -> bool:
-    """Whether the process that wrote a temporary file has ended: the file is not locked."""
-    with suppress(OSError), temporary.open("r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(file.fileno()).st_size > 0  # an empty one may be about to be locked
+    """Whether the process that wrote a temporary file or directory has ended: it is not locked."""
+    with suppress(OSError), locked(temporary, wait=False):
+        # An empty one may be about to be locked.
+        return any(temporary.iterdir()) if temporary.is_dir() else temporary.stat().st_size > 0
     return False
+
+
+@contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """A file or a directory is locked inside. Raises ``OSError`` where another process has it and ``wait`` is false."""
+    opened = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        if wait:
+            with suppress(OSError):  # not every file system can
+                fcntl.flock(opened, fcntl.LOCK_EX)
+        else:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -178,10 +190,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _unfinished(path: Path) -> Path:
+    # A requeued job may write while the old one still does, under the same host name and pid.
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(8)}{_UNFINISHED}")
+
+
 def temporary_directory(path: Path) -> Path:
     """Make the directory that is to replace ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
+    made = _unfinished(path)
     made.mkdir()
     return made
 
@@ -189,7 +206,7 @@ def temporary_directory(path: Path) -> Path:
 def replace_directory(temporary: Path, path: Path) -> None:
     """Give a finished directory its name; what has it already is removed."""
     if path.exists():
-        old = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
+        old = _unfinished(path)
         path.rename(old)
         temporary.rename(path)
         remove(old)

@@ -237,7 +237,8 @@ def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
     """
     _refuse_sharded(unwrap(model))
     named = list(unwrap(model).named_parameters())
-    if first_difference(digests(p for _, p in named), group) is None:
+    shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in named]
+    if first_difference([*map(str, digests(p for _, p in named)), *shapes], group) is None:
         return
     difference = first_difference([f"{n!r} {tuple(p.shape)} {p.dtype} {digest(p)}" for n, p in named], group)
     if difference is None:
@@ -337,7 +338,8 @@ class _Described:
         self.on_cpu = tensor.device.type == "cpu"
 
     def empty(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        device = torch.device("cpu") if self.on_cpu else optimizer.param_groups[0]["params"][0].device
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        device = torch.device("cpu") if self.on_cpu else next(params).device
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 

@@ -43,6 +43,15 @@ def test_weights_that_differ_are_named() -> None:
         unidist.assert_in_sync(model)
 
 
+def test_equal_bytes_of_another_shape_differ() -> None:
+    rank, last = unidist.rank(), unidist.world_size() - 1
+    model = nn.Linear(2, 3, bias=False) if rank == last else nn.Linear(3, 2, bias=False)
+    nn.init.ones_(model.weight)
+    if last:
+        with pytest.raises(unidist.MismatchError, match="'weight' of rank 0 differs"):
+            unidist.assert_in_sync(model)
+
+
 def test_the_first_difference_between_lists() -> None:
     rank, last = unidist.rank(), unidist.world_size() - 1
     names = [f"parameter {i}" for i in range(1000)]

@@ -3,7 +3,10 @@
 python tests/programs/sharded.py save|load|plain DIRECTORY
 """
 
+import shutil
+import socket
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -41,9 +44,27 @@ def main() -> None:
     model, optimizer = make(1 if how == "save" else 2, how != "plain")
     if how == "save":
         step(model, optimizer)
+        if unidist.is_main():  # as a process that was killed leaves it
+            killed = Path(directory, f".run-1.{socket.gethostname()}.0123.unfinished")
+            killed.mkdir()
+            (killed / "__0_0.distcp").write_bytes(b"part")
         for number in (1, 2, 3, 3):  # the last one is written over
             run = {"model": model, "optimizer": optimizer, "number": number}
             unidist.save_checkpoint(f"{directory}/run-{number}", keep_last=2, **run)
+        incomplete = Path(directory, "incomplete")
+        if unidist.is_main():
+            shutil.copytree(Path(directory, "run-3"), incomplete)
+            next(incomplete.glob("__1_*.distcp")).unlink()
+        unidist.barrier()
+        try:
+            unidist.load_checkpoint(incomplete, model=model)
+        except unidist.CheckpointError as error:
+            assert "__1_0.distcp" in str(error), error
+        else:
+            raise AssertionError("a shard is missing")
+        unidist.barrier()
+        if unidist.is_main():
+            shutil.rmtree(incomplete)
         for options in ({"wait": False}, {"group": unidist.new_group(range(unidist.world_size()))}):
             try:
                 unidist.save_checkpoint(f"{directory}/run-4", model=model, **options)
