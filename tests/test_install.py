@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,8 +68,7 @@ def test_archives_are_complete(archives: Path, tmp_path: Path) -> None:
     modules |= {f"unidist/{path.relative_to(ROOT)}" for path in (ROOT / "backends").rglob("*.py")}
     assert modules == {name for name in wheel if name.endswith(".py")}
     run([sys.executable, "-m", "twine", "check", "--strict", *map(str, archives.iterdir())])
-    with tarfile.open(next(archives.glob("*.tar.gz"))) as archive:
-        archive.extractall(tmp_path, filter="data")
+    run(["tar", "xzf", str(next(archives.glob("*.tar.gz")))], tmp_path)
     (source,) = tmp_path.iterdir()
     for name in ("Makefile", "CHANGELOG.md", "docs/index.md", "templates", "examples/digits.py", "backends/base.py"):
         assert (source / name).exists(), name
