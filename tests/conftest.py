@@ -5,6 +5,7 @@ rank.
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,9 @@ import torch
 
 from tests.support import slurm
 from tests.support.worlds import IN_WORLD, LEGACY, PROJECTS, run_world, shown
+
+# A shell starts what is in its background with SIGINT ignored, and so would be the jobs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: What starts worlds, here and in the product.
 STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.multiprocessing.start_processes")
