@@ -22,10 +22,11 @@ def prepare(*objects: Any) -> Any:
     """Models, optimizers and loaders, ready for training on all ranks: one call in place of three. Collective.
 
     A model moves to ``unidist.device()`` and goes through ``wrap_model``, or only moves if no parameter of it requires
-    grad; a ``DataLoader`` goes through ``shard_loader``. Both with their defaults: call them yourself for options.
-    Everything else, such as optimizers and schedulers, is returned as it is. An optimizer may be made before or after.
+    grad; a ``DataLoader`` goes through ``shard_loader``. Both with their defaults: call them yourself for options, such
+    as ``shard_loader(test, pad=False)``, which counts each sample of a test set once. Everything else, such as
+    optimizers and schedulers, is returned as it is. An optimizer may be made before or after. ::
 
-        model, optimizer, train, test = unidist.prepare(model, optimizer, train, test)
+        model, optimizer, train = unidist.prepare(model, optimizer, train)
 
     Args:
         objects: in the same order on every rank.
