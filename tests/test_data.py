@@ -240,7 +240,7 @@ def test_workers_of_a_stream_need_worker_split() -> None:
         unidist.shutdown()
 
 
-class Told(Stream):
+class SelfSharded(Stream):
     """Reads what it yields."""
 
     shard = (0, 1)
@@ -254,21 +254,21 @@ class Told(Stream):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_shards_itself(workers: int) -> None:
-    loaders = world(Told(23), 3, 2, num_workers=workers)
+    loaders = world(SelfSharded(23), 3, 2, num_workers=workers)
     for _ in range(2):
         assert sorted(index for loader in loaders for index in flat(list(loader))) == list(range(23))
-    with pytest.raises(ValueError, match=r"Told is told its shard .* at the end of an epoch"):
+    with pytest.raises(ValueError, match=r"SelfSharded shards itself .* at the end of an epoch"):
         loaders[0].load_state_dict({**loaders[0].state_dict(), "position": 6})
     loaders[0].load_state_dict({**loaders[0].state_dict(), "epoch": 5})
     assert loaders[0].epoch == 5
     unidist.init("single")
     try:
-        told = DataLoader(Told(9), 2, num_workers=workers)
-        assert sorted(flat(list(unidist.shard_loader(told)))) == list(range(9))
-        with pytest.raises(ValueError, match=r"pad=True\): Told is told its shard"):
-            unidist.shard_loader(told, pad=True)
+        loader = DataLoader(SelfSharded(9), 2, num_workers=workers)
+        assert sorted(flat(list(unidist.shard_loader(loader)))) == list(range(9))
+        with pytest.raises(ValueError, match=r"pad=True\): SelfSharded shards itself"):
+            unidist.shard_loader(loader, pad=True)
         with pytest.raises(ValueError, match="leave worker_split out"):
-            unidist.shard_loader(told, worker_split="loader")
+            unidist.shard_loader(loader, worker_split="loader")
     finally:
         unidist.shutdown()
 
@@ -280,11 +280,11 @@ def test_reading_much_more_than_is_kept() -> None:
         unidist.shard_loader(DataLoader(Stream(9), num_workers=16), worker_split="loader")
         with pytest.warns(UserWarning, match=r"reads 17 samples of Stream for one that it keeps: .* set_shard"):
             unidist.shard_loader(DataLoader(Stream(9), num_workers=17), worker_split="loader")
-        unidist.shard_loader(DataLoader(Told(9), num_workers=17))
+        unidist.shard_loader(DataLoader(SelfSharded(9), num_workers=17))
     finally:
         unidist.shutdown()
     stream = ShardStream(Stream(9), Sharding(5, 64), 1)
-    assert (stream.read_per_kept(8), ShardStream(Told(9), Sharding(5, 64), 1).read_per_kept(8)) == (512, 1)
+    assert (stream.read_per_kept(8), ShardStream(SelfSharded(9), Sharding(5, 64), 1).read_per_kept(8)) == (512, 1)
 
 
 def test_an_iteration_of_one_batch_does_not_count() -> None:
