@@ -23,8 +23,9 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from unidist import open_files
 from unidist.errors import CollectiveError, UnidistError
+from unidist.network import open_files
+from unidist.network.processes import Process
 from unidist.operations import Entry, OperationRecord, RecentOperations
 from unidist.spans import Collective, spans
 from unidist.topology import Launch, Topology
@@ -151,6 +152,9 @@ class Backend(ABC):
         self.inline_bytes: dict[Group | None, int] = {}
         #: The last operations; None where the library keeps a record of them.
         self.recent: RecentOperations | None = RecentOperations()
+        #: Where all ranks run, in rank order, and the job's secret; set by ``init`` in worlds of several ranks.
+        self.processes: list[Process] = []
+        self.secret = b""
         #: Asks the other ranks when a call has failed; None: nobody does.
         self.watch: Watcher | None = None
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from unidist.backends import rendezvous
-from unidist.backends.addresses import host_id, interface_of
 from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, Start, WrappedModel
 from unidist.backends.data_parallel import BucketedDataParallel
 from unidist.backends.device import default_device
@@ -27,6 +26,7 @@ from unidist.backends.mpi import launch as mpi
 from unidist.backends.reducer import BackendReducer
 from unidist.backends.replica import Replica
 from unidist.errors import BackendError, UnidistError
+from unidist.network.addresses import host_id, interface_of
 from unidist.spans import Collective
 from unidist.topology import Launch, Slot, Topology, detect, locate
 

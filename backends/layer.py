@@ -17,6 +17,7 @@ class Layer(Backend):
         self.reducible = backend.reducible
         self.groups = backend.groups
         self.inline_bytes = backend.inline_bytes
+        self.processes, self.secret = backend.processes, backend.secret
         self._backend = backend
 
     @classmethod

@@ -5,6 +5,7 @@ Launchers differ in how rank 0's address gets to the other ranks (``Launcher.ren
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
@@ -18,15 +19,17 @@ from datetime import timedelta
 from functools import partial
 from http.client import HTTPException
 from typing import Any, NamedTuple, TypeVar, cast
+from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 
-from unidist import knobs, membership, open_files
-from unidist.backends import addresses
-from unidist.backends.addresses import Host, create_server, listen_address, source_address, this_host
+from unidist import knobs, membership
 from unidist.backends.base import Start
 from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, LaunchError, UnidistError
+from unidist.network import addresses, open_files
+from unidist.network.addresses import Host, create_server, listen_address, source_address, this_host
 from unidist.topology import Launch, Slot, Topology, exported_row, locate
 
 T = TypeVar("T")
@@ -151,7 +154,7 @@ def exchange(store: dist.Store, rank: int, hosts: Sequence[str], value: str, tim
 
 
 def in_time(call: Callable[[], T], timeout: timedelta) -> T:
-    """The result of a call of torch's stores, made in a thread: they wait for ever for a server that has stopped.
+    """The result of a call, made in a thread: torch's stores wait for ever for a server that has stopped.
 
     Raises:
         TimeoutError: there is none.
@@ -202,7 +205,8 @@ def serve(address: str, listening: socket.socket, timeout: timedelta = START_TIM
         multi_tenant=True,  # torch's env:// in this process takes it over
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
-        use_libuv=False,  # torch 2.6's takes no socket
+        # It goes on without files for new connections; before torch 2.8 it takes no socket.
+        use_libuv=torch.__version__ >= "2.8",
     )
 
 
@@ -226,10 +230,12 @@ def _base_store(launch: Launch, init_method: str | None, timeout: timedelta) -> 
 
 def _open(launch: Launch, init_method: str | None, timeout: timedelta) -> dist.Store:
     if init_method is not None:
-        url = init_method
-        if url.startswith("env://"):
-            _require_master(launch)
-        meeting = dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout)
+        url = urlsplit(init_method)
+        if url.scheme == "env":
+            return _at_master(launch, timeout)
+        if url.scheme == "tcp" and url.hostname and url.port:
+            return _at(url.hostname, url.port, launch, timeout)
+        meeting = dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=timeout)
         store: dist.Store = in_time(partial(next, meeting), timeout)[0]
         return store
     if launch.launcher.name in ("none", "arguments"):
@@ -255,12 +261,20 @@ def _at_master(launch: Launch, timeout: timedelta) -> dist.Store:
         # torchrun's agent is the server, and counts its restarts.
         store = _connect(addr, port, timeout)
         return dist.PrefixStore(f"restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return _at(addr, port, launch, timeout)
+
+
+def _at(addr: str, port: int, launch: Launch, timeout: timedelta) -> dist.Store:
+    """The store at a host and port, which rank 0 serves: on the address that is meant, where that is clear."""
     if launch.rank != 0:
         return _connect(addr, port, timeout)
+    meant = addresses.own_address(addr, alone=launch.num_nodes == 1 or launch.local_size == launch.world_size)
     try:
+        if meant is not None:
+            return serve(meant, create_server(meant, port=port), timeout)
         return dist.TCPStore(addr, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error):
+    except (OSError, dist.DistNetworkError) as error:
+        if "EADDRINUSE" in str(error) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
             raise BackendError(
                 f"port {port} of {addr} is in use: set MASTER_PORT to a free one on every rank."
             ) from error

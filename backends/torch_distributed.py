@@ -22,9 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unidist import open_files
 from unidist.backends import rendezvous
-from unidist.backends.addresses import interface_of
 from unidist.backends.backward_pass import current_pass
 from unidist.backends.base import (
     Backend,
@@ -46,6 +44,8 @@ from unidist.backends.replica import Replica
 from unidist.backends.watch import flight_recorder
 from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
 from unidist.errors import BackendError, CollectiveError, MismatchError, UnidistError
+from unidist.network import open_files
+from unidist.network.addresses import interface_of
 from unidist.operations import OperationRecord
 from unidist.spans import NEVER, spans
 from unidist.topology import Launch, Topology

@@ -57,7 +57,7 @@ TIMEOUT, GRACE = 4, 10
         ("unidist.hvd.session.open_control", 0),
         ("unidist.hvd.session.open_control", 1),
         ("unidist.hvd.bootstrap.accept", 0),
-        ("unidist.hvd.bootstrap.introduce", 1),
+        ("unidist.hvd.bootstrap.connect", 1),
     ],
 )
 def test_a_rank_that_stops_in_the_start_is_named_in_time(call: str, victim: int) -> None:

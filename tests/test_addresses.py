@@ -9,9 +9,9 @@ import pytest
 
 from tests.support import hosts as machines
 from tests.support.worlds import PYTHON, ROOT, environment, free_port
-from unidist.backends import addresses
-from unidist.backends.addresses import LOOPBACK, Host, create_server, interface_of, listen_address, this_host
 from unidist.errors import BackendError
+from unidist.network import addresses
+from unidist.network.addresses import LOOPBACK, Host, create_server, interface_of, listen_address, this_host
 
 
 def other(*found: str, id: str = "other") -> Host:
@@ -61,7 +61,7 @@ def two_hosts() -> Iterator[list[str]]:
 
 CHOICE = """
 import json, sys
-from unidist.backends.addresses import Host, listen_address, this_host
+from unidist.network.addresses import Host, listen_address, this_host
 rows = json.loads(sys.argv[1])
 print("ROW", json.dumps(this_host()))
 for env in json.loads(sys.argv[2]):

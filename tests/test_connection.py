@@ -1,4 +1,4 @@
-"""The connections of the drop-in's control plane: strangers, ranks that come twice, and whole messages."""
+"""The connections of a job's processes: who is refused, ranks that come twice, and whole messages."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from unidist.errors import BackendError
-from unidist.hvd.bootstrap import WELCOME, accept, introduce, new_key, welcomed
-from unidist.hvd.connection import Connection, frame
+from unidist.hvd.bootstrap import PURPOSE, accept, welcomed
+from unidist.network.connection import Connection, Hello, connect, frame, new_secret
 
 pytestmark = pytest.mark.unit
-KEY = new_key()
+SECRET = new_secret()
 #: Closed at the end of each test.
 _opened: list[socket.socket | Connection] = []
 
@@ -38,12 +39,12 @@ def serve(size: int, timeout: float = 10.0) -> tuple[socket.socket, Callable[[],
     found: list[tuple[dict[int, Connection], list[int]]] = []
 
     def run() -> None:
-        connections, missing = accept(server, KEY, range(1, size), timeout, 30.0)
-        for connection in connections.values():
-            connection.answer(f"missing: {missing}".encode() if missing else WELCOME)
+        accepted, missing = accept(server, SECRET, range(1, size), timeout)
+        for each in accepted.values():
+            each.answer({"error": f"missing: {missing}"} if missing else {})
             if missing:
-                connection.close()
-        found.append((connections, missing))
+                each.connection.close()
+        found.append(({rank: each.connection for rank, each in accepted.items()}, missing))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -59,9 +60,12 @@ def serve(size: int, timeout: float = 10.0) -> tuple[socket.socket, Callable[[],
     return server, result
 
 
-def rank(server: socket.socket, number: int, key: bytes = KEY) -> Connection:
-    link = introduce("127.0.0.1", server.getsockname()[1], key, number, 10.0)
-    connection = welcomed(link, number, 30.0)
+def begin(server: socket.socket, number: int, secret: bytes = SECRET, missing: Sequence[int] = ()) -> tuple[Any, Any]:
+    return connect(server.getsockname(), secret, PURPOSE, {"rank": number, "missing": missing}, 10.0)
+
+
+def rank(server: socket.socket, number: int, secret: bytes = SECRET) -> Connection:
+    connection = welcomed(*begin(server, number, secret), number, 30.0)
     _opened.append(connection)
     return connection
 
@@ -71,15 +75,26 @@ def reset(link: socket.socket) -> None:
     link.close()
 
 
+def hello(secret: bytes, number: int, purpose: str = PURPOSE) -> Callable[[socket.socket], object]:
+    content = {"rank": number, "missing": []}
+    return lambda link: link.sendall(Hello(secret, purpose, link.getpeername(), content).framed)
+
+
 STRANGERS: dict[str, Callable[[socket.socket], object]] = {
     "silent": lambda link: None,
     "closes at once": lambda link: link.close(),
     "resets": reset,
     "asks for a page": lambda link: link.sendall(b"GET / HTTP/1.0\r\n\r\n"),
-    "half a key": lambda link: link.sendall(KEY[:9]),
-    "another key": lambda link: link.sendall(new_key() + struct.pack("<II", 1, 1)),
-    "no such rank": lambda link: link.sendall(KEY + struct.pack("<II", 7, 7)),
-    "rank 0": lambda link: link.sendall(KEY + struct.pack("<II", 0, 0)),
+    "half a hello": lambda link: link.sendall(frame(b"12345")[:6]),
+    "a short hello": lambda link: link.sendall(frame(b"12345")),
+    "an endless hello": lambda link: link.sendall(struct.pack("<I", 2**31)),
+    "another secret": hello(new_secret(), 1),
+    "another purpose": hello(SECRET, 1, "watch"),
+    "for another address": lambda link: link.sendall(
+        Hello(SECRET, PURPOSE, ("127.0.0.1", 9), {"rank": 1, "missing": []}).framed
+    ),
+    "no such rank": hello(SECRET, 7),
+    "rank 0": hello(SECRET, 0),
 }
 
 
@@ -97,8 +112,9 @@ def test_strangers_do_not_stop_the_start(caplog: pytest.LogCaptureFixture) -> No
     connections = result()
     assert time.monotonic() - start < 5 and connections.keys() == ranks.keys()
     refused = [record.getMessage() for record in caplog.records]
-    assert len(refused) == 5 and all("was refused" in message and "127.0.0.1" in message for message in refused)
-    assert sum("its key is not that of this job" in message for message in refused) == 1
+    assert all("was refused" in message and "127.0.0.1" in message for message in refused)
+    assert sum("it has sent no hello" in message for message in refused) == 4  # two wait still
+    assert sum("it does not know this job's secret" in message for message in refused) == 4
     assert sum("it says that it is rank" in message for message in refused) == 2
     for number, connection in ranks.items():
         connection.send(frame(b"here"))
@@ -113,7 +129,7 @@ def test_a_rank_that_is_there_already_is_refused() -> None:
         with pytest.raises(ConnectionRefusedError, match="rank 1 was refused"):
             rank(server, 1)
         with pytest.raises(OSError):
-            rank(server, 2, key=new_key())
+            rank(server, 2, new_secret())
         second = rank(server, 2)
     assert result().keys() == {1, 2} and first.result().fileno() > 0 and second.fileno() > 0
 
@@ -128,10 +144,9 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 def test_a_leader_says_whom_it_misses() -> None:
     server, result = serve(3)
-    _opened.append(introduce("127.0.0.1", server.getsockname()[1], KEY, 1, 10.0))
-    link = introduce("127.0.0.1", server.getsockname()[1], KEY, 2, 10.0, [7, 8])
-    with pytest.raises(BackendError, match=r"missing: \[7\]"):
-        welcomed(link, 2, 30.0)
+    _opened.append(begin(server, 1)[0])
+    with pytest.raises(BackendError, match=r"missing: \[7, 8\]"):
+        welcomed(*begin(server, 2, missing=[7, 8]), 2, 30.0)
     with pytest.raises(AssertionError):
         result()
 
@@ -150,6 +165,17 @@ def receive(connection: Connection, count: int) -> list[bytes]:
             assert selector.select(10)
             found += connection.receive()
     return found
+
+
+def test_who_does_not_know_the_secret_gives_no_answer() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    connection, greeting = connect(server.getsockname(), SECRET, PURPOSE, {"rank": 1, "missing": []}, 10.0)
+    stranger = Connection(server.accept()[0], 10.0)
+    _opened.extend([server, connection, stranger])
+    assert SECRET not in stranger.receive_one(10.0)
+    stranger.send(frame(bytes(32) + b"{}"))
+    with pytest.raises(ConnectionRefusedError, match="does not belong to this job"):
+        welcomed(connection, greeting, 1, 10.0)
 
 
 def test_messages_of_any_size_arrive_whole_and_in_order() -> None:

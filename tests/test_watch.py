@@ -16,14 +16,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from unidist.backends.processes import Process, start_time
 from unidist.backends.watch import flight_recorder, jobs, places
 from unidist.backends.watch.rank_state import RankState
 from unidist.backends.watch.report import findings, report
-from unidist.backends.watch.server import KEY_BYTES, Peer, Server, ask, new_key
+from unidist.backends.watch.server import Peer, Server, ask
 from unidist.backends.watch.signals import ReportSignal
 from unidist.backends.watch.watch import states
 from unidist.cli import main
+from unidist.network.connection import frame, new_secret
+from unidist.network.processes import Process, start_time
 from unidist.operations import JOIN, OperationRecord, RecentOperations, format_ranks
 
 pytestmark = pytest.mark.unit
@@ -250,7 +251,7 @@ def peer(port: int, pid: int | None = None) -> Peer:
 
 @pytest.fixture
 def server() -> Iterator[tuple[Peer, bytes]]:
-    listening, key = socket.create_server(("127.0.0.1", 0)), new_key()
+    listening, key = socket.create_server(("127.0.0.1", 0)), new_secret()
     server = Server(listening, key, lambda request: {"echo": request}, lambda: 60.0, 60.0)
     at = peer(listening.getsockname()[1])
     server.start()
@@ -258,17 +259,17 @@ def server() -> Iterator[tuple[Peer, bytes]]:
     server.close()
 
 
-def test_only_who_knows_the_key_is_answered(server: tuple[Peer, bytes]) -> None:
+def test_only_who_knows_the_secret_is_answered(server: tuple[Peer, bytes]) -> None:
     at, key = server
     assert ask({3: at}, key, {"what": "state"}, 2.0) == {3: {"echo": {"what": "state"}}}
-    assert isinstance(ask({3: at}, bytes(KEY_BYTES), {"what": "state"}, 2.0)[3], ConnectionError)
+    assert isinstance(ask({3: at}, new_secret(), {"what": "state"}, 2.0)[3], ConnectionError)
 
 
 def test_strangers_delay_nobody(server: tuple[Peer, bytes]) -> None:
     at, key = server
     strangers = [socket.create_connection(("127.0.0.1", at.port)) for _ in range(20)]
     strangers[0].sendall(b"GET / HTTP/1.0\n")
-    strangers[1].sendall(key + b"no json\n")
+    strangers[1].sendall(frame(key + b"no hello"))
     began = time.monotonic()
     assert isinstance(ask({0: at}, key, {}, 2.0)[0], dict) and time.monotonic() - began < 1
     for stranger in strangers:
@@ -298,13 +299,13 @@ def test_a_stopped_process_is_told_from_one_that_has_ended() -> None:
             at = peer(silent.getsockname()[1], process.pid)
             while at.process.state() != "T":
                 time.sleep(0.01)
-            (one,) = states({0: at}, new_key())
+            (one,) = states({0: at}, new_secret())
             assert one.silence.startswith("is stopped")
         finally:
             process.kill()
             process.communicate()
         words = {0: {"silence": "has ended", "error": "ValueError: boom", "follows": False}}
-        (one,) = states({0: at}, new_key(), words=words)
+        (one,) = states({0: at}, new_secret(), words=words)
         assert (one.silence, one.error) == ("has ended", "ValueError: boom")
 
 
@@ -317,7 +318,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_file_of_a_rank_is_the_users_alone_and_goes_with_it(directory: Path) -> None:
-    key = new_key()
+    key = new_secret()
     path = jobs.write(1, "gloo", key, {0: peer(1), 1: peer(2)})
     assert path is not None and path.stat().st_mode & 0o777 == 0o600 and directory.stat().st_mode & 0o777 == 0o700
     (job,) = jobs.running()
@@ -332,7 +333,7 @@ def test_the_file_of_a_rank_is_the_users_alone_and_goes_with_it(directory: Path)
 def test_where_without_a_job_and_with_several(directory: Path, server: tuple[Peer, bytes]) -> None:
     none = CliRunner().invoke(main, ["where"])
     assert none.exit_code == 1 and "no job of yours runs on this host" in none.output
-    path = jobs.write(0, "gloo", new_key(), {0: peer(1), 1: peer(1)})
+    path = jobs.write(0, "gloo", new_secret(), {0: peer(1), 1: peer(1)})
     assert path is not None
     other = json.loads(path.read_text()) | {"pid": os.getppid(), "start": start_time(os.getppid()), "key": "00"}
     (directory / f"{os.getppid()}.json").write_text(json.dumps(other))

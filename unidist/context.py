@@ -5,22 +5,28 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from unidist import knobs, membership, open_files
+from unidist import knobs, membership
 from unidist.backends.base import Backend, Start
 from unidist.backends.checked import Checked
 from unidist.backends.joined import Joined
 from unidist.backends.watch.watch import Watch
 from unidist.errors import BackendError, NotInitializedError, UnidistError, WorldSizeError
+from unidist.network import open_files
+from unidist.network.connection import new_secret
+from unidist.network.processes import Process
+from unidist.operations import format_ranks
 from unidist.seed import set_seed
 from unidist.topology import EXPLICIT, Launch, allocated_tasks, detect
 from unidist.topology import NONE as NO_LAUNCHER
@@ -156,6 +162,7 @@ def _init(
             _take_back_env = _export(started, start)
         if started.topology.world_size > 1:
             try:
+                _introduce(started, _seconds(start))
                 _watch = Watch(started, stall, _seconds(start))
             except BaseException:
                 started.shutdown()
@@ -210,6 +217,36 @@ def _meet(
             if member is None or not member.lost(wait=membership.VERDICT_S):
                 raise
             member.ask(failed=str(error))
+
+
+def _introduce(backend: Backend, timeout: float) -> None:
+    """Let every rank know where the others run, and the job's secret. Collective.
+
+    The engine broadcasts the secret of rank 0: whoever can read the store of the rendezvous does not learn it.
+
+    Raises:
+        BackendError: the ranks have different versions of unidist, or not all of them came in time.
+    """
+    from unidist import __version__
+    from unidist.backends.rendezvous import in_time
+
+    rows = [json.loads(text) for text in backend.exchange(json.dumps([*Process.current(), __version__]), timeout)]
+    by_version: dict[str, list[int]] = {}
+    for rank, row in enumerate(rows):
+        by_version.setdefault(row[3] if len(row) > 3 else "older than 0.2", []).append(rank)
+    if len(by_version) > 1:
+        found = "; ".join(f"{version} on rank {format_ranks(ranks)}" for version, ranks in by_version.items())
+        raise BackendError(f"the ranks have different versions of unidist: {found}. Install the same one everywhere.")
+    backend.processes = [Process.from_row(row[:3]) for row in rows]
+    secret = torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8)
+    try:
+        in_time(partial(backend.broadcast, secret, 0), timedelta(seconds=timeout))
+    except TimeoutError:
+        raise BackendError(
+            f"rank {backend.topology.rank} of {backend.topology.world_size}: the first broadcast of {backend.name} did "
+            f"not end within {timeout:g} s. Has another rank stopped or ended?"
+        ) from None
+    backend.secret = bytes(secret.tolist())
 
 
 def _warn_of_horovod(backend: Backend, launch: Launch) -> None:

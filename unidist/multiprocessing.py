@@ -58,7 +58,7 @@ def start(
     if nprocs < 1:
         raise ValueError(f"spawn(nprocs={nprocs}) needs at least 1 process.")
     from unidist.backends import rendezvous
-    from unidist.backends.addresses import LOOPBACK
+    from unidist.network.addresses import LOOPBACK
 
     try:
         payload = _pickled((fn, args))

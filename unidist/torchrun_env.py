@@ -12,10 +12,10 @@ import torch
 
 from unidist import knobs, scripts
 from unidist.backends import rendezvous
-from unidist.backends.addresses import Host, listen_address, this_host
 from unidist.backends.base import Start
 from unidist.backends.mpi import launch as mpi
 from unidist.errors import UnidistError
+from unidist.network.addresses import Host, listen_address, this_host
 from unidist.topology import EXPORTED, LAUNCHERS, NONE, RUN_ID, Launch, Topology, detect, exported_row
 
 USAGE = "usage: python -m unidist [-m] SCRIPT [ARGUMENT ...]"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unidist.backends.processes import start_time
 from unidist.backends.watch.server import Peer
+from unidist.network.processes import start_time
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from weakref import WeakSet
 
 from unidist import membership
 from unidist.backends.base import Backend
-from unidist.backends.processes import Process
 from unidist.backends.watch import jobs, places
 from unidist.backends.watch.rank_state import RankState
 from unidist.backends.watch.report import doing, findings, named, report
-from unidist.backends.watch.server import Peer, Server, ask, listen, new_key
+from unidist.backends.watch.server import Peer, Server, ask, listen
 from unidist.backends.watch.signals import ReportSignal
 from unidist.errors import BackendError
+from unidist.network.processes import Process
 from unidist.operations import OperationRecord
 
 _log = logging.getLogger("unidist")
@@ -84,18 +84,20 @@ class Watch:
         self._words: dict[int, dict[str, Any]] = {}
         self._explained: tuple[float, list[RankState]] = (-math.inf, [])
         self._reported = -math.inf
-        processes = [Process.from_json(text) for text in backend.exchange(Process.current().to_json(), timeout)]
-        self._peers, self._key, listening = self._meet(processes, timeout)
+        self._secret = backend.secret
+        self._peers, listening = self._exchange_addresses(timeout)
+        #: Operations that began before are those of the start.
+        self._since = time.monotonic()
         self._signal: ReportSignal | None = None
         self._file = None
         self._server: Server | None = None
         if listening is not None:
-            self._server = Server(listening, self._key, self._answer, self._check, stall or math.inf)
+            self._server = Server(listening, self._secret, self._answer, self._check, stall or math.inf)
             with suppress(OSError):  # too many open files
                 self._signal = ReportSignal.open()
             if self._signal is not None:
                 self._server.call_when_readable(self._signal.pipe, self._signalled)
-            self._file = jobs.write(self._rank, backend.name, self._key, self._peers)
+            self._file = jobs.write(self._rank, backend.name, self._secret, self._peers)
             self._server.start()
         self._restore_hook = self._see_uncaught_errors()
         backend.watch = self
@@ -134,7 +136,7 @@ class Watch:
         operations: list[OperationRecord] = []
         for source in (self._backend.operations, *self.sources):
             with suppress(Exception):  # of a library in its last moments
-                operations += source()
+                operations += [each for each in source() if time.monotonic() - each.seconds >= self._since]
         process = self._peers[self._rank].process
         newest = min((each.seconds for each in operations), default=math.inf)
         failure = self._failure
@@ -156,7 +158,7 @@ class Watch:
     def states(self) -> list[RankState]:
         """What all ranks do. Takes 0.9 s if one does not answer."""
         own = self.own_state()
-        return states(self._peers, self._key, own=own, words=self._words)
+        return states(self._peers, self._secret, own=own, words=self._words)
 
     def explain(self, call: str, error: BaseException, operation: OperationRecord | None = None) -> tuple[str, str]:
         """What has failed, and which rank is missing; empty: that is not known.
@@ -220,7 +222,7 @@ class Watch:
             self._is_answered(lowest, title)
 
     def _is_answered(self, rank: int, title: str) -> bool:
-        answer = ask({rank: self._peers[rank]}, self._key, {"what": "report", "title": title}, _ONE_S)[rank]
+        answer = ask({rank: self._peers[rank]}, self._secret, {"what": "report", "title": title}, _ONE_S)[rank]
         return not isinstance(answer, Exception)
 
     def _report_once(self, title: str) -> None:
@@ -251,18 +253,16 @@ class Watch:
             return {}
         return {"state": self.own_state(request["stacks"]).to_row(), "words": self._words}
 
-    def _meet(self, processes: list[Process], timeout: float) -> tuple[dict[int, Peer], bytes, Any]:
-        """Where all ranks' servers are, the job's key, and the socket on which this one listens. Collective."""
-        listening, address = None, ("", 0)
+    def _exchange_addresses(self, timeout: float) -> tuple[dict[int, Peer], Any]:
+        """Where all ranks' servers are, and the socket on which this one listens. Collective."""
+        listening, address, processes = None, ("", 0), self._backend.processes
         try:
             listening = listen(processes[self._rank], processes)
             address = listening.getsockname()[:2]
         except (BackendError, OSError) as error:
             _log.warning("rank %d cannot tell the other ranks what it does: %s", self._rank, error)
-        offer = [*address, new_key().hex() if self._rank == 0 else ""]
-        offers = [json.loads(text) for text in self._backend.exchange(json.dumps(offer), timeout)]
-        peers = {rank: Peer(process, *offers[rank][:2]) for rank, process in enumerate(processes)}
-        return peers, bytes.fromhex(offers[0][2]), listening
+        found = [json.loads(text) for text in self._backend.exchange(json.dumps(address), timeout)]
+        return {rank: Peer(process, *found[rank]) for rank, process in enumerate(processes)}, listening
 
     def close_in_child(self) -> None:
         """A forked child is no rank."""
@@ -311,7 +311,7 @@ class Watch:
         others = [(rank, peer) for rank, peer in self._peers.items() if rank != self._rank]
         request = {"what": "words", "rank": self._rank, "words": words}
         for rank, peer in others[:_TRIED]:
-            if not isinstance(ask({rank: peer}, self._key, request, _ONE_S)[rank], Exception):
+            if not isinstance(ask({rank: peer}, self._secret, request, _ONE_S)[rank], Exception):
                 return
 
 
@@ -322,7 +322,7 @@ def running_watch() -> Watch | None:
 
 def states(
     peers: Mapping[int, Peer],
-    key: bytes,
+    secret: bytes,
     *,
     own: RankState | None = None,
     words: Mapping[int, Mapping[str, Any]] | None = None,
@@ -332,13 +332,13 @@ def states(
 
     Args:
         peers: where all ranks' servers are.
-        key: the job's.
+        secret: the job's.
         own: the state of the rank that asks.
         words: how ranks have ended, as far as that rank knows.
         stacks: whether to ask for Python stacks.
     """
     others = {rank: peer for rank, peer in peers.items() if own is None or rank != own.rank}
-    answers = ask(others, key, {"what": "state", "stacks": stacks}, _ALL_S)
+    answers = ask(others, secret, {"what": "state", "stacks": stacks}, _ALL_S)
     known = dict(words or {})
     for answer in answers.values():
         if not isinstance(answer, Exception):

@@ -7,7 +7,7 @@ import torch
 
 import unidist
 import unidist.hvd as hvd
-from unidist.backends.addresses import listen_address, this_host
+from unidist.network.addresses import listen_address, this_host
 
 how = sys.argv[1]
 if how == "default":

@@ -15,10 +15,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from unidist.backends.processes import Process
 from unidist.bench.measure import OURS, Case
-from unidist.hvd.bootstrap import WELCOME, accept, introduce, new_key, welcomed
-from unidist.hvd.connection import Connection, frame
+from unidist.hvd.bootstrap import PURPOSE, accept, welcomed
 from unidist.hvd.control import ControlOptions, CoordinatorThread, StallTimeouts, parents
 from unidist.hvd.messages import (
     AnnounceRounds,
@@ -37,6 +35,8 @@ from unidist.hvd.messages import (
 )
 from unidist.hvd.negotiation import Coordinator
 from unidist.hvd.response_cache import ResponseCache
+from unidist.network.connection import Connection, connect, frame, new_secret
+from unidist.network.processes import Process
 
 RANKS = (8, 32, 128, 512, 1024)
 QUICK_RANKS = (8, 128)
@@ -115,7 +115,7 @@ class _World:
         self._done = threading.Event()
 
     def __enter__(self) -> _World:
-        key = new_key()
+        secret = new_secret()
         with socket.create_server((_LOOPBACK, 0), backlog=self.size) as server:
             self._ranks = subprocess.Popen(
                 [sys.executable, "-m", "unidist.bench.control"],
@@ -123,11 +123,12 @@ class _World:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            self._tell([self.size, self._per_host, server.getsockname()[1], key.hex()])
+            self._tell([self.size, self._per_host, server.getsockname()[1], secret.hex()])
             processes = _processes(self.size, self._per_host)
-            connections, _ = accept(server, key, _reached(processes).keys(), 60.0, _NO_DEADLINE)
-            for connection in connections.values():
-                connection.answer(WELCOME)
+            accepted, _ = accept(server, secret, _reached(processes).keys(), 60.0)
+            for each in accepted.values():
+                each.answer({})
+            connections = {rank: each.connection for rank, each in accepted.items()}
         options = ControlOptions(1e-3, StallTimeouts(0, 0), _NO_DEADLINE, _NO_DEADLINE)
         coordinator = Coordinator(self.size, 64 * 2**20, lambda signature, values, size: values[0])
         self._control = CoordinatorThread(self, options, connections, processes, coordinator)
@@ -193,10 +194,11 @@ class _World:
 class _Ranks:
     """All ranks but 0, and their leaders. They receive and submit the same, so one cache serves them."""
 
-    def __init__(self, size: int, per_host: int, port: int, key: bytes) -> None:
+    def __init__(self, size: int, per_host: int, port: int, secret: bytes) -> None:
         reached = _reached(_processes(size, per_host))
-        links = {rank: introduce(_LOOPBACK, port, key, rank, 60.0) for rank in reached}
-        self.connections = {welcomed(links[rank], rank, _NO_DEADLINE): ranks for rank, ranks in reached.items()}
+        address = (_LOOPBACK, port)
+        links = {rank: connect(address, secret, PURPOSE, {"rank": rank, "missing": []}, 60.0) for rank in reached}
+        self.connections = {welcomed(*links[rank], rank, 60.0): ranks for rank, ranks in reached.items()}
         self.cache = ResponseCache()
         self.selector = selectors.DefaultSelector()
         for connection in self.connections:

@@ -23,11 +23,11 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-from unidist.backends.processes import Process
-from unidist.hvd.connection import Connection, frame
 from unidist.hvd.host_submissions import Forwarded, HostSubmissions
 from unidist.hvd.messages import Failure, Forward, Heartbeat, Join, Leave, Rounds, Shutdown, Submit, decode, encode
 from unidist.hvd.negotiation import Coordinator, among, format_ranks
+from unidist.network.connection import Connection, frame
+from unidist.network.processes import Process
 
 _log = logging.getLogger("unidist")
 #: How long a thread that ends waits for the others to receive what was sent.

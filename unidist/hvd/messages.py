@@ -2,17 +2,19 @@
 
 Most operations of a training loop come again in each step. The coordinator gives such an operation an id, and from then
 on a rank submits it as a bit of a mask (Horovod's response cache). Messages of a steady state are packed; the others,
-which are rare, are pickled. Tensors are never sent here, but for a few numbers (``Request.value``).
+which are rare, are JSON: what is received can be nothing but a message. Tensors are never sent here, but for a few
+numbers (``Request.value``).
 """
 
 from __future__ import annotations
 
+import json
 import math
-import pickle
 import struct
 from array import array
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 #: An operation's name; of one without a name, its number among such operations of the process set.
 Name = str | int
@@ -172,10 +174,11 @@ class Shutdown(NamedTuple):
     abort_after: float = math.inf
 
 
-_PICKLED, _SUBMIT, _EXECUTE, _COMPLETE, _HEARTBEAT, _FORWARD = range(6)
+_JSON, _SUBMIT, _EXECUTE, _COMPLETE, _HEARTBEAT, _FORWARD = range(6)
+#: Those that travel as JSON, by their position here.
 _CLASSES = (
-    Request, Definition, Signature, Submit, Join, Leave, Failure, Rounds, Heartbeat, Execute, Complete, Failed,
-    ProcessSetAdded, ProcessSetRemoved, AnnounceRounds, AllJoined, Shutdown,
+    Join, Leave, Failure, Rounds, Execute, Complete, Failed, ProcessSetAdded, ProcessSetRemoved, AnnounceRounds,
+    AllJoined, Shutdown,
 )  # fmt: skip
 #: Characters of ``Heartbeat.activity`` that are sent.
 _MAX_ACTIVITY = 200
@@ -201,7 +204,7 @@ def encode(message: Any) -> bytes:
     if isinstance(message, Forward):
         ranks = _mask_bytes(message.ranks)
         return bytes((_FORWARD,)) + _FORWARD_HEAD.pack(len(ranks)) + ranks + message.message
-    return bytes((_PICKLED,)) + pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return bytes((_JSON,)) + _to_json([_CLASSES.index(type(message)), message])
 
 
 def decode(data: bytes) -> Any:
@@ -224,12 +227,45 @@ def decode(data: bytes) -> Any:
         if kind == _FORWARD:
             at = _FORWARD_HEAD.size + _FORWARD_HEAD.unpack_from(body)[0]
             return Forward(int.from_bytes(body[_FORWARD_HEAD.size : at], "little"), body[at:])
-        message = pickle.loads(body) if kind == _PICKLED else None
+        if kind != _JSON:
+            raise ValueError(f"{kind} is no kind of message")
+        index, fields = json.loads(body)
+        return _reader(_CLASSES[index])(fields)
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    if not isinstance(message, _CLASSES):
-        raise ValueError(f"a {type(message).__name__} is no message")
-    return message
+
+
+def _to_json(value: object) -> bytes:
+    """A named tuple becomes a list of its fields, and bytes a text."""
+    return json.dumps(value, default=lambda data: data.decode("latin-1")).encode()
+
+
+@cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """What makes a value of a type from its JSON; it raises ``TypeError`` or ``ValueError`` for that of another one."""
+    if kind is bytes:
+        return lambda text: text.encode("latin-1")
+    if kind is float:
+        return float
+    if hasattr(kind, "_fields"):
+        hints = get_type_hints(kind)
+        fields = [_reader(hints[name]) for name in kind._fields]
+        return lambda values: kind(*(read(value) for read, value in zip(fields, values, strict=True)))
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        if kinds[-1] is Ellipsis:
+            item = _reader(kinds[0])
+            return lambda values: tuple([item(value) for value in values])
+        items = [_reader(each) for each in kinds]
+        return lambda values: tuple([read(value) for read, value in zip(items, values, strict=True)])
+    allowed = get_args(kind) or (kind,)
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, allowed):
+            raise TypeError(f"{value!r} is no {kind}")
+        return value
+
+    return check
 
 
 def _mask_bytes(mask: int) -> bytes:
@@ -242,7 +278,7 @@ def _encode_submit(message: Submit) -> bytes:
     for id_, number, value in message.numbered:
         parts += (_NUMBERED.pack(id_, number, len(value)), value)
     if message.requests:
-        parts.append(pickle.dumps(message.requests, pickle.HIGHEST_PROTOCOL))
+        parts.append(_to_json(message.requests))
     return b"".join(parts)
 
 
@@ -255,7 +291,7 @@ def _decode_submit(body: bytes) -> Submit:
         id_, number, length = _NUMBERED.unpack_from(body, at)
         at += _NUMBERED.size + length
         numbered.append((id_, number, body[at - length : at]))
-    requests: tuple[Request, ...] = pickle.loads(body[at:]) if len(body) > at else ()
+    requests = _reader(tuple[Request, ...])(json.loads(body[at:])) if len(body) > at else ()
     return Submit(cached, tuple(numbered), requests)
 
 

@@ -23,8 +23,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from unidist.backends.addresses import Host, interface_of, listen_address, this_host
 from unidist.errors import BackendError
+from unidist.network.addresses import Host, interface_of, listen_address, this_host
 
 #: Seconds between two heartbeats.
 BEAT_S = 1.0

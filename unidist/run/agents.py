@@ -8,7 +8,7 @@ import signal
 from contextlib import suppress
 from typing import Any, Protocol
 
-from unidist.backends.addresses import Host
+from unidist.network.addresses import Host
 from unidist.run.agent import BEAT_S, SILENCE_S
 from unidist.run.output import say
 

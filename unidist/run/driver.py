@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from unidist.backends.addresses import LOOPBACK, Host, create_server, listen_address, this_host
 from unidist.errors import LaunchError
 from unidist.launchers.world import OUTER
+from unidist.network.addresses import LOOPBACK, Host, create_server, listen_address, this_host
 from unidist.run import hosts, transport
 from unidist.run.agents import MESSAGE, HostAgent, how_ended
 from unidist.run.hosts import Place, Placement

@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any
 
 from unidist import knobs
-from unidist.backends.addresses import create_server
 from unidist.errors import LaunchError, UnidistError
+from unidist.network.addresses import create_server
 from unidist.run.agent import GRACE_S
 from unidist.run.agents import HostAgent, how_ended
 from unidist.run.driver import Driver, Job

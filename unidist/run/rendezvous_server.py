@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from unidist.backends.addresses import create_server
+from unidist.network.addresses import create_server
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from unidist.backends.addresses import this_host
+from unidist.network.addresses import this_host
 
 #: Kubeflow's MPI operator has a program of its own in place of ssh.
 KUBEXEC = "/etc/mpi/kubexec.sh"
 #: What the agent is made of, each after what it imports.
-_MODULES = ("unidist.errors", "unidist.backends.addresses", "unidist.run.agent")
+_MODULES = ("unidist.errors", "unidist.network.addresses", "unidist.run.agent")
 #: Reads the number of bytes of a program, and the program, and no byte more.
 _BOOTSTRAP = (
     'import os,sys;n=int(os.read(0,8));b=b"";exec("while len(b)<n: b+=os.read(0,n-len(b)) or sys.exit(1)");exec(b)'

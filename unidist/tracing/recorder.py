@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 
-from unidist.backends.addresses import this_host
 from unidist.backends.base import Backend
+from unidist.network.addresses import this_host
 from unidist.spans import Span, spans
 from unidist.tracing.trace_file import Event, TraceFile
 

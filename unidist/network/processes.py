@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from unidist.backends import addresses
+from unidist.network import addresses
 
 
 class Process(NamedTuple):
@@ -27,14 +26,10 @@ class Process(NamedTuple):
             namespace = os.stat("/proc/self/ns/pid").st_ino
         return cls(addresses.this_host(), os.getpid(), namespace)
 
-    def to_json(self) -> str:
-        """For ``from_json`` on another rank."""
-        return json.dumps(self)
-
     @classmethod
-    def from_json(cls, text: str) -> Process:
-        """The process of ``to_json``."""
-        (id_, name, found), pid, namespace = json.loads(text)
+    def from_row(cls, row: Any) -> Process:
+        """Return the process of a JSON list."""
+        (id_, name, found), pid, namespace = row
         return cls(addresses.Host(id_, name, tuple(found)), pid, namespace)
 
     def state(self) -> str:

@@ -104,9 +104,38 @@ def interface_of(address: str) -> str:
     return next(name for name, addresses in _addresses(loopback=True).items() if address in addresses)
 
 
-def create_server(address: str, backlog: int = socket.SOMAXCONN) -> socket.socket:
-    """A socket that listens on a free port of an address, IPv4 or IPv6, and on no other address."""
-    return socket.create_server((address, 0), family=_family(address), backlog=backlog)
+def own_address(host: str, *, alone: bool) -> str | None:
+    """The one address of this host that a name or address means to all ranks; None if it may be several, or others.
+
+    Args:
+        host: the value of MASTER_ADDR, say.
+        alone: whether all ranks are on this host. Else a name that means a loopback address here (Debian's 127.0.1.1)
+            means another one elsewhere.
+    """
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return None
+    is_loopback = [ip_address(address).is_loopback for address in found]
+    if all(is_loopback) and (alone or host == "localhost" or found == [host]):
+        return found[0]
+    own = [address for address in dict.fromkeys(found) if address in this_host().addresses]
+    return own[0] if len(own) == 1 and not any(is_loopback) else None
+
+
+def create_server(address: str, backlog: int = socket.SOMAXCONN, port: int = 0) -> socket.socket:
+    """A socket that listens on a port of an address, by default a free one, IPv4 or IPv6, and on no other address.
+
+    Raises:
+        BackendError: the loopback interface is down.
+        OSError: it cannot.
+    """
+    if ip_address(address).is_loopback and source_address(address) is None:
+        raise BackendError(
+            f"host {socket.gethostname()} does not reach its own address {address}: the loopback interface is down. "
+            "Start it: ip link set lo up."
+        )
+    return socket.create_server((address, port), family=_family(address), backlog=backlog)
 
 
 # ---------------------------------------------------------------------------------------------
