@@ -27,6 +27,7 @@ from unidist.backends.reducer import BackendReducer
 from unidist.backends.replica import Replica
 from unidist.errors import BackendError, UnidistError
 from unidist.network.addresses import host_id, interface_of
+from unidist.network.rendezvous_server import RendezvousServer
 from unidist.spans import Collective
 from unidist.topology import Launch, Slot, Topology, detect, locate
 
@@ -38,8 +39,6 @@ with suppress(UnidistError):
 
 try:
     import horovod.torch as hvd
-    from horovod.runner.common.util.hosts import SlotInfo
-    from horovod.runner.http.http_server import RendezvousServer
 except ImportError as error:
     raise BackendError(
         f"backend 'horovod' cannot be imported: {error}. Build it for this torch with 'unidist build-horovod "
@@ -94,7 +93,6 @@ class HorovodBackend(Backend):
             settings.restore()
             if server is not None:
                 server.stop()
-                server._httpd.server_close()  # stop() leaves the socket open
 
         device = default_device(start.device, topology.local_rank)
         if device.type == "cuda":
@@ -334,31 +332,20 @@ def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, 
     launch = start.launch
     world = rendezvous.join(start)
     store, topology = world.store, world.topology
-    mine = (
-        f"{topology.local_rank},{topology.local_size},{topology.node_rank},{topology.cross_rank},{topology.cross_size}"
-    )
-    slots = []
-    for rank, row in enumerate(world.exchange("slot", mine, start.timeout or rendezvous.START_TIMEOUT)):
-        local_rank, local_size, node, cross_rank, cross_size = map(int, row.split(","))
-        # Horovod tells nodes apart by name; two hosts may have the same one, and two nodes may be on one host.
-        name = f"{world.hosts[rank].name}-node{node}"
-        slots.append(SlotInfo(name, rank, local_rank, cross_rank, launch.world_size, local_size, cross_size))
     server: RendezvousServer | None = None
     if launch.rank == 0:
-        server = RendezvousServer()
-        port = server.start()
-        server.init(slots)
-        store.set("rendezvous", f"{world.address}:{port}")
+        server = RendezvousServer(world.address, launch.world_size)
+        store.set("rendezvous", f"{world.address}:{server.server_port}")
     address, port = store.get("rendezvous").decode().rsplit(":", 1)
-    slot = slots[launch.rank]
     settings.add(
-        HOROVOD_RANK=str(slot.rank),
-        HOROVOD_SIZE=str(slot.size),
-        HOROVOD_LOCAL_RANK=str(slot.local_rank),
-        HOROVOD_LOCAL_SIZE=str(slot.local_size),
-        HOROVOD_CROSS_RANK=str(slot.cross_rank),
-        HOROVOD_CROSS_SIZE=str(slot.cross_size),
-        HOROVOD_HOSTNAME=slot.hostname,
+        HOROVOD_RANK=str(launch.rank),
+        HOROVOD_SIZE=str(launch.world_size),
+        HOROVOD_LOCAL_RANK=str(topology.local_rank),
+        HOROVOD_LOCAL_SIZE=str(topology.local_size),
+        HOROVOD_CROSS_RANK=str(topology.cross_rank),
+        HOROVOD_CROSS_SIZE=str(topology.cross_size),
+        # Horovod tells nodes apart by name; two hosts may have the same one, and two nodes may be on one host.
+        HOROVOD_HOSTNAME=f"{world.hosts[launch.rank].name}-node{topology.node_rank}",
         HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
         HOROVOD_GLOO_RENDEZVOUS_PORT=port,
         HOROVOD_GLOO_IFACE=interface_of(world.address),

@@ -1,7 +1,7 @@
 """A worker of an elastic run: its connection to ``unidist run``, which says who trains, and as which rank.
 
-One JSON object per line goes each way. A thread receives; it is in a call of the socket, so nothing keeps it at the end
-of the process. The worker asks for its place in the next generation, and trains until it is over: a member is lost, or
+JSON objects go each way. A thread receives; it is in a call of the system, so nothing keeps it at the end of the
+process. The worker asks for its place in the next generation, and trains until it is over: a member is lost, or
 all members have agreed on a check of theirs, by its number, at which they end it.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,10 @@ from typing import Any
 
 from unidist import knobs
 from unidist.errors import CollectiveError, LaunchError
+from unidist.network.connection import connect, frame
 
+#: See ``connection.Hello``; its content: the worker's number.
+PURPOSE = "elastic"
 #: Seconds for the connection to the driver.
 _CONNECT_S = 30.0
 #: Seconds after an error in which the driver may say that a worker is lost.
@@ -52,12 +54,11 @@ class Membership:
         self._hold = False
         self._last_check: int | None = None
         try:
-            self._link = socket.create_connection((address, int(port)), _CONNECT_S)
-        except OSError as error:
+            content = {"worker": self.number}
+            self._link, hello = connect((address, int(port)), bytes.fromhex(key), PURPOSE, content, _CONNECT_S)
+            hello.answer(self._link.receive_one(_CONNECT_S))
+        except (OSError, EOFError) as error:
             raise LaunchError(f"cannot connect to unidist run at {address}, port {port}: {error}.") from error
-        self._link.settimeout(None)
-        self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._send(worker=self.number, key=key)
         threading.Thread(target=self._receive, name="unidist-elastic", daemon=True).start()
 
     def ask(self, failed: str = "") -> None:
@@ -129,12 +130,13 @@ class Membership:
     # ---------------------------------------------------------------------------------------------
     def _send(self, **message: Any) -> None:
         with suppress(OSError):  # _receive notices it
-            self._link.sendall(json.dumps(message).encode() + b"\n")
+            self._link.send(frame(json.dumps(message).encode()))
 
     def _receive(self) -> None:
-        with suppress(OSError), self._link.makefile("rb") as lines:
-            for line in lines:
-                self._take_message(json.loads(line))
+        with suppress(OSError, EOFError):
+            while True:
+                for data in self._link.receive_some():
+                    self._take_message(json.loads(data))
         with self._changed:
             self._dismissed = self._dismissed or ("the connection to unidist run is lost: has it ended?", False)
             self._changed.notify_all()

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import click
 
-from unidist import __version__
+from unidist import __version__, knobs
 from unidist.errors import LaunchError
 from unidist.launchers.table import BACKENDS, COMMANDS, missing, unavailable
 from unidist.run import driver, elastic_driver, hosts, mpirun, options
@@ -106,6 +106,7 @@ def _job(given: argparse.Namespace, placements: list[hosts.Placement]) -> driver
         output_directory=given.output_filename,
         timestamps=given.prefix_output_with_timestamp,
         verbose=given.verbose,
+        horovod=not given.hvd and knobs.backend(os.environ) in ("auto", "horovod") and find_spec("horovod") is not None,
     )
 
 

@@ -12,6 +12,7 @@ import errno
 import hmac
 import json
 import logging
+import math
 import os
 import selectors
 import socket
@@ -52,7 +53,7 @@ def frame(data: bytes) -> bytes:
 
 
 class Connection:
-    """Messages of bytes to and from one process. No call blocks, but ``receive_one``. For one thread.
+    """Messages of bytes to and from one process. No call blocks, but ``receive_some``. For one thread.
 
     Args:
         link: connected.
@@ -153,8 +154,8 @@ class Connection:
             raise EOFError("the connection was closed")
         return messages
 
-    def receive_one(self, seconds: float) -> bytes:
-        """Wait for the next message, of a process that sends no second one before it is answered.
+    def receive_some(self, seconds: float = math.inf) -> list[bytes]:
+        """Wait for messages; return those that have arrived, one or more.
 
         Raises:
             EOFError, OSError: as ``receive``; ``TimeoutError`` after so many seconds.
@@ -163,9 +164,15 @@ class Connection:
         with Selector() as selector:
             selector.register(self, selectors.EVENT_READ)
             while (left := end - time.monotonic()) > 0:
-                if selector.select(left) and (messages := self.receive()):
-                    return messages[0]
+                if selector.select(None if left == math.inf else left) and (messages := self.receive()):
+                    return messages
         raise TimeoutError(f"no message within {seconds:.0f} s")
+
+    def receive_one(self, seconds: float) -> bytes:
+        """Wait for the next message, of a process that sends no second one before it is answered. Raises as
+        ``receive_some``.
+        """
+        return self.receive_some(seconds)[0]
 
     def end_of_messages(self) -> None:
         """Tell the other process that no message follows; it can be received from still."""

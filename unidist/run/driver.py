@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 from unidist.errors import LaunchError
@@ -51,6 +50,8 @@ class Job:
     output_directory: str | None = None
     timestamps: bool = False
     verbose: bool = False
+    #: Whether the ranks may use Horovod itself.
+    horovod: bool = False
 
     @property
     def ranks(self) -> int:
@@ -310,12 +311,12 @@ class _FixedDriver(Driver):
                 loop.call_soon_threadsafe(self.failed, f"cannot serve torch's key-value store: {error}", 1)
 
     def _horovod(self, address: str) -> dict[str, str]:
-        """What Horovod itself needs, where it is installed."""
-        if find_spec("horovod") is None:
+        """What Horovod itself needs, where the ranks may use it."""
+        if not self.job.horovod:
             return {}
-        from unidist.run.rendezvous_server import RendezvousServer
+        from unidist.network.rendezvous_server import RendezvousServer
 
-        self.horovod = RendezvousServer(address)
+        self.horovod = RendezvousServer(address, self.job.ranks)
         return {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.horovod.server_port),

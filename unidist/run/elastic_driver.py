@@ -7,9 +7,7 @@ ends by a loss, the store is closed, so that no worker waits in it for one that 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
-import os
 import signal
 import socket
 import threading
@@ -22,7 +20,9 @@ from typing import Any
 
 from unidist import knobs
 from unidist.errors import LaunchError, UnidistError
+from unidist.membership import PURPOSE
 from unidist.network.addresses import create_server
+from unidist.network.connection import Accepted, Acceptor, Connection, frame, new_secret
 from unidist.run.agent import GRACE_S
 from unidist.run.agents import HostAgent, how_ended
 from unidist.run.driver import Driver, Job
@@ -32,6 +32,8 @@ from unidist.run.output import say
 
 #: Seconds between two looks at the hosts, and after which a worker that has failed is started again at the earliest.
 _TICK_S = 1.0
+#: Workers that may connect at the same time.
+_MOST_WORKERS = 4096
 #: Seconds that a worker has for its end when it is not needed any more.
 _LEAVE_S = 30.0
 
@@ -90,11 +92,12 @@ class _ElasticDriver(Driver):
         super().__init__(job)
         self.discovery = discovery
         self.elastic = Elastic(limits)
-        self.key = os.urandom(16).hex()
+        self.secret = new_secret()
         self.something = asyncio.Event()
         self.by_host: dict[str, asyncio.Task[HostAgent]] = {}
-        self.servers: dict[str, asyncio.Server] = {}
-        self.writers: dict[int, asyncio.StreamWriter] = {}
+        #: The port on which this process listens, by address; the connections, by worker.
+        self.ports: dict[str, int] = {}
+        self.links: dict[int, Connection] = {}
         self.store: asyncio.Future[Any] | None = None
         self.tasks: set[asyncio.Task[Any]] = set()
         #: The last failure: what to say, and the status.
@@ -200,7 +203,7 @@ class _ElasticDriver(Driver):
         try:
             agent = await asyncio.shield(starting)
             assert agent.host is not None
-            endpoint = await self._listen(self.listen_address([agent.host]))
+            endpoint = self._listen(self.listen_address([agent.host]))
         except (UnidistError, OSError) as error:
             if self.by_host.get(name) is starting:
                 del self.by_host[name]
@@ -214,18 +217,21 @@ class _ElasticDriver(Driver):
         env = {
             **place,
             "HOROVOD_ELASTIC": "1",
-            knobs.ELASTIC: f"{endpoint[0]} {endpoint[1]} {worker.number} {self.key}",
+            knobs.ELASTIC: f"{endpoint[0]} {endpoint[1]} {worker.number} {self.secret.hex()}",
         }
         message = self.start_message(self.variables(), endpoint, [agent.host])
         agent.send(start={**message, "ranks": [(worker.number, env)], "slots": slots, "stay": True})
         if self.job.verbose:
             say(f"worker {worker.number} is started on host {name}")
 
-    async def _listen(self, address: str) -> tuple[str, int]:
+    def _listen(self, address: str) -> tuple[str, int]:
         """Where workers connect that reach this host at an address."""
-        if address not in self.servers:
-            self.servers[address] = await asyncio.start_server(self._connected, sock=create_server(address))
-        return address, self.servers[address].sockets[0].getsockname()[1]
+        if address not in self.ports:
+            server = create_server(address)
+            self.ports[address] = server.getsockname()[1]
+            acceptor = Acceptor(server, self.secret, PURPOSE, _MOST_WORKERS)
+            _in_thread(partial(self._accept, acceptor, asyncio.get_running_loop()))
+        return address, self.ports[address]
 
     async def _new_agent(self, name: str) -> HostAgent:
         agent = await self.start_agent(name)
@@ -265,8 +271,7 @@ class _ElasticDriver(Driver):
         failed = self.elastic.end(number, status, now)
         if self.elastic.finishing and self.finished is None:
             self.finished = number
-        if (writer := self.writers.pop(number, None)) is not None:
-            writer.close()
+        self._disconnect(number)
         if failed and not self.ending:
             who = f"worker {number}" + f", rank {rank} of generation {self.elastic.generation}," * (rank is not None)
             text = f"{who} on host {host} {how}"
@@ -299,19 +304,33 @@ class _ElasticDriver(Driver):
         asyncio.get_running_loop().call_later(_LEAVE_S, self._signal, worker, signal.SIGTERM)
 
     # ----------------------------------------------------------------------------------- connections
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        number = None
-        with suppress(OSError, ValueError, KeyError, asyncio.CancelledError):  # the last: at the end
-            while line := await reader.readline():
-                message = json.loads(line)
-                if number is None:
-                    if not hmac.compare_digest(str(message["key"]), self.key):
-                        break
-                    number = int(message["worker"])
-                    self.writers[number] = writer
-                else:
-                    self._take(number, message)
-        writer.close()
+    def _accept(self, acceptor: Acceptor, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            while True:
+                try:
+                    for worker in acceptor.wait(None):
+                        loop.call_soon_threadsafe(self._connected, worker)
+                except OSError:  # too many open files
+                    time.sleep(_TICK_S)
+
+    def _connected(self, worker: Accepted) -> None:
+        number = int(worker.content["worker"])
+        self._disconnect(number)
+        self.links[number] = worker.connection
+        worker.answer({})
+        asyncio.get_running_loop().add_reader(worker.connection.fileno(), self._receive, number, worker.connection)
+
+    def _receive(self, number: int, link: Connection) -> None:
+        try:
+            for data in link.receive():
+                self._take(number, json.loads(data))
+        except (EOFError, OSError):
+            self._disconnect(number)
+
+    def _disconnect(self, number: int) -> None:
+        if (link := self.links.pop(number, None)) is not None:
+            asyncio.get_running_loop().remove_reader(link.fileno())
+            link.close()
 
     def _take(self, number: int, message: dict[str, Any]) -> None:
         if "ask" in message:
@@ -339,8 +358,12 @@ class _ElasticDriver(Driver):
             self._tell(worker.number, generation=self.elastic.generation, **message)
 
     def _tell(self, number: int, **message: Any) -> None:
-        if (writer := self.writers.get(number)) is not None and not writer.is_closing():
-            writer.write(json.dumps(message).encode() + b"\n")
+        if (link := self.links.get(number)) is not None:
+            try:
+                link.flush()
+                link.send(frame(json.dumps(message).encode()))
+            except OSError:
+                self._disconnect(number)
 
     def _in_background(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
