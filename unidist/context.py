@@ -209,7 +209,7 @@ def _meet(
         launch = _declared(init_method, rank, world_size)
         # Each generation has a store of its own.
         start = Start(launch, init_method, timeout, device, default_group, 0 if member else _sessions)
-        open_files.allow(launch.world_size)
+        open_files.raise_limit(open_files.of_rank(launch.world_size))
         _sessions += 1  # failed attempts count: they have left keys in the store
         try:
             return start, *_start(name, start)

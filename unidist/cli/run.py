@@ -100,12 +100,13 @@ def _job(given: argparse.Namespace, placements: list[hosts.Placement]) -> driver
         placements=placements,
         env=os.environ,
         variables=variables,
-        ssh=Ssh(given.ssh_port, given.ssh_identity_file, timeout),
+        ssh=Ssh(given.ssh_port, given.ssh_identity_file, timeout, shlex.split(given.rsh or "")),
         start_timeout=timeout,
         interfaces=sorted(given.nics or ()),
         output_directory=given.output_filename,
         timestamps=given.prefix_output_with_timestamp,
         verbose=given.verbose,
+        grace_period=given.grace_period,
         horovod=not given.hvd and knobs.backend(os.environ) in ("auto", "horovod") and find_spec("horovod") is not None,
     )
 

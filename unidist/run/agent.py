@@ -24,13 +24,14 @@ from contextlib import suppress
 from typing import Any
 
 from unidist.errors import BackendError
+from unidist.network import open_files
 from unidist.network.addresses import Host, interface_of, listen_address, this_host
 
 #: Seconds between two heartbeats.
 BEAT_S = 1.0
 #: Seconds without any message after which the other side is lost.
 SILENCE_S = 5.0
-#: Seconds from SIGTERM to SIGKILL.
+#: Seconds from SIGTERM to SIGKILL for the other ranks when one has failed, or the driver is lost.
 GRACE_S = 3.0
 _libc = ctypes.CDLL(None)
 #: A line that is longer is passed on in pieces.
@@ -43,6 +44,8 @@ class _Rank:
     def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self.rank = rank
         self.process = process
+        #: The signals that it was sent.
+        self.signals: set[int] = set()
         self.partial = {"stdout": b"", "stderr": b""}
         self.ended = False
 
@@ -58,12 +61,20 @@ class _Agent:
         self.selector.register(self.wake_reader, selectors.EVENT_READ)
         self.lock = threading.Lock()
         self.finished = False
+        #: Seconds from a signal to SIGKILL, and until when ranks that were sent one have time.
+        self.grace = GRACE_S
+        self.until = 0.0
+        #: A signal that this process was sent, of which the driver does not know.
+        self.received = 0
         self.guard = _start_guard()
+        # srun passes on what the job is sent.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._signalled)
 
     def run(self) -> None:
         """Until all ranks have ended and the driver knows, or the driver is lost."""
         threading.Thread(target=self._listen, daemon=True).start()
-        self._send(host=this_host())
+        self._send(host=this_host(), files=open_files.hard_limit())
         beat = time.monotonic()
         while self.stay or not self.begun or self.ranks:
             for key, _ in self.selector.select(0.1 if self.ranks else BEAT_S):
@@ -72,6 +83,9 @@ class _Agent:
                     self._start_ranks(self.starts.get())
                 else:
                     self._read(*key.data)
+            if number := self.received:
+                self.received = 0
+                self._send(signal=number)
             for rank in self.ranks:
                 self._look_at(rank)
             self.ranks = [rank for rank in self.ranks if not rank.ended]
@@ -87,7 +101,7 @@ class _Agent:
             ready, _, _ = select.select([0], [], [], SILENCE_S)
             chunk = os.read(0, 65536) if ready else b""
             if not chunk:
-                self._end(signal.SIGTERM)
+                self._end(signal.SIGTERM, None, max(GRACE_S, self.until - time.monotonic()))
                 os._exit(1)
             *lines, data = (data + chunk).split(b"\n")
             for line in lines:
@@ -96,21 +110,32 @@ class _Agent:
                     self.starts.put(message["start"])
                     os.write(self.wake_writer, b"\n")
                 if "signal" in message:
-                    arguments = (message["signal"], message.get("ranks"))
-                    threading.Thread(target=self._end, args=arguments, daemon=True).start()
+                    self._end_soon(message["signal"], message.get("ranks"), message["grace"])
                 if "leave" in message:
                     os._exit(0)
 
-    def _end(self, number: int, only: list[int] | None = None) -> None:
-        """Send a signal to all ranks, or to some, and SIGKILL to those that are left after a while."""
-        if only is None:
-            self.finished = True  # no rank starts any more
-        ranks = [rank for rank in self.ranks if only is None or rank.rank in only]
-        for each, until in ((number, time.monotonic() + GRACE_S), (signal.SIGKILL, 0.0)):
+    def _signalled(self, number: int, frame: object) -> None:
+        self.received = number
+        self._end_soon(number, None, self.grace)
+
+    def _end_soon(self, number: int, only: list[int] | None, grace: float) -> None:
+        threading.Thread(target=self._end, args=(number, only, grace), daemon=True).start()
+
+    def _end(self, number: int, only: list[int] | None, grace: float) -> None:
+        """Send a signal to all ranks, or to some, and SIGKILL to those that are left after some seconds."""
+        end = time.monotonic() + grace
+        with self.lock:
+            if only is None:
+                self.finished = True  # no rank starts any more
+                self.until = end
+            ranks = [rank for rank in self.ranks if only is None or rank.rank in only]
+        for each, until in ((number, end), (signal.SIGKILL, 0.0)):
             with self.lock:
-                left = [rank.process.pid for rank in ranks if not rank.ended]
-                for pid in left:
-                    _signal_group(pid, each)
+                left = [rank for rank in ranks if not rank.ended]
+                for rank in left:
+                    if each not in rank.signals:  # the driver and srun may send the same one
+                        _signal_group(rank.process.pid, each)
+                    rank.signals.add(each)
             while left and time.monotonic() < until and not all(rank.ended or _is_over(rank) for rank in ranks):
                 time.sleep(0.02)
         if not self.begun:
@@ -118,7 +143,8 @@ class _Agent:
 
     # -------------------------------------------------------------------------------------- the ranks
     def _start_ranks(self, start: dict[str, Any]) -> None:
-        self.begun, self.stay = True, start["stay"]
+        self.begun, self.stay, self.grace = True, start["stay"], start["grace"]
+        open_files.raise_limit(open_files.of_agent(len(self.ranks) + len(start["ranks"])))
         left = dict(start["ranks"])
         error, status = _why_unreachable(start["store"]), 1
         if not error:
@@ -147,26 +173,25 @@ class _Agent:
             directory = os.path.expanduser("~")
             self._send(warning=f"has no directory {start['cwd']}: its ranks start in {directory}")
         for rank, variables in start["ranks"]:
-            if why := self._start_rank(rank, start["command"], {**env, **variables}, directory):
-                return why, 127
+            if failed := self._start_rank(rank, start["command"], {**env, **variables}, directory):
+                return failed
             del left[rank]
         return "", 0
 
-    def _start_rank(self, rank: int, command: list[str], env: dict[str, str], directory: str) -> str:
-        """Why it has not been started; empty if it has, or if all are being ended."""
+    def _start_rank(self, rank: int, command: list[str], env: dict[str, str], directory: str) -> tuple[str, int] | None:
+        """Why it has not been started, and the status for it; None if it has, or if all are being ended."""
         with self.lock:
             if self.finished:
-                return ""
+                return None
             try:
                 process = subprocess.Popen(
                     command, cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_die_with_parent,
                 )  # fmt: skip
             except OSError as error:
-                remedy = "Is it on PATH there?"
-                if len(command) == 1 and " " in command[0]:
-                    remedy = "For a shell's command line, use bash -c '...'."
-                return f"cannot start {command[0]}: {error.strerror}. {remedy}"
+                return f"cannot start {command[0]}: {error.strerror}. {_remedy(error, command)}", (
+                    127 if isinstance(error, FileNotFoundError) else 126
+                )
             os.write(self.guard, b"+%d\n" % process.pid)
             entry = _Rank(rank, process)
             self.ranks.append(entry)
@@ -174,7 +199,7 @@ class _Agent:
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
             self.selector.register(pipe, selectors.EVENT_READ, (entry, name, pipe))
-        return ""
+        return None
 
     def _read(self, rank: _Rank, name: str, pipe: Any) -> None:
         """Pass on the complete lines of what can be read now."""
@@ -227,6 +252,14 @@ class _Agent:
                 time.sleep(SILENCE_S)
 
 
+def _remedy(error: OSError, command: list[str]) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "For a shell's command line, use bash -c '...'." if " " in command[0] else "Is it on PATH there?"
+    if isinstance(error, PermissionError):
+        return "It is not executable: start it by its interpreter, or chmod +x it."
+    return ""
+
+
 def _is_over(rank: _Rank) -> bool:
     """Whether its process has ended; it is not reaped."""
     flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -244,7 +277,8 @@ def _why_unreachable(endpoint: list[Any]) -> str:
     """Why the ranks could not connect to the driver's store; empty if they can."""
     address, port = endpoint
     try:
-        socket.create_connection((address, port), timeout=SILENCE_S).close()
+        # Heartbeats wait meanwhile.
+        socket.create_connection((address, port), timeout=SILENCE_S / 2).close()
     except OSError as error:
         return (
             f"cannot connect to unidist run at {address}, port {port}: {error}. Is there a firewall? "

@@ -28,6 +28,9 @@ class Listener(Protocol):
     def not_started(self, agent: HostAgent, text: str, status: int, ranks: list[int]) -> None:
         """Ranks could not be started."""
 
+    def signalled(self, number: int) -> None:
+        """An agent was sent a signal, by srun or a user, which its ranks have got."""
+
     def agent_lost(self, agent: HostAgent, why: str) -> None:
         """An agent has ended, or does not answer any more. Its ranks end by themselves."""
 
@@ -47,6 +50,8 @@ class HostAgent:
         self.process = process
         self.listener = listener
         self.host: Host | None = None
+        #: How many files a process there may open.
+        self.files = 0
         #: It has sent its first message, or is gone.
         self.answered = asyncio.Event()
         self.errors: list[str] = []
@@ -115,6 +120,7 @@ class HostAgent:
         if "host" in message:
             id, name, addresses = message["host"]
             self.host = Host(id, name, tuple(addresses))
+            self.files = message["files"]
             self.answered.set()
         elif "stream" in message:
             await self.listener.print(message["rank"], message["stream"], message["text"])
@@ -122,6 +128,8 @@ class HostAgent:
             self.listener.rank_ended(self, message["rank"], message["status"])
         elif "error" in message:
             self.listener.not_started(self, message["error"], message["status"], message["ranks"])
+        elif "signal" in message:
+            self.listener.signalled(message["signal"])
         elif "warning" in message:
             self._say(message["warning"])
         self.done = message.get("done", False)

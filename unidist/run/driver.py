@@ -19,8 +19,11 @@ from typing import Any
 
 from unidist.errors import LaunchError
 from unidist.launchers.world import OUTER
+from unidist.network import open_files
 from unidist.network.addresses import LOOPBACK, Host, create_server, listen_address, this_host
+from unidist.operations import format_ranks
 from unidist.run import hosts, transport
+from unidist.run.agent import GRACE_S
 from unidist.run.agents import MESSAGE, HostAgent, how_ended
 from unidist.run.hosts import Place, Placement
 from unidist.run.output import Output, say
@@ -28,6 +31,8 @@ from unidist.topology import EXPORTED, RUN_ID
 
 #: Variables that other hosts do not get: of the shell, of this host, of its GPUs and of its ssh session.
 _OF_THIS_HOST = re.compile(r"BASH_FUNC_.*|OLDPWD|PWD|_|SHLVL|HOSTNAME|SSH_.*|.*CUDA_VISIBLE_DEVICES")
+#: Open files that are allowed to the driver where the system permits, so that idle connections of others do not matter.
+FILES = 2**16
 #: Seconds between two messages about the hosts that have not answered.
 _PROGRESS_S = 5.0
 
@@ -50,6 +55,8 @@ class Job:
     output_directory: str | None = None
     timestamps: bool = False
     verbose: bool = False
+    #: Seconds that the ranks have for their end when this process is sent SIGTERM, SIGINT or SIGHUP.
+    grace_period: float = 30.0
     #: Whether the ranks may use Horovod itself.
     horovod: bool = False
 
@@ -113,22 +120,41 @@ class Driver(ABC):
         #: The first failure: what to say of it, and the status.
         self.failure: tuple[str, int] | None = None
         self.ending = False
+        #: The signal that this process was sent; what ranks had for statuses after it.
+        self.signal: signal.Signals | None = None
+        self.last_statuses: dict[int, int] = {}
 
     async def run(self) -> int:
         """Start the job and watch it to its end; its status."""
         try:
             await self.work()
         except BaseException:
-            self.end(signal.SIGTERM)
+            self.end(signal.SIGTERM, GRACE_S)
             raise
         finally:
             await asyncio.gather(*(agent.close() for agent in self.agents))
             self.output.close()
+        if self.failure is None and self.signal is not None:
+            self.failure = self._after_signal(self.signal)
         if self.failure is None:
             return 0
         text, status = self.failure
         say(text)
         return status
+
+    def _after_signal(self, number: signal.Signals) -> tuple[str, int] | None:
+        """What the job's end was, if not all ranks have ended with status 0 after a signal."""
+        killed = sorted(rank for rank, status in self.last_statuses.items() if status == -signal.SIGKILL)
+        failed = {rank: status for rank, status in self.last_statuses.items() if status > 0}
+        if killed:
+            who = f"rank {format_ranks(killed)}" if len(killed) == 1 else f"ranks {format_ranks(killed)}"
+            return f"ended by {number.name}; killed: {who}", 128 + number
+        if failed:
+            rank, status = next(iter(failed.items()))
+            return f"ended by {number.name}; rank {rank} {how_ended(status)}", status
+        if any(self.last_statuses.values()) or not self.last_statuses:
+            return f"ended by {number.name}", 128 + number
+        return None
 
     @abstractmethod
     async def work(self) -> None:
@@ -182,6 +208,7 @@ class Driver(ABC):
             "store": endpoint,
             "hosts": hosts,
             "stay": False,
+            "grace": self.job.grace_period,
         }
 
     def listen_address(self, hosts: list[Host]) -> str:
@@ -198,19 +225,39 @@ class Driver(ABC):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                loop.add_signal_handler(number, self._interrupted, number)
+                loop.add_signal_handler(number, self.signalled, number, True)
         # The agents would take a driver that is suspended for lost.
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
-    def _interrupted(self, number: int) -> None:
-        self.end(signal.SIGKILL if self.ending else number)
-        self.failed(f"ended by {signal.Signals(number).name}", 128 + number)
+    def signalled(self, number: int, here: bool = False) -> None:
+        """See ``Listener``; ``here``: it was this process, in which a second signal ends all ranks at once."""
+        if self.signal is not None or self.failure is not None:
+            if here:
+                self.end(signal.SIGKILL, 0.0)
+            return
+        self.signal = signal.Signals(number)
+        say(
+            f"{self.signal.name} goes to the ranks, which have {self.job.grace_period:g} s to end (--grace-period); "
+            "another signal ends them at once"
+        )
+        self.end(number, self.job.grace_period)
 
-    def end(self, number: int) -> None:
-        """Send a signal to all ranks; SIGKILL follows."""
+    def end(self, number: int, grace: float) -> None:
+        """Send a signal to all ranks; SIGKILL follows after some seconds."""
         self.ending = True
         for agent in self.agents:
-            agent.send(signal=int(number))
+            agent.send(signal=int(number), grace=grace)
+
+    def require_files(self, hosts: int, ranks: int, *, elastic: bool = False) -> None:
+        """Raise this process's limit of open files as far as the job needs.
+
+        Raises:
+            LaunchError: it is too small.
+        """
+        output_files = self.job.output_directory is not None
+        wanted = open_files.of_driver(ranks, hosts, output_files=output_files, elastic=elastic)
+        _require_files(wanted, open_files.hard_limit(), f"this process needs {wanted} open files for {ranks} ranks")
+        open_files.raise_limit(wanted)
 
     def failed(self, text: str, status: int) -> None:
         """Note a failure, if it is the first one, and end all ranks."""
@@ -218,7 +265,7 @@ class Driver(ABC):
             return
         self.failure = (text, status)
         if not self.ending:
-            self.end(signal.SIGTERM)
+            self.end(signal.SIGTERM, GRACE_S)
 
     async def print(self, rank: int, stream: str, text: str) -> None:
         """Print in a thread: a terminal that is stopped must not stop the heartbeats."""
@@ -253,7 +300,12 @@ class _FixedDriver(Driver):
 
     async def work(self) -> None:
         self.running = self.job.ranks
+        self.require_files(len(self.job.placements), self.job.ranks)
         await self._start_agents()
+        for agent, placement in zip(self.agents, self.job.placements):
+            wanted = open_files.of_agent(placement.count)
+            what = f"host {agent.name}: unidist run needs {wanted} open files there for {placement.count} ranks"
+            _require_files(wanted, agent.files, what)
         self.handle_signals()
         await self._start_ranks()
         await asyncio.gather(*(agent.reading for agent in self.agents))
@@ -282,6 +334,7 @@ class _FixedDriver(Driver):
                 say(f"{len(self.agents) - len(silent)} of {len(self.agents)} hosts have answered; waiting for {named}")
 
     async def _start_ranks(self) -> None:
+        open_files.raise_limit(FILES)
         job = self.job
         hosts = [agent.host for agent in self.agents if agent.host]
         address = self.listen_address(hosts)
@@ -327,6 +380,8 @@ class _FixedDriver(Driver):
     def rank_ended(self, agent: HostAgent, rank: int, status: int) -> None:
         """See ``Listener``: the first failure ends the job."""
         self.running -= 1
+        if self.signal is not None:
+            self.last_statuses[rank] = status
         if status == 0 or self.ending:
             return
         others = f" Ranks that were still running, and were ended: {self.running}." if self.running else ""
@@ -343,6 +398,11 @@ class _FixedDriver(Driver):
         """See ``Listener``."""
         if agent.host is not None:  # else the start says so
             self.failed(f"host {agent.name} is lost: {why}. Its ranks end by themselves.", 1)
+
+
+def _require_files(wanted: int, allowed: int, what: str) -> None:
+    if wanted > allowed:
+        raise LaunchError(f"{what}, and {allowed} are allowed (ulimit -Hn). Raise the limit: ulimit -n {wanted}")
 
 
 def current_directory() -> str:

@@ -21,11 +21,12 @@ from typing import Any
 from unidist import knobs
 from unidist.errors import LaunchError, UnidistError
 from unidist.membership import PURPOSE
+from unidist.network import open_files
 from unidist.network.addresses import create_server
 from unidist.network.connection import Accepted, Acceptor, Connection, frame, new_secret
 from unidist.run.agent import GRACE_S
 from unidist.run.agents import HostAgent, how_ended
-from unidist.run.driver import Driver, Job
+from unidist.run.driver import FILES, Driver, Job
 from unidist.run.elastic import Elastic, Limits, Worker
 from unidist.run.hosts import HostSlots, discovered_hosts, rank_variables
 from unidist.run.output import say
@@ -110,7 +111,9 @@ class _ElasticDriver(Driver):
         self.dismissed: set[int] = set()
 
     async def work(self) -> None:
-        self.elastic.set_hosts(await self.discovery.find())
+        found = await self.discovery.find()
+        self.require_files(len(found), self.elastic.limits.min_np, elastic=True)
+        self.elastic.set_hosts(found)
         self.handle_signals()
         looking = asyncio.ensure_future(self._look_for_hosts())
         _in_thread(_import_torch)  # while the workers do so
@@ -123,7 +126,7 @@ class _ElasticDriver(Driver):
                 self.something.clear()
         finally:
             looking.cancel()
-        end = time.monotonic() + 2 * GRACE_S
+        end = time.monotonic() + (self.job.grace_period if self.signal else GRACE_S) + GRACE_S
         while self.elastic.workers and time.monotonic() < end:
             await asyncio.sleep(0.05)
 
@@ -157,6 +160,7 @@ class _ElasticDriver(Driver):
 
     # ----------------------------------------------------------------------------------- generations
     def _begin(self, members: list[Worker]) -> None:
+        open_files.raise_limit(FILES)
         self._close_store()
         self.checks, self.told_of_loss = None, False
         hosts = [host for worker in members if (host := self.by_host[worker.place.host].result().host) is not None]
@@ -244,6 +248,8 @@ class _ElasticDriver(Driver):
 
     def rank_ended(self, agent: HostAgent, rank: int, status: int) -> None:
         """See ``Listener``."""
+        if self.signal is not None:
+            self.last_statuses[rank] = status
         self._worker_ended(rank, status, f"{how_ended(status)}.{self.last_lines(rank)}" if status else "has ended.")
 
     def not_started(self, agent: HostAgent, text: str, status: int, ranks: list[int]) -> None:
@@ -289,7 +295,7 @@ class _ElasticDriver(Driver):
     def _signal(self, worker: Worker, number: int) -> None:
         task = self.by_host.get(worker.place.host)
         if task is not None and task.done():
-            task.result().send(signal=int(number), ranks=[worker.number])
+            task.result().send(signal=int(number), ranks=[worker.number], grace=GRACE_S)
 
     def _dismiss(self, worker: Worker) -> None:
         if worker.number in self.dismissed:

@@ -158,6 +158,10 @@ def parser(prog: str = "unidist run") -> argparse.ArgumentParser:
     add("--hvd", action="store_true", help="give scripts that import horovod the drop-in, unidist.hvd")
     add("--dry-run", action="store_true", help="print what would be started on which host")
     add("--start-timeout", type=_from_0(int), help="seconds for all hosts to answer (default: 30)")
+    add(
+        "--grace-period", type=_from_0(float), default=30.0, metavar="SECONDS",
+        help="seconds that the ranks have to end after SIGTERM or Ctrl-C (default: 30)",
+    )  # fmt: skip
     add("--network-interfaces", action=_Interfaces, dest="nics", help="network interfaces to use, by commas")
     add("--network-interface", action=_Interfaces, dest="nics", help="the same, one at a time")
     add("--output-filename", metavar="DIR", help="also write each rank's output to DIR/rank.RANK/stdout and stderr")
@@ -170,6 +174,9 @@ def parser(prog: str = "unidist run") -> argparse.ArgumentParser:
     group.add_argument("-hostfile", "--hostfile", help="file with a host in each line: a slots=4")
     group.add_argument("--host-discovery-script", help="prints the hosts, a:4 in each line; makes the job elastic")
     ssh = result.add_argument_group("ssh")
+    ssh.add_argument(
+        "--rsh", metavar="COMMAND", help="starts a shell command on a host: COMMAND HOST 'LINE' (default: ssh)"
+    )
     ssh.add_argument("-p", "--ssh-port", type=int, help="port of the hosts' ssh servers")
     ssh.add_argument("-i", "--ssh-identity-file", help="private key")
     controller = result.add_argument_group("controller").add_mutually_exclusive_group()

@@ -1,4 +1,4 @@
-"""How the driver starts the agent of a host: as a child, by ssh, or by srun."""
+"""How the driver starts the agent of a host: as a child, by ssh, by srun or by a command of the user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ from unidist.network.addresses import this_host
 #: Kubeflow's MPI operator has a program of its own in place of ssh.
 KUBEXEC = "/etc/mpi/kubexec.sh"
 #: What the agent is made of, each after what it imports.
-_MODULES = ("unidist.errors", "unidist.network.addresses", "unidist.run.agent")
+_MODULES = ("unidist.errors", "unidist.network.open_files", "unidist.network.addresses", "unidist.run.agent")
 #: Reads the number of bytes of a program, and the program, and no byte more.
 _BOOTSTRAP = (
     'import os,sys;n=int(os.read(0,8));b=b"";exec("while len(b)<n: b+=os.read(0,n-len(b)) or sys.exit(1)");exec(b)'
@@ -37,11 +37,13 @@ module.main()
 
 @dataclass(frozen=True)
 class Ssh:
-    """Options of ssh."""
+    """Options of ssh, and what is used in its place."""
 
     port: int | None = None
     identity_file: str | None = None
     connect_timeout: int = 30
+    #: A command that takes a host and a line for its shell.
+    instead: Sequence[str] = ()
 
 
 def program() -> bytes:
@@ -62,11 +64,13 @@ def command(host: str, env: Mapping[str, str], ssh: Ssh) -> list[str]:
     # The Python of this process where the host has it, else the first one on PATH.
     find = f'exec "$(command -v {shlex.quote(sys.executable)} || command -v python3 || echo python3)" -I -S -c "$0"'
     remote = ["sh", "-c", find, _BOOTSTRAP]
+    if ssh.instead:
+        return [*ssh.instead, host, shlex.join(remote)]
     if env.get("SLURM_JOB_ID") and env.get("SLURM_JOB_NODELIST"):
         return ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", *remote]
     if os.path.exists(KUBEXEC):
         return [KUBEXEC, host, shlex.join(remote)]
-    options = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "LogLevel=ERROR"]
+    options = ["-o", "BatchMode=yes", "-o", "LogLevel=ERROR"]
     options += ["-o", f"ConnectTimeout={max(1, ssh.connect_timeout)}"]
     if ssh.port is not None:
         options += ["-p", str(ssh.port)]
