@@ -8,6 +8,8 @@ import signal
 import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -56,7 +58,7 @@ def test_the_first_failure_is_the_status_and_is_shown() -> None:
     assert re.search(r"\w+ \w+ .\d \d\d:\d\d:\d\d 20\d\d\[1\]<stdout>:reason", result.stdout), result.stdout
     last = result.stderr.splitlines()[-2:]
     assert re.search(
-        r"rank 1 on host \S+ ended with status 7, the first to fail. Ranks that were still .*: 2", last[0]
+        r"rank 1 on host \S+ ended with status 7, the first to fail. 2 other ranks were still running", last[0]
     ), last
     assert last[1] == "  reason: out of luck"
 
@@ -121,22 +123,75 @@ def left(mark: str) -> list[str]:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_nothing_is_left_when_it_is_ended(number: int, status: int) -> None:
     mark = f"900.{os.getpid()}{number}"
-    argv = [*RUN, "-np", "2", PYTHON, PRINTS, "wait", mark]
+    with started("--grace-period", "1", "-np", "2", PYTHON, PRINTS, "wait", mark) as driver:
+        assert len(left(mark)) == 4
+        start = time.monotonic()
+        driver.send_signal(number)
+        assert driver.wait(20) == status
+        while left(mark):
+            assert time.monotonic() < start + 10, left(mark)
+            time.sleep(0.05)
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A driver whose two ranks have printed "up"."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # A job in the background of a shell's script ignores SIGINT, and so would the driver.
     default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    argv = [*RUN, *arguments]
     with subprocess.Popen(argv, env=environment("unidist-run", {}), cwd=ROOT, **streams, **default) as driver:
         try:
             assert sorted(driver.stdout.readline() for _ in range(2)) == ["[0]<stdout>:up\n", "[1]<stdout>:up\n"]
-            assert len(left(mark)) == 4
-            start = time.monotonic()
-            driver.send_signal(number)
-            assert driver.wait(20) == status
-            while left(mark):
-                assert time.monotonic() < start + 10, left(mark)
-                time.sleep(0.05)
+            yield driver
         finally:
             driver.kill()
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_ranks_have_time_to_save_after_sigterm(status: int) -> None:
+    with started("-np", "2", PYTHON, PRINTS, "save", "4", str(status)) as driver:
+        driver.send_signal(signal.SIGTERM)
+        output, errors = driver.communicate(timeout=30)
+    assert driver.returncode == status and output.count("saved") == 2, errors
+    assert "SIGTERM goes to the ranks, which have 30 s to end" in errors
+    assert ("ended by SIGTERM; rank 1 ended with status 3" in errors) == (status == 3)
+
+
+def test_the_agents_own_sigterm_goes_to_the_ranks() -> None:
+    with started("-np", "2", PYTHON, PRINTS, "save", "4", "0") as driver:
+        agent = int(Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()[0])
+        os.kill(agent, signal.SIGTERM)  # as from srun
+        output, errors = driver.communicate(timeout=30)
+    assert driver.returncode == 0 and output.count("saved") == 2, errors
+
+
+def test_a_second_signal_ends_the_ranks_at_once() -> None:
+    mark = f"901.{os.getpid()}"
+    with started("-np", "2", PYTHON, PRINTS, "wait", mark) as driver:
+        driver.send_signal(signal.SIGTERM)
+        assert "another signal ends them at once" in driver.stderr.readline()
+        driver.send_signal(signal.SIGTERM)
+        _, errors = driver.communicate(timeout=20)  # of 30 s
+    assert driver.returncode == 143 and "killed: ranks 0, 1" in errors and not left(mark)
+
+
+def test_too_few_open_files_are_an_error_before_the_start() -> None:
+    line = f"ulimit -n 48; {' '.join(RUN)} -np 24 touch started"
+    env = environment("unidist-run", {})
+    done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "needs 59 open files for 24 ranks, and 48 are allowed" in done.stderr, done.stderr
+
+
+def test_a_script_needs_no_interpreter_and_closed_streams_are_no_fault(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import pathlib, sys\npathlib.Path(__file__).with_suffix('.done').write_text(sys.executable)\n")
+    env = environment("unidist-run", {})
+    line = f"{' '.join(RUN)} -np 1 {script} >&-"
+    done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert script.with_suffix(".done").read_text() == PYTHON
+    assert run("-np", "1", "/dev/null").returncode == 126
 
 
 def test_a_dry_run_starts_nothing() -> None:

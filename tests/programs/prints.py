@@ -32,6 +32,18 @@ elif what == "command lines":
 elif what == "environment":
     names = sys.argv[2].split(",")
     print(*(f"{name}={os.environ.get(name)}" for name in names), "cwd", Path.cwd())
+elif what == "save":
+    # As a training that saves when it is preempted: takes so many seconds, and ends with a status.
+
+    def save(*_: object) -> None:
+        time.sleep(float(sys.argv[2]))
+        print("saved", flush=True)
+        sys.exit(int(sys.argv[3]) if rank == "1" else 0)
+
+    signal.signal(signal.SIGTERM, save)
+    print("up", flush=True)
+    while True:
+        time.sleep(0.1)
 elif what == "wait":
     # Deaf to polite signals, with a child in the same process group.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

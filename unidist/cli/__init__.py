@@ -5,6 +5,8 @@ One module per command: ``build-horovod`` is ``command`` in ``build_horovod.py``
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 
 try:
@@ -45,6 +47,9 @@ class LazyCommands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> object:
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:  # closed by the caller: the next file would get its number
+                setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
         try:
             return super().invoke(ctx)
         except UnidistError as error:

@@ -200,8 +200,9 @@ class Driver(ABC):
             hosts: those of all ranks.
         """
         command = self.job.command
+        interpreter = ["env"] if "=" in command[0] else [sys.executable] if command[0].endswith(".py") else []
         return {
-            "command": list(command) if "=" not in command[0] else ["env", *command],
+            "command": [*interpreter, *command],
             "cwd": current_directory(),
             "env": env,
             "without": OUTER.pattern,
@@ -384,7 +385,10 @@ class _FixedDriver(Driver):
             self.last_statuses[rank] = status
         if status == 0 or self.ending:
             return
-        others = f" Ranks that were still running, and were ended: {self.running}." if self.running else ""
+        others = ""
+        if self.running:
+            ranks = "other rank was" if self.running == 1 else "other ranks were"
+            others = f" {self.running} {ranks} still running and ended by this."
         self.failed(
             f"rank {rank} on host {agent.name} {how_ended(status)}, the first to fail.{others}{self.last_lines(rank)}",
             status if status > 0 else 128 - status,
