@@ -125,7 +125,7 @@ class RendezvousServer(ThreadingHTTPServer):
         with self._lock:
             self._open[link] = time.monotonic()
             if len(self._open) > self._most:
-                _shut(next(iter(self._open)))
+                self._shut(next(iter(self._open)))
         return link, peer
 
     def service_actions(self) -> None:
@@ -133,7 +133,7 @@ class RendezvousServer(ThreadingHTTPServer):
         with self._lock:
             end = time.monotonic() - _CONNECTION_S
             for link in [link for link, since in self._open.items() if since < end]:
-                _shut(link)
+                self._shut(link)
 
     def shutdown_request(self, request: Any) -> None:
         """A connection is over."""
@@ -144,7 +144,8 @@ class RendezvousServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: who connects may send anything, and leave."""
 
-
-def _shut(link: socket.socket) -> None:
-    with suppress(OSError):
-        link.shutdown(socket.SHUT_RDWR)
+    def _shut(self, link: socket.socket) -> None:
+        """Let the thread of a connection end."""
+        del self._open[link]
+        with suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)
