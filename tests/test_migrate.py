@@ -131,7 +131,7 @@ def test_a_diff_and_a_report_and_nothing_changed(project: Path) -> None:
     output = unidist_migrate(".", cwd=project)
     assert texts(project) == before
     assert "+import unidist\n" in output and "-import horovod.torch as hvd\n" in output
-    assert "torchrun --standalone --nproc-per-node 4 train.py --lr 0.1" in output
+    assert "unidist run -np 4 python train.py --lr 0.1" in output
     assert "elastic training stays Horovod's, which the drop-in has" in output
     assert "4 files with Horovod: 2 would change, 2 unchanged, 0 could not be read" in output
     # The diff is one that git takes.

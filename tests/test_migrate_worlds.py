@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 from tests.support.migrate_mutations import DDP_MUTATIONS, PROJECT_MUTATIONS, mutated
 from tests.support.worlds import LEGACY, LEGACY_DDP, PROJECTS, PROJECTS_DDP, ROOT, distance, free_port, run_world, shown
 from tests.test_migrate import blocks, unidist_migrate
-from unidist.migrate.jobs import find_launches
 from unidist.migrate.module import migrate_module
 from unidist.migrate.project import imports_horovod
 
@@ -236,17 +234,3 @@ def test_the_page_shows_the_proof(tmp_path: Path) -> None:
         elif "─" not in left:
             assert left == right
     assert (tmp_path / "compare.json").exists() and (tmp_path / "compare.png").exists()
-
-
-def test_the_torchrun_line_runs(tmp_path: Path) -> None:
-    """A shell passes the same arguments and variables to the script as with the launch line."""
-    (tmp_path / "show.py").write_text(
-        "import os, sys\n"
-        "if os.environ['RANK'] == '0': print(sys.argv[1:], os.environ['WORLD_SIZE'], os.environ['A'], flush=True)\n"
-    )
-    (launch,) = find_launches("mpirun -np 2 -x A='b c' python show.py 'd  e' \"$0\" f\\ g")
-    assert launch.torchrun is not None
-    line = launch.torchrun.replace("torchrun", f"{shlex.quote(sys.executable)} -m torch.distributed.run")
-    result = subprocess.run(["bash", "-c", line, "zero"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "['d  e', 'zero', 'f g'] 2 b c"

@@ -70,7 +70,7 @@ def command(
 
     The exit status is 1 if a file could not be read or written, and with --check if there is something to migrate.
     """
-    if missing := [name for name in ("libcst", "tree_sitter", "tree_sitter_bash") if not find_spec(name)]:
+    if missing := [name for name in ("libcst",) if not find_spec(name)]:
         raise click.ClickException(f"unidist migrate needs {', '.join(missing)}: pip install 'unidist-torch[cli]'")
     from unidist.migrate import files
     from unidist.migrate.context import ORIGINS, Options

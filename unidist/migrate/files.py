@@ -12,19 +12,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-FileKind = Literal["python", "notebook", "shell", "yaml", "json", "makefile", "dockerfile", "requirements", "text"]
+#: ``job``: what may start training; ``requirements``: what lists packages.
+FileKind = Literal["python", "notebook", "job", "requirements"]
 #: Directories without code of the user's.
 SKIPPED = {".git", ".hg", ".svn", ".tox", ".nox", ".venv", "venv", "__pycache__", "node_modules", "site-packages"}
 SUFFIXES: dict[str, FileKind] = {
-    ".py": "python", ".pyi": "python", ".pyw": "python", ".ipynb": "notebook", ".sh": "shell", ".bash": "shell",
-    ".zsh": "shell", ".ksh": "shell", ".slurm": "shell", ".sbatch": "shell", ".pbs": "shell", ".lsf": "shell",
-    ".qsub": "shell", ".job": "shell", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".mk": "makefile",
-    ".dockerfile": "dockerfile",
+    ".py": "python", ".pyi": "python", ".pyw": "python", ".ipynb": "notebook",
+    **dict.fromkeys(
+        (
+            ".sh", ".bash", ".zsh", ".ksh", ".slurm", ".sbatch", ".pbs", ".lsf", ".qsub", ".job", ".json", ".mk",
+            ".dockerfile",
+        ),
+        "job",
+    ),
+    ".yaml": "requirements", ".yml": "requirements",
 }  # fmt: skip
 #: Files that are known by their names.
 NAMES: dict[re.Pattern[str], FileKind] = {
-    re.compile(r"(gnu)?makefile"): "makefile",
-    re.compile(r"(docker|container)file(\..+)?"): "dockerfile",
+    re.compile(r"(gnu)?makefile|(docker|container)file(\..+)?"): "job",
     re.compile(
         r"(.*(requirements|constraints).*\.(txt|in)|setup\.cfg|pyproject\.toml|pipfile|tox\.ini)"
     ): "requirements",
@@ -88,7 +93,7 @@ def kind(path: Path) -> FileKind | None:
         return None
     if not first.startswith(b"#!"):
         return None
-    return "python" if b"python" in first else "shell" if first.rstrip().endswith(b"sh") else None
+    return "python" if b"python" in first else "job" if first.rstrip().endswith(b"sh") else None
 
 
 def decode(data: bytes, what: FileKind) -> tuple[str, str]:

@@ -18,9 +18,7 @@ from unidist.migrate import files
 from unidist.migrate.context import Elsewhere, Options
 from unidist.migrate.file_report import FileReport, Remark
 from unidist.migrate.files import FileKind
-from unidist.migrate.fragments import LONGEST
-from unidist.migrate.job_report import job_remarks, python_remarks
-from unidist.migrate.jobs import Surroundings
+from unidist.migrate.launch_lines import LONGEST, ImportsHorovod, launch_lines, launch_lines_of_python
 from unidist.migrate.module import DEFAULT_OPTIONS, Level, imports_drop_in, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
 from unidist.migrate.torch_module import names_torch
@@ -33,7 +31,6 @@ _HOROVOD = re.compile(
 _NAMES_LAUNCHER = re.compile(rb"horovodrun|mpirun|mpiexec|orterun")
 #: In files that are neither Python nor notebooks: also what installs Horovod.
 _NAMES_JOB = re.compile(rb"horovod|HOROVOD_|mpirun|mpiexec|orterun|MPIJob")
-_ELASTIC = re.compile(rb"\bhvd\.elastic\b|horovod\.torch\.elastic|from horovod\.torch import .*\belastic\b")
 _FROM = re.compile(r"^[ \t]*from\s+(?!horovod\b)([.\w]+)\s+import\s+(?:\(([^)]*)\)|([^\n#]+))", re.MULTILINE)
 _IMPORT = re.compile(r"^[ \t]*import\s+([.\w]+)", re.MULTILINE)
 #: Packages whose modules are not the program's own.
@@ -248,9 +245,10 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
         data = path.read_bytes()
     except OSError as error:
         return _failed(path, 1, f"it cannot be read: {error.strerror}", "make it readable, then migrate again")
-    what = files.kind(path) or ("python" if _is_python(data) else "text")
+    what = files.kind(path) or ("python" if _is_python(data) else "requirements")
     if what not in ("python", "notebook"):
-        remarks = job_remarks(path, data.decode("utf-8", errors="replace"), what, _surroundings(path, level, exports))
+        text, scripts = data.decode("utf-8", errors="replace"), _scripts(path, level, exports)
+        remarks = launch_lines(text, scripts, lists=what == "requirements")
         return FileReport(path, "unchanged", remarks, is_code=False) if remarks else None
     names_horovod = _names_horovod(data, what, options)
     if not names_horovod and not _names_torch(data, level, options):
@@ -273,7 +271,7 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
         report = _migrate_text(path, text, what, rules, of_torch=not names_horovod)
     report.encoding, report.of_torch = encoding, not names_horovod
     if what == "python" and "horovod" in options.origins:
-        found = python_remarks(path, text, _surroundings(path, level, exports))
+        found = launch_lines_of_python(text, _scripts(path, level, exports), lists=path.name == "setup.py")
         lines = {remark.line for remark in found}
         others = [remark for remark in report.remarks if remark.line not in lines]
         report.remarks = sorted([*others, *found], key=lambda remark: remark.line)
@@ -293,32 +291,20 @@ def _is_python(data: bytes) -> bool:
     return True
 
 
-def _surroundings(path: Path, level: Level, exports: Exports) -> Surroundings:
-    """The scripts and files that the launch lines in a file name: beside it, or in a directory above."""
+def _scripts(path: Path, level: Level, exports: Exports) -> ImportsHorovod:
+    """The scripts that the launch lines in a file name: beside it, or in a directory above."""
     roots = [path.resolve().parent]
     while not (roots[-1] / ".git").exists() and len(roots) < 4 and roots[-1] != roots[-1].parent:
         roots.append(roots[-1].parent)
 
-    def find(name: str) -> Path | None:
-        parts = Path(name).parts if "$" not in name else ()
+    def imports_horovod_after(script: str) -> bool | None:
+        parts = Path(script if script.endswith(".py") else f"{script.replace('.', '/')}.py").parts
         # The paths in an image begin with other directories.
         ends = [Path(*parts[start:]) for start in range(len(parts)) if parts[start] != "/"]
-        found = (root / end for end in ends for root in roots)
-        return next((each for each in found if each.is_file()), None)
+        found = next((root / end for end in ends for root in roots if (root / end).is_file()), None)
+        return None if found is None else _still_imports_horovod(found, level, exports)
 
-    def imports_horovod_after(script: str) -> bool | None:
-        file = find(script if script.endswith(".py") else f"{script.replace('.', '/')}.py")
-        return None if file is None else _still_imports_horovod(file, level, exports)
-
-    def is_elastic(script: str) -> bool:
-        file = find(script)
-        return file is not None and _ELASTIC.search(file.read_bytes()) is not None
-
-    def host_file(name: str) -> str | None:
-        file = find(name)
-        return None if file is None else file.read_bytes()[:LONGEST].decode("utf-8", errors="replace")
-
-    return Surroundings(imports_horovod_after, is_elastic, host_file)
+    return imports_horovod_after
 
 
 def _still_imports_horovod(path: Path, level: Level, exports: Exports) -> bool:
