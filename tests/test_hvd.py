@@ -365,7 +365,7 @@ def test_a_message_that_cannot_be_read_ends_the_session_on_all_ranks() -> None:
     result = drop_in(
         """
         import os, torch, horovod.torch as hvd
-        from unidist.hvd.connection import frame
+        from unidist.network.connection import frame
         from unidist.hvd.session import current_session
         hvd.init()
         hvd.allreduce(torch.ones(1))

@@ -113,7 +113,7 @@ def test_a_call_of_one_rank_alone_is_told_from_late_ones(tmp_path: Path) -> None
     env = {"UNIDIST_STALL_S": "1", "UNIDIST_TIMEOUT": "3"}
     result = run_world("torchrun", 2, [str(program)], backend="gloo", env=env, timeout=60)
     calls = (
-        rf"ismatch in operation 1: rank 0 \(host {HOST}, pid \d+\) called all_reduce of float32 \[4\] at {AT}:\d+ "
+        rf"ismatch in operation 2: rank 0 \(host {HOST}, pid \d+\) called all_reduce of float32 \[4\] at {AT}:\d+ "
         rf"\(reduce\); rank 1 \(host {HOST}, pid \d+\) called all_reduce of float32 \[1\]"
     )
     assert re.search(f"=> M{calls}", result.output), result.output
