@@ -1,192 +1,85 @@
 """One training script, any launcher, any backend."""
 
+import ast
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# The public names, here and nowhere else. A module is imported when one of its names is first asked for: the command
+# line answers without importing torch.
 if TYPE_CHECKING:
-    from unidist.backends.base import Group, WrappedModel
-    from unidist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-    from unidist.collectives import (
-        all_gather,
-        all_gather_object,
-        all_reduce,
-        all_reduce_,
-        all_to_all,
-        barrier,
-        broadcast,
-        broadcast_object,
-        new_group,
-        reduce_scatter,
-    )
-    from unidist.console import RankFilter, progress
+    from unidist import elastic as elastic
+    from unidist import hvd as hvd
+    from unidist.backends.base import Group as Group
+    from unidist.backends.base import WrappedModel as WrappedModel
+    from unidist.checkpoint import latest_checkpoint as latest_checkpoint
+    from unidist.checkpoint import load_checkpoint as load_checkpoint
+    from unidist.checkpoint import save_checkpoint as save_checkpoint
+    from unidist.collectives import all_gather as all_gather
+    from unidist.collectives import all_gather_object as all_gather_object
+    from unidist.collectives import all_reduce as all_reduce
+    from unidist.collectives import all_reduce_ as all_reduce_
+    from unidist.collectives import all_to_all as all_to_all
+    from unidist.collectives import barrier as barrier
+    from unidist.collectives import broadcast as broadcast
+    from unidist.collectives import broadcast_object as broadcast_object
+    from unidist.collectives import new_group as new_group
+    from unidist.collectives import reduce_scatter as reduce_scatter
+    from unidist.console import RankFilter as RankFilter
     from unidist.console import print as print
-    from unidist.context import (
-        backend_name,
-        device,
-        init,
-        is_initialized,
-        is_main,
-        local_rank,
-        local_size,
-        node_rank,
-        num_nodes,
-        rank,
-        shutdown,
-        timeline,
-        world_size,
-    )
-    from unidist.data import ShardLoader, shard_loader
-    from unidist.errors import (
-        BackendError,
-        CheckpointError,
-        CollectiveError,
-        LaunchError,
-        MismatchError,
-        NotInitializedError,
-        UnidistError,
-        WorldSizeError,
-    )
-    from unidist.metric_reduction import allreduce_metric
-    from unidist.model import (
-        assert_in_sync,
-        broadcast_model_state,
-        broadcast_optimizer_state,
-        global_mean,
-        no_sync,
-        replicate,
-        unwrap,
-        wrap_model,
-    )
-    from unidist.multiprocessing import spawn
-    from unidist.preparation import prepare
-    from unidist.running_metrics import Accuracy, Mean, Sum, wrap_metric
-    from unidist.seed import set_seed
-    from unidist.uneven import join
+    from unidist.console import progress as progress
+    from unidist.context import backend_name as backend_name
+    from unidist.context import device as device
+    from unidist.context import init as init
+    from unidist.context import is_initialized as is_initialized
+    from unidist.context import is_main as is_main
+    from unidist.context import local_rank as local_rank
+    from unidist.context import local_size as local_size
+    from unidist.context import node_rank as node_rank
+    from unidist.context import num_nodes as num_nodes
+    from unidist.context import rank as rank
+    from unidist.context import shutdown as shutdown
+    from unidist.context import timeline as timeline
+    from unidist.context import world_size as world_size
+    from unidist.data import ShardLoader as ShardLoader
+    from unidist.data import shard_loader as shard_loader
+    from unidist.errors import BackendError as BackendError
+    from unidist.errors import CheckpointError as CheckpointError
+    from unidist.errors import CollectiveError as CollectiveError
+    from unidist.errors import LaunchError as LaunchError
+    from unidist.errors import MismatchError as MismatchError
+    from unidist.errors import NotInitializedError as NotInitializedError
+    from unidist.errors import UnidistError as UnidistError
+    from unidist.errors import WorldSizeError as WorldSizeError
+    from unidist.metric_reduction import allreduce_metric as allreduce_metric
+    from unidist.model import assert_in_sync as assert_in_sync
+    from unidist.model import broadcast_model_state as broadcast_model_state
+    from unidist.model import broadcast_optimizer_state as broadcast_optimizer_state
+    from unidist.model import global_mean as global_mean
+    from unidist.model import no_sync as no_sync
+    from unidist.model import replicate as replicate
+    from unidist.model import unwrap as unwrap
+    from unidist.model import wrap_model as wrap_model
+    from unidist.multiprocessing import spawn as spawn
+    from unidist.preparation import prepare as prepare
+    from unidist.running_metrics import Accuracy as Accuracy
+    from unidist.running_metrics import Mean as Mean
+    from unidist.running_metrics import Sum as Sum
+    from unidist.running_metrics import wrap_metric as wrap_metric
+    from unidist.seed import set_seed as set_seed
+    from unidist.uneven import join as join
 
 __version__ = "0.1.0"
 
-#: Where each public name is. A module is imported when one of its names is first asked for: the command line answers
-#: without importing torch.
-_MODULES = {
-    "backends.base": ("Group", "WrappedModel"),
-    "checkpoint": ("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
-    "collectives": (
-        "all_gather",
-        "all_gather_object",
-        "all_reduce",
-        "all_reduce_",
-        "all_to_all",
-        "barrier",
-        "broadcast",
-        "broadcast_object",
-        "new_group",
-        "reduce_scatter",
-    ),
-    "console": ("RankFilter", "print", "progress"),
-    "context": (
-        "backend_name",
-        "device",
-        "init",
-        "is_initialized",
-        "is_main",
-        "local_rank",
-        "local_size",
-        "node_rank",
-        "num_nodes",
-        "rank",
-        "shutdown",
-        "timeline",
-        "world_size",
-    ),
-    "data": ("ShardLoader", "shard_loader"),
-    "errors": (
-        "BackendError",
-        "CheckpointError",
-        "CollectiveError",
-        "LaunchError",
-        "MismatchError",
-        "NotInitializedError",
-        "UnidistError",
-        "WorldSizeError",
-    ),
-    "uneven": ("join",),
-    "multiprocessing": ("spawn",),
-    "preparation": ("prepare",),
-    "running_metrics": ("Accuracy", "Mean", "Sum", "wrap_metric"),
-    "metric_reduction": ("allreduce_metric",),
-    "model": (
-        "assert_in_sync",
-        "broadcast_model_state",
-        "broadcast_optimizer_state",
-        "global_mean",
-        "no_sync",
-        "replicate",
-        "unwrap",
-        "wrap_model",
-    ),
-    "seed": ("set_seed",),
+#: The module of each public name, by the imports above.
+_MODULES: dict[str, str] = {
+    alias.name: node.module or ""
+    for node in ast.walk(ast.parse(__loader__.get_source(__name__)))  # type: ignore[name-defined]
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unidist.")
+    for alias in node.names
+    if alias.asname
 }
-
-# Without print: `from unidist import *` must not replace Python's.
-__all__ = [
-    "Accuracy",
-    "BackendError",
-    "CheckpointError",
-    "CollectiveError",
-    "Group",
-    "LaunchError",
-    "Mean",
-    "MismatchError",
-    "NotInitializedError",
-    "RankFilter",
-    "ShardLoader",
-    "Sum",
-    "UnidistError",
-    "WorldSizeError",
-    "WrappedModel",
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_",
-    "all_to_all",
-    "allreduce_metric",
-    "assert_in_sync",
-    "backend_name",
-    "barrier",
-    "broadcast",
-    "broadcast_model_state",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "device",
-    "global_mean",
-    "init",
-    "is_initialized",
-    "is_main",
-    "join",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "local_rank",
-    "local_size",
-    "new_group",
-    "no_sync",
-    "node_rank",
-    "num_nodes",
-    "prepare",
-    "progress",
-    "rank",
-    "reduce_scatter",
-    "replicate",
-    "save_checkpoint",
-    "set_seed",
-    "shard_loader",
-    "shutdown",
-    "spawn",
-    "timeline",
-    "unwrap",
-    "world_size",
-    "wrap_metric",
-    "wrap_model",
-]
+#: Without print: ``from unidist import *`` must not replace Python's.
+__all__ = sorted({*_MODULES} - {"print"})
 
 
 def _warn_of_another_unidist() -> None:
@@ -207,14 +100,18 @@ def _warn_of_another_unidist() -> None:
 _warn_of_another_unidist()
 
 
-def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            value = globals()[name] = getattr(import_module(f"unidist.{module}"), name)
+if not TYPE_CHECKING:  # for which an unknown name is an error
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            value = globals()[name] = getattr(import_module(_MODULES[name]), name)
             return value
-    if name in _MODULES or name in ("backends", "batch_norm", "elastic", "knobs", "topology", "tree"):
-        return import_module(f"unidist.{name}")
-    raise AttributeError(f"module 'unidist' has no attribute {name!r}")
+        try:
+            return import_module(f"unidist.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"unidist.{name}":
+                raise
+        raise AttributeError(f"module 'unidist' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

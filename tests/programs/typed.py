@@ -43,6 +43,9 @@ def main() -> None:
     unidist.init("gloo", timeout=30, seed=1)
     unidist.init("glo")  # type: ignore[arg-type]
     assert_type(unidist.rank(), int)
+    unidist.wrap_modl(Net())  # type: ignore[attr-defined]
+    unidist.elastic.TorchStat()  # type: ignore[attr-defined]
+    assert_type(unidist.elastic.TorchState(), unidist.elastic.TorchState)
     model = unidist.wrap_model(Net())
     assert_type(model, unidist.WrappedModel[Net])
     assert_type(model.module.features(), int)
