@@ -283,6 +283,12 @@ class Backend(ABC):
         """Whether an error is one of a collective call, so that another rank may have failed first."""
         return isinstance(error, CollectiveError) or type(error).__name__ == "HorovodInternalError"
 
+    def explained(self, error: BaseException, trace: TracebackType | None) -> BaseException | None:
+        """Return what is shown in place of an uncaught error of the library that this package has not converted; None:
+        the error itself.
+        """
+        return None
+
     def failure(self, call: str, error: BaseException) -> CollectiveError:
         """The ``CollectiveError`` for a library's own error. Asks the other ranks, not for long."""
         topology = self.topology

@@ -97,7 +97,6 @@ class HorovodBackend(Backend):
         device = default_device(start.device, topology.local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        mpi.end_all_on_error(launch)
         return cls(topology, device, start.timeout, release)
 
     @classmethod

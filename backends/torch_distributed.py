@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
 import time
 import traceback
@@ -88,7 +87,6 @@ class TorchBackend(Backend):
         if self._default and name == "nccl" and "gloo" not in dist.get_backend_config():
             # A user's own NCCL group takes no CPU tensors.
             self._world["cpu"] = self._make_group(self.ranks(None))
-        self._restore_hook = self._explain_lost_ranks()
         self._rendezvous = world
         self._exchanges = count()
         self._started_ns = time.time_ns()
@@ -111,7 +109,6 @@ class TorchBackend(Backend):
                 _make_default_group(name, library, world, device, start)
         backend = cls(name, world, device, start, owned=start.default_group)
         backend.process_groups.sockets.add(sockets)
-        mpi.end_all_on_error(start.launch)
         return backend
 
     @classmethod
@@ -123,29 +120,15 @@ class TorchBackend(Backend):
         world = _world_of_default_group(start)
         return cls(name, world, _device(name, start, world.topology), start)
 
-    def _explain_lost_ranks(self) -> Callable[[], None]:
-        """Show an uncaught error of gloo with its rank, and what to look for; the result restores the excepthook.
-
-        An excepthook, because DDP's backward pass calls no code of this package: a communication hook in Python would
-        cost up to 5 % of a step.
-        """
-        show = sys.excepthook
-
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if self.topology.world_size == 1 or not _is_lost_rank(error, trace):
-                show(kind, error, trace)
-                return
-            call = "backward" if "torch.autograd" in _modules(trace) else "a call of torch.distributed"
-            explained = self.failure(call, error)
-            explained.__cause__ = error
-            show(type(explained), explained, None)
-
-        def restore() -> None:
-            if sys.excepthook is hook:
-                sys.excepthook = show
-
-        sys.excepthook = hook
-        return restore
+    def explained(self, error: BaseException, trace: TracebackType | None) -> BaseException | None:
+        # In an excepthook, because DDP's backward pass calls no code of this package: a communication hook in Python
+        # would cost up to 5 % of a step.
+        if self.topology.world_size == 1 or not _is_lost_rank(error, trace):
+            return None
+        call = "backward" if "torch.autograd" in _modules(trace) else "a call of torch.distributed"
+        explained = self.failure(call, error)
+        explained.__cause__ = error
+        return explained
 
     def follows(self, error: BaseException, trace: TracebackType | None) -> bool:
         return _is_lost_rank(error, trace) or super().follows(error, trace)
@@ -171,7 +154,6 @@ class TorchBackend(Backend):
         return {name: () if len(ranks) == self.topology.world_size else ranks for name, ranks in names.items()}
 
     def shutdown(self) -> None:
-        self._restore_hook()
         self.quiesce()
         self.process_groups.close()
         if self._owned and dist.is_initialized():

@@ -53,6 +53,19 @@ def test_the_launchers_server_is_asked_until_it_answers() -> None:
         assert answer.result() == "here:1" and Late.asked == 3
 
 
+@pytest.mark.parametrize(("launcher", "backend", "rounds"), [("torchrun", "gloo", 100), ("openmpi", "mpi", 20)])
+def test_rounds_of_init_and_shutdown_leave_nothing(launcher: str, backend: str, rounds: int) -> None:
+    if why := missing(launcher):
+        pytest.skip(why)
+    result = run_world(launcher, 2, ["tests/programs/rounds.py", str(rounds), backend])
+    assert result.returncode == 0, result.output
+    found = [json.loads(text) for text in re.findall(r"\[\{.*\}\]", result.output)]
+    assert len(found) == 2, result.output
+    for early, late in found:
+        # mpi4py keeps MPI running, whose errors an excepthook makes the job's.
+        assert early == late and late["backends"] == 0 and late["hook"] is (backend != "mpi"), found
+
+
 def test_eight_ranks() -> None:
     result = run_world("horovodrun", 8, [PLACE])
     assert result.returncode == 0, result.output

@@ -38,9 +38,10 @@ BELOW = {
     "membership": {"errors", "knobs", "network"},
     "network": {"errors", "network"},
     "torchrun_env": {"errors", "knobs", "network", "scripts", "topology", "backends"},
+    "world": {"backends", "tracing"},
     "context": {
         "__version__", "errors", "knobs", "network", "operations", "topology", "seed", "backends", "membership",
-        "torchrun_env", "tracing",
+        "torchrun_env", "tracing", "world",
     },
     **{name: {"errors", "knobs", "context", "network", "tree", "spans", "backends", *FEATURES} for name in FEATURES},
     "elastic": {"errors", "topology", "backends", "context", "membership", *FEATURES, "elastic"},

@@ -1,4 +1,4 @@
-"""The only global state: the running backend."""
+"""The only global state: the running world."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from unidist.operations import format_ranks
 from unidist.seed import set_seed
 from unidist.topology import EXPLICIT, Launch, allocated_tasks, detect
 from unidist.topology import NONE as NO_LAUNCHER
+from unidist.world import World, hook_of_no_world
 
 if TYPE_CHECKING:
     from unidist.tracing.recorder import Timeline
@@ -52,22 +53,20 @@ BACKENDS = {
     "horovod": BackendEntry("unidist.backends.horovod", "HorovodBackend", "horovod.torch"),
 }
 
+#: The reason for the choice of a backend that runs already.
+_ADOPTED = "already initialised"
 #: What ``init`` and ``spawn`` take for ``backend``.
 BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod"]
 
 _log = logging.getLogger("unidist")
-_current: Backend | None = None
-_watch: Watch | None = None
-_arguments: dict[str, object] = {}
-#: The arguments of the last world, for ``rejoin``.
-_again: dict[str, Any] = {}
+_world: World | None = None
+#: How often ``init`` was called in this process.
 _sessions = 0
-#: Restores the variables that ``init(export_env=True)`` has set.
-_take_back_env: Callable[[], None] | None = None
+#: The arguments of the last world, for ``rejoin``.
+_last: dict[str, Any] = {}
+#: What features do at the end of each world.
 _closers: list[Callable[[], None]] = []
 _finishers: list[Callable[[], None]] = []
-_timeline: Timeline | None = None
-_process = os.getpid()
 
 
 def init(
@@ -112,7 +111,7 @@ def init(
     if seed is not None:
         set_seed(seed)
     path = knobs.timeline(os.environ, of_horovod=current().name != "horovod")
-    if path and _timeline is None:
+    if path and _running().timeline is None:
         timeline(path)
 
 
@@ -135,7 +134,7 @@ def _init(
     *,
     default_group: bool,
 ) -> None:
-    global _current, _watch, _arguments, _again, _take_back_env
+    global _world
     arguments: dict[str, object] = {
         "backend": None if backend == "auto" else backend,
         "init_method": init_method,
@@ -145,29 +144,33 @@ def _init(
         "device": None if device is None else torch.device(device),
         "export_env": export_env or None,
     }
-    if _current is not None:
-        _refuse_change(arguments, _current)
+    if _world is not None:
+        _refuse_change(arguments, _world)
     else:
         stall, is_checked = knobs.stall(os.environ), knobs.check(os.environ)
         name = backend if backend != "auto" else knobs.backend(os.environ)
         wanted = None if device is None else torch.device(device)
+        hook_before = hook_of_no_world()
         start, started, why = _meet(name, init_method, rank, world_size, _timeout(timeout), wanted, default_group)
         launch = start.launch
         _guard(started, launch)
-        _again = {
+        again = {
             "backend": backend, "timeout": timeout, "device": device, "export_env": export_env,
             "default_group": default_group,
         }  # fmt: skip
-        if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
-            _take_back_env = _export(started, start)
-        if started.topology.world_size > 1:
-            try:
+        world = World(started, arguments, again, hook_before)
+        world.ends_mpi = why is not _ADOPTED and started.topology.world_size > 1
+        try:
+            if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
+                world.restore_env = _export(started, start)
+            if started.topology.world_size > 1:
                 _introduce(started, _seconds(start))
-                _watch = Watch(started, stall, _seconds(start))
-            except BaseException:
-                started.shutdown()
-                raise
-        _current, _arguments = Checked(started) if is_checked else started, arguments
+                world.watch = Watch(started, stall, _seconds(start))
+        except BaseException:
+            world.close(alone=False)
+            raise
+        world.current = Checked(started) if is_checked else started
+        _world = world
         if name == "auto" and world_size is None and (tasks := allocated_tasks(os.environ)) > 1:
             _log.warning(
                 "this process trains alone in a Slurm allocation of %d tasks: start the script with 'srun python "
@@ -264,11 +267,7 @@ def _export(backend: Backend, start: Start) -> Callable[[], None]:
     """Set torchrun's variables; the result takes them back. Collective."""
     from unidist.torchrun_env import export
 
-    try:
-        return export(start.launch, backend.topology, lambda text: backend.exchange(text, _seconds(start)))
-    except BaseException:
-        backend.shutdown()
-        raise
+    return export(start.launch, backend.topology, lambda text: backend.exchange(text, _seconds(start)))
 
 
 def _seconds(start: Start) -> float:
@@ -301,12 +300,12 @@ def shutdown() -> None:
     Waits for the other ranks, unless an exception is being handled (as in a ``finally`` block). A backend that was
     already running when ``init()`` was called is left running. A script that ends without this call does not wait.
     """
-    waits = _current is not None and sys.exc_info()[0] is None
+    waits = _world is not None and sys.exc_info()[0] is None
     try:
-        if _current is not None and waits:
+        if _world is not None and waits:
             for finish in _finishers:
                 finish()
-            _current.barrier()
+            _world.current.barrier()
     except BaseException:
         leave()
         raise
@@ -325,13 +324,13 @@ def timeline(path: str | os.PathLike[str]) -> Timeline:
     Args:
         path: the file's name without the rank. A file that cannot be written is logged, and training goes on.
     """
-    global _timeline
     from unidist.tracing.recorder import Timeline, path_of_rank
 
-    if _timeline is not None:
-        _timeline.close()
-    _timeline = Timeline(path_of_rank(path, rank()), current())
-    return _timeline
+    world = _running()
+    if world.timeline is not None:
+        world.timeline.close()
+    world.timeline = Timeline(path_of_rank(path, rank()), world.current)
+    return world.timeline
 
 
 def before_shutdown(finish: Callable[[], None]) -> Callable[[], None]:
@@ -349,31 +348,20 @@ def before_leaving(close: Callable[[], None]) -> Callable[[], None]:
 @atexit.register
 def leave(*, alone: bool = True) -> None:
     """``shutdown`` without waiting for the other ranks; ``alone``: they may go on."""
-    global _current, _watch, _arguments, _take_back_env, _timeline
+    global _world
     for close in _closers:
         close()
-    if _timeline is not None:
-        _timeline.close()
-        _timeline = None
-    backend, _current, _arguments = _current, None, {}
-    # A forked child is not a rank: it leaves its parent's backend alone.
-    if backend is not None and os.getpid() == _process:
-        watch, _watch = _watch, None
-        if watch is not None and alone:
-            watch.say_goodbye()
-        backend.shutdown()
-        if watch is not None:
-            watch.close()
-        take_back, _take_back_env = _take_back_env, None
-        if take_back is not None:
-            take_back()
+    world, _world = _world, None
+    if world is not None:
+        _last.update(world.again)
+        world.close(alone=alone)
 
 
 def rejoin() -> None:
     """``init`` with the arguments of the last world, after ``leave``: in the next generation of an elastic run.
     Collective.
     """
-    _init(**_again)
+    _init(**_last)
 
 
 def complete_start(step: Callable[[], None]) -> None:
@@ -394,7 +382,7 @@ def complete_start(step: Callable[[], None]) -> None:
 
 def is_initialized() -> bool:
     """Whether this process is in a world."""
-    return _current is not None
+    return _world is not None
 
 
 def current() -> Backend:
@@ -403,37 +391,42 @@ def current() -> Backend:
     Raises:
         NotInitializedError: ``init()`` has not been called, or ``shutdown()`` has.
     """
-    if _current is None:
+    if _world is None:
         raise NotInitializedError("unidist is not initialized: call unidist.init() first.")
-    return _current
+    return _world.current
+
+
+def _running() -> World:
+    current()
+    assert _world is not None
+    return _world
 
 
 def watch() -> Watch | None:
     """What reports the ranks' states; None in a world of one."""
-    return _watch
+    return None if _world is None else _world.watch
 
 
 def timeout() -> timedelta | None:
     """The timeout that ``init`` was given, or ``UNIDIST_TIMEOUT``; None without one."""
-    given = _arguments.get("timeout")
+    given = None if _world is None else _world.arguments["timeout"]
     return given if isinstance(given, timedelta) else knobs.timeout(os.environ)
 
 
 def in_join() -> bool:
     """Whether a ``unidist.join`` block is running."""
-    return isinstance(_current, Joined)
+    return _world is not None and isinstance(_world.current, Joined)
 
 
 @contextmanager
 def replaced(backend: Backend) -> Iterator[None]:
     """Inside, ``current()`` is another backend, on top of the running one."""
-    global _current
-    before, _current = _current, backend
+    world = _running()
+    before, world.current = world.current, backend
     try:
         yield
     finally:
-        if _current is backend:  # not after a shutdown
-            _current = before
+        world.current = before
 
 
 def rank() -> int:
@@ -523,7 +516,7 @@ def _start(name: str, start: Start) -> tuple[Backend, str]:
     for candidate in running:
         adopted = _class(candidate).adopt(start)
         if adopted and name in ("auto", adopted.name):
-            return adopted, "already initialised"
+            return adopted, _ADOPTED
         if adopted:
             raise BackendError(
                 f"init({name!r}): a process group on {adopted.name!r} is already initialised: pass that name."
@@ -564,8 +557,8 @@ def _guard(backend: Backend, launch: Launch) -> None:
     )
 
 
-def _refuse_change(arguments: dict[str, object], running: Backend) -> None:
-    was = {**_arguments, "backend": running.name}
+def _refuse_change(arguments: dict[str, object], world: World) -> None:
+    was = {**world.arguments, "backend": world.current.name}
     for key, value in arguments.items():
         if value is not None and value != was.get(key):
             raise BackendError(

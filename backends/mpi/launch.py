@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 from unidist.errors import BackendError, UnidistError, WorldSizeError
@@ -28,8 +27,6 @@ if not select.select([0], [], [], float(sys.argv[1]))[0]:
 """
 #: Time for the launcher to read the error: MPICH's drops what is still in the pipe when a rank aborts.
 _READ_S = 1.0
-#: The hook of the last ``init``.
-_newest_hook: object = None
 
 
 @contextmanager
@@ -126,27 +123,12 @@ def _start(launch: Launch) -> Any:
     return MPI.COMM_WORLD
 
 
-def end_all_on_error(launch: Launch) -> None:
-    """Make an uncaught exception abort the whole job, where MPI was started by ``world``.
-
-    Without this the failing process would wait in MPI_Finalize for ranks that wait for it. Called after the backend's
-    start: torch.distributed installs an excepthook of its own, which shows the error when ours returns.
+def abort_if_running() -> None:
+    """Abort the whole job if MPI runs in this process, after an uncaught exception was shown: the process would wait in
+    MPI_Finalize for ranks that wait for it.
     """
-    if "mpi4py.MPI" not in sys.modules:
-        return
-    from mpi4py import MPI
-
-    global _newest_hook
-    show = sys.excepthook
-    process = os.getpid()  # a forked child must not abort the job
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show(kind, error, trace)
-        # Inside the hook of a later init() the error may not be shown yet.
-        if _newest_hook is hook and launch.world_size > 1 and os.getpid() == process and not MPI.Is_finalized():
-            abort()
-
-    sys.excepthook = _newest_hook = hook
+    if is_started():
+        abort()
 
 
 def _starts_mpi(launch: Launch, env: Mapping[str, str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import logging
 import math
@@ -99,7 +100,6 @@ class Watch:
                 self._server.call_when_readable(self._signal.pipe, self._signalled)
             self._file = jobs.write(self._rank, backend.name, self._secret, self._peers)
             self._server.start()
-        self._restore_hook = self._see_uncaught_errors()
         backend.watch = self
         _open_watches.add(self)
         atexit.register(self.say_goodbye)  # before the libraries' own
@@ -118,7 +118,6 @@ class Watch:
         """End it."""
         atexit.unregister(self.say_goodbye)
         self._backend.watch = None
-        self._restore_hook()
         _open_watches.discard(self)
         if self._file is not None:
             with suppress(OSError):
@@ -267,7 +266,6 @@ class Watch:
     def close_in_child(self) -> None:
         """A forked child is no rank."""
         self._backend.watch = None
-        self._restore_hook()
         if self._signal is not None:
             self._signal.close()
         if self._server is not None:
@@ -275,27 +273,14 @@ class Watch:
         _open_watches.discard(self)
 
     # -------------------------------------------------------------------------------- the end
-    def _see_uncaught_errors(self) -> Callable[[], None]:
-        """Tell the others of an uncaught error, before it is shown; the result restores the excepthook."""
-        show = sys.excepthook
-
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            words = None
-            with suppress(Exception):  # whatever happens here, the error itself is shown
-                words = self._fail(error, trace) if self._backend.watch is self else None
-                if words is not None and not words["follows"]:
-                    self._tell(words)
-            show(kind, error, trace)
-            with suppress(Exception):
-                if words is not None and words["follows"]:  # nobody waits for these words
-                    self._tell(words)
-
-        def restore() -> None:
-            if sys.excepthook is hook:
-                sys.excepthook = show
-
-        sys.excepthook = hook
-        return restore
+    def failing(self, error: BaseException, trace: TracebackType | None) -> Callable[[], None]:
+        """Tell the others of an uncaught error, before it is shown; call the result when it is."""
+        words = self._fail(error, trace)
+        tell = functools.partial(self._tell, words)
+        if words["follows"]:  # nobody waits for these words
+            return tell
+        tell()
+        return lambda: None
 
     def _fail(self, error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
         """Remember an uncaught error; what to tell the others of it."""
