@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import IO, Any, Generic, TypeVar, cast
@@ -417,34 +417,27 @@ def _with_shards(state: dict[str, Any], objects: dict[str, Any], directory: Path
 # ------------------------------------------------------------------------------------ the file on every rank
 def _open(call: str, path: Path, group: Group | None) -> IO[bytes]:
     """The first rank's file on every rank: opened where the rank sees it, else in memory. Collective."""
-
-    def open_mine(stop: Event) -> tuple[IO[bytes], files.Content]:
-        file = files.open_file(path)
-        return file, files.content(file)
-
     ranks = current().ranks(group)
     me = current().topology.rank
-    opened = _on_first(call, group, open_mine)
+    opened = _on_first(call, group, lambda stop: files.opened(path))
     wanted = broadcast_object(opened and opened[1], ranks[0], group)
     assert wanted is not None  # else an error has been raised
     file = opened[0] if opened else _open_same(path, wanted)
     sees = dict(zip(ranks, all_gather_object((current().topology.node_rank, file is not None), group)))
     readers = {node: rank for rank, (node, seen) in reversed(sees.items()) if seen}
-    if me in readers.values():
-        seen_file = cast(IO[bytes], file)
-        _Job(call, group, lambda stop: files.verify(seen_file)).result()
-    else:
-        _Job(call, group, None).result()
-    if all(seen for _, seen in sees.values()):
-        return cast(IO[bytes], file)
-    return _send_file(call, file, wanted.size, group)
+    with ExitStack() as stack:
+        mine = stack.enter_context(file) if file else None
+        _Job(call, group, (lambda stop: files.verify(mine)) if mine and me in readers.values() else None).result()
+        sent = None if all(seen for _, seen in sees.values()) else _send_file(call, mine, wanted.size, group)
+        stack.pop_all()
+    return cast(IO[bytes], sent or mine)
 
 
 def _open_same(path: Path, wanted: files.Content) -> IO[bytes] | None:
     """The file, if this rank sees it and it is the same one."""
     with suppress(OSError, ValueError):
-        file = files.open_file(path)
-        if files.content(file) == wanted:
+        file, found = files.opened(path)
+        if found == wanted:
             return file
         file.close()
     return None

@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import IO, Any, NamedTuple
@@ -243,11 +243,15 @@ class Content(NamedTuple):
     digest: bytes
 
 
-def open_file(path: Path) -> IO[bytes]:
-    """Open the file of a checkpoint; raises ``ValueError`` for what is no file."""
+def opened(path: Path) -> tuple[IO[bytes], Content]:
+    """The file of a checkpoint. Raises ``ValueError`` for what is no file, or is truncated."""
     if kind := _kind(path):
         raise ValueError(f"it is not a checkpoint but a {kind}")
-    return path.open("rb")
+    with ExitStack() as stack:
+        file = stack.enter_context(path.open("rb"))
+        found = content(file)
+        stack.pop_all()
+    return file, found
 
 
 def content(file: IO[bytes]) -> Content:
