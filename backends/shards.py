@@ -132,15 +132,5 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        failures = [why[0] for why in error.failures.values()]
-        reasons = dict.fromkeys(f"{type(why).__name__}: {why}" for why in failures)
-        codes = [code for why in failures for code in _error_numbers(why)]
-        raise OSError(*codes[:1], "; ".join(reasons)) from error
-
-
-def _error_numbers(error: BaseException | None) -> Iterator[int]:
-    """Those of the system in an error and in what it was raised from: torch's writer has errors of its own."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno is not None:
-            yield error.errno
-        error = error.__cause__ or error.__context__
+        reasons = dict.fromkeys(f"{type(why[0]).__name__}: {why[0]}" for why in error.failures.values())
+        raise OSError("; ".join(reasons)) from error

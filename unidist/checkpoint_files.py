@@ -74,20 +74,21 @@ def _save(state: dict[str, Any], file: _Stoppable) -> None:
 
 @contextmanager
 def room(path: Path, state: Any) -> Iterator[None]:
-    """Where the file system is full inside, the error says how many bytes the state needs, and how many are free."""
+    """Where the file system is full inside, the error says how many bytes the state needs, and how many were free."""
+    above = next(parent for parent in path.parents if parent.exists())
+    free = shutil.disk_usage(above).free
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
         tensors = [leaf for _, leaf in walk(state) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
         storages = [shards.local(tensor).untyped_storage() for tensor in tensors]
         needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        free = shutil.disk_usage(path.parent).free
+        # torch's writers do not always say what the system has.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) and shutil.disk_usage(above).free >= needed:
+            raise
         raise OSError(
-            error.errno,
-            f"{os.strerror(error.errno)}: this rank's tensors need {needed} bytes, and {free} are free on the file "
-            f"system of {path.parent}; {path.name} is as it was",
+            f"no space left on the file system of {above}: the tensors of this rank have {needed} bytes, and {free} "
+            f"were free; {path.name} is as it was ({error})"
         ) from error
 
 
