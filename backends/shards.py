@@ -117,7 +117,7 @@ class _Unpickler(pickle.Unpickler):
             return lambda layout: torch.strided
         if name == "_MEM_FORMAT_ENCODING" and module == metadata.__name__:
             return lambda value: metadata._MEM_FORMAT_ENCODING(value)
-        if module.startswith("pathlib"):  # where it was saved
+        if module.startswith("pathlib") and name in ("PosixPath", "WindowsPath"):  # where it was saved
             return lambda *parts: None
         if name in _CLASSES and module in (metadata.__name__, filesystem.__name__):
             return type(name, (super().find_class(module, name),), {})
