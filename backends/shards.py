@@ -70,7 +70,10 @@ def load(
                 with open(directory / stored.relative_path, "rb") as file:
                     file.seek(stored.offset)
                     verify(io.BytesIO(file.read(stored.length)))
-            return super().read_data(plan, planner)
+            try:
+                return super().read_data(plan, planner)
+            except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+                raise ValueError("a shard is damaged or not of torch.save; load an earlier checkpoint") from error
 
     index = _read_index(directory, digest)
     with warnings.catch_warnings(), _errors():

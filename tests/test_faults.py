@@ -1,5 +1,6 @@
 """A dozen faults of the campaign of ``make faults``: no survivor hangs, and their errors name the rank that is lost."""
 
+from tests.faults import mishaps
 from tests.faults.campaign import KINDS, MOMENTS, draw, line, run_all, summary
 from tests.support.worlds import shown
 
@@ -12,3 +13,8 @@ def test_survivors_of_faults_end_and_name_the_victim() -> None:
     outcomes = list(run_all(cases, jobs=3))
     shown.setdefault("faults on the drop-in: what became of the survivors", []).extend(map(line, outcomes))
     assert not [line(outcome) for outcome in outcomes if outcome.bad], "\n".join(summary(outcomes))
+
+
+def test_mishaps_lose_nothing_and_run_nothing() -> None:
+    cases = mishaps.draw(len(mishaps.MISHAPS), seed=SEED)
+    assert not {case.kind: why for case in cases if (why := mishaps.run(case))}
