@@ -132,9 +132,10 @@ def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path) -> None:
     try:
         write(tmp_path / "run.pt")
         assert (tmp_path / "run.pt").stat().st_mode & 0o777 == 0o640
-        (tmp_path / "run.pt").chmod(0o604)
-        write(tmp_path / "run.pt")
-        assert (tmp_path / "run.pt").stat().st_mode & 0o777 == 0o604
+        for mode in (0o604, 0o444):
+            (tmp_path / "run.pt").chmod(mode)
+            write(tmp_path / "run.pt")
+            assert (tmp_path / "run.pt").stat().st_mode & 0o777 == mode
     finally:
         os.umask(old)
 

@@ -83,8 +83,9 @@ def room(path: Path, state: Any) -> Iterator[None]:
         tensors = [leaf for _, leaf in walk(state) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
         storages = [shards.local(tensor).untyped_storage() for tensor in tensors]
         needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        # torch's writers do not always say what the system has.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) and shutil.disk_usage(above).free >= needed:
+        # torch.distributed.checkpoint does not say what the system has.
+        unknown = type(error) is OSError and error.errno is None and shutil.disk_usage(above).free < needed
+        if not unknown and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise OSError(
             f"no space left on the file system of {above}: the tensors of this rank have {needed} bytes, and {free} "
@@ -102,12 +103,16 @@ class Unfinished:
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_replaceable(path, directory)
         self.final = path
+        #: That of what is replaced; None: the umask's.
+        self._mode: int | None = None
         self._open(directory)
-        with suppress(OSError):  # there is none, or it is another user's
+        with suppress(FileNotFoundError):
             found = path.stat().st_mode
             if stat.S_ISDIR(found) == directory:
-                os.fchmod(self._lock, found & 0o777)
-        _remove_leftovers(self)
+                self._mode = found & 0o777
+                os.fchmod(self._lock, self._mode | (0o700 if directory else 0o600))
+        with suppress(OSError):  # others' files, or a directory that cannot be read
+            _remove_leftovers(self)
 
     def _open(self, directory: bool) -> None:
         while True:
@@ -127,6 +132,8 @@ class Unfinished:
     def finish(self) -> None:
         """Give it its name, in one step where the system can; what had the name before is removed at the end."""
         path, replaced = self.final, _replaced(self.final)
+        if self._mode is not None:
+            os.fchmod(self._lock, self._mode)
         if not path.exists() or not (path.is_dir() or self.path.is_dir()):
             self.path.replace(path)
         elif not _exchange(self.path, path):
@@ -388,7 +395,7 @@ def _remove_leftovers(mine: Unfinished) -> None:
     for other in mine.path.parent.iterdir():
         name = re.fullmatch(rf"\.{_series(mine.final.name)}\.(.+)\.\w+{re.escape(_UNFINISHED)}", other.name)
         if name and other != mine.path:
-            with suppress(OSError), _locked(other):
+            with suppress(OSError), _locked(other):  # not where a process writes
                 if name[1] == host or now - other.stat().st_mtime > _DAY_S:
                     remove(other)
 
