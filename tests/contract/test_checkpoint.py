@@ -177,7 +177,11 @@ def test_an_error_of_any_rank_is_raised_on_all(folder: Path) -> None:
         with pytest.raises(unidist.CheckpointError, match=r"refuses it, because it contains a \S*(pathlib|Config)"):
             unidist.save_checkpoint(path, bad={"deep": [bad]})
     if unidist.is_main():
-        (folder / "noise.pt").write_bytes(b"noise"), (folder / "empty.pt").touch()
+        (folder / "noise.pt").write_bytes(b"noise"), (folder / "empty.pt").touch(), os.mkfifo(folder / "fifo")
+    with pytest.raises(unidist.CheckpointError, match=r"rank 0: .*fifo is a FIFO, which a checkpoint does not replace"):
+        unidist.save_checkpoint(folder / "fifo", x=1)
+    with pytest.raises(unidist.CheckpointError, match=r"rank 0: .*not a checkpoint but a FIFO"):
+        unidist.load_checkpoint(folder / "fifo")
     for name, why in (("noise.pt", "it is not a checkpoint"), ("empty.pt", "it is truncated: .* after 0 bytes")):
         with pytest.raises(unidist.CheckpointError, match=why):
             unidist.load_checkpoint(folder / name)
