@@ -383,7 +383,10 @@ def test_commits_of_another_user_are_not_read(tmp_path: Path, monkeypatch: pytes
             found.clear()
             assert found.read() is None
             os.kill(int(Path(os.readlink(f"/proc/self/fd/{found._directory}")).name), signal.SIGKILL)
-            found.close(), ours.close()
+            end = time.monotonic() + 10
+            while ours.runs() and time.monotonic() < end:
+                time.sleep(0.01)
+            assert not ours.runs() and host_memory._Holder.find() is None
         finally:
             stranger.kill()
 

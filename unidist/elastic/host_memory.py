@@ -11,7 +11,7 @@ import logging
 import os
 import subprocess
 import sys
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from typing import IO, Any
 
 import torch
@@ -36,6 +36,8 @@ while True:
 """
 #: Whether a commit could not be written, which was said.
 _failed = False
+#: What holds the commits that this process writes.
+_holder: _Holder | None = None
 
 
 def restarts() -> bool:
@@ -49,12 +51,13 @@ def write(commit: int, state: Any) -> None:
 
     Where it cannot be kept, that is said once, and a restart begins with the last commit that could.
     """
-    global _failed
+    global _failed, _holder
     if not restarts() or local_rank() != 0 or _failed:
         return
     try:
-        with closing(_Holder.find() or _Holder.start()) as holder:
-            holder.write(commit, state)
+        if _holder is None or not _holder.runs():  # to find it takes a while
+            _holder = _Holder.find() or _Holder.start()
+        _holder.write(commit, state)
     except (OSError, RuntimeError) as error:  # torch reports failed writes as the latter
         _failed = True
         _log.warning("commits are not kept for a restart: %s", error)
@@ -62,17 +65,14 @@ def write(commit: int, state: Any) -> None:
 
 def read() -> tuple[int, Any] | None:
     """The last commit of the processes before a restart, or None."""
-    if restarts() and (holder := _Holder.find()):
-        with closing(holder):
-            return holder.read()
-    return None
+    holder = _Holder.find() if restarts() else None
+    return holder.read() if holder else None
 
 
 def remove() -> None:
     """The training has ended well: there is nothing to go on with."""
     if restarts() and local_rank() == 0 and (holder := _Holder.find()):
-        with closing(holder):
-            holder.clear()
+        holder.clear()
 
 
 class _Holder:
@@ -106,15 +106,12 @@ class _Holder:
         """The one of this process's torchrun."""
         command = _command()
         for name in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError), ExitStack() as stack:
-                directory = os.open(f"/proc/{name}", os.O_DIRECTORY)
-                stack.callback(os.close, directory)
-                with open(os.open("cmdline", os.O_RDONLY, dir_fd=directory), "rb") as file:
+            with suppress(OSError):
+                holder = cls(os.open(f"/proc/{name}", os.O_DIRECTORY), [])
+                with open(os.open("cmdline", os.O_RDONLY, dir_fd=holder._directory), "rb") as file:
                     *words, _ = os.fsdecode(file.read()).split("\0")
-                if words[:-3] == command:
-                    holder = cls(directory, words[-3:])
-                    holder._open(2).close()
-                    stack.pop_all()
+                holder._files = words[-3:]
+                if words[:-3] == command and holder.runs():
                     return holder
         return None
 
@@ -152,7 +149,15 @@ class _Holder:
             with self._open(number) as file:
                 file.truncate()
 
-    def close(self) -> None:
+    def runs(self) -> bool:
+        """Whether it holds this user's files."""
+        try:
+            self._open(2).close()
+        except OSError:
+            return False
+        return True
+
+    def __del__(self) -> None:
         os.close(self._directory)
 
 
