@@ -17,7 +17,7 @@ directory, how = Path(sys.argv[1]), sys.argv[2]
 
 @unidist.elastic.run
 def train(state: unidist.elastic.TorchState) -> None:
-    print(f"{how}: begins at {state.step}", flush=True)
+    print(f"{how}: begins at {state.step} in process {os.getpid()}", flush=True)
     while state.step < 5:
         state.step += 1
         state.commit()
