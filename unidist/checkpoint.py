@@ -60,9 +60,8 @@ def save_checkpoint(
 
     Rank 0 writes a temporary file in the same directory and renames it: whenever the process is killed, ``path`` is a
     complete checkpoint, the old one or the new one. If ``path`` is a symbolic link, its target is replaced. A file that
-    is replaced keeps its mode. The random
-    states of all ranks (of Python, of NumPy if it is loaded, of torch on the CPU and the current GPU) are saved too.
-    The other ranks wait as long as rank 0 lives, whatever the timeout of ``init()``.
+    is replaced keeps its mode. The random states of all ranks (of Python, of NumPy if it is loaded, of torch on the CPU
+    and the current GPU) are saved too. The other ranks wait as long as rank 0 lives, whatever the timeout of ``init()``.
 
     A model that is sharded (FSDP2, DTensors) and its optimizer are written by all ranks into a directory of this name.
 
@@ -86,7 +85,8 @@ def save_checkpoint(
             tensors, lists, dicts). Models that require grad must be equal on all ranks, as ``assert_in_sync`` checks.
 
     Raises:
-        CheckpointError: on every rank, if a rank failed: a full disk, a value that ``weights_only`` does not load.
+        CheckpointError: on every rank, if a rank failed: a full disk, a value that ``weights_only`` does not load, a
+            path that is a device, a FIFO, a socket or a directory that is no checkpoint.
         MismatchError: on every rank, if a model's trained parameters differ between ranks.
         ValueError: ``keep_last`` below 1, or with a path that has no number in its name; ``wait=False`` or ``group``
             with a sharded model.
@@ -97,7 +97,7 @@ def save_checkpoint(
             f"keep_last={keep_last} must be 1 or more, and the file name {path.name!r} must contain a number, which "
             "orders the checkpoints."
         )
-    if reserved := objects.keys() & {_RNG, files.FORMAT}:
+    if reserved := objects.keys() & {_RNG, _INDEX, files.FORMAT}:
         raise ValueError(f"save_checkpoint({reserved.pop()}=...): the name is reserved for unidist.")
     for thing in objects.values():
         if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()) and not _is_sharded(thing):
@@ -163,8 +163,8 @@ def load_checkpoint(
         The other values of the file, tensors on the CPU.
 
     Raises:
-        CheckpointError: on every rank: no such file, a file that is not a checkpoint, or a state that a rank's object
-            does not load.
+        CheckpointError: on every rank: no such file, one that is truncated, damaged, of a newer format or not a
+            checkpoint, or a state that a rank's object does not load.
     """
     _finish_writing(group)
     call = f"load_checkpoint({os.fspath(path)!r})"
