@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from unidist import archive
 from unidist import checkpoint_files as files
 from unidist.backends import shards
 
@@ -29,7 +30,7 @@ def write(path: Path, **state: Any) -> None:
 def load(path: Path) -> dict[str, Any]:
     file, _ = files.opened(path)
     with file:
-        files.verify(file)
+        archive.verify(file)
         return files.read(file)
 
 
@@ -226,7 +227,7 @@ def test_an_index_names_files_of_its_directory_only(tmp_path: Path) -> None:
         shards._read_index(tmp_path, "0")
     data = io.BytesIO()
     torch.save(torch.ones(100), data)
-    files.verify(data)
+    archive.verify(data)
     data.getbuffer()[600] ^= 1
     with pytest.raises(ValueError, match="it is damaged"):
-        files.verify(data)
+        archive.verify(data)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from unidist import archive
 from unidist import checkpoint_files as files
 from unidist.backends import shards
 from unidist.backends.base import Group
@@ -61,7 +62,7 @@ def save_checkpoint(
     Rank 0 writes a temporary file in the same directory and renames it: whenever the process is killed, ``path`` is a
     complete checkpoint, the old one or the new one. If ``path`` is a symbolic link, its target is replaced. A file that
     is replaced keeps its mode. The random states of all ranks (of Python, of NumPy if it is loaded, of torch on the CPU
-    and the current GPU) are saved too. The other ranks wait as long as rank 0 lives, whatever the timeout of ``init()``.
+    and the current GPU) are saved too. The other ranks wait as long as rank 0 lives, whatever ``init()``'s timeout.
 
     A model that is sharded (FSDP2, DTensors) and its optimizer are written by all ranks into a directory of this name.
 
@@ -410,7 +411,7 @@ def _with_shards(state: dict[str, Any], objects: dict[str, Any], directory: Path
             continue
         params = [p for entry in thing.param_groups for p in entry["params"]] if hasattr(thing, "param_groups") else []
         found[name] = fill(saved, _state_of(thing) if hasattr(thing, "state_dict") else None, params)
-    shards.load(filled, directory, state.get(_INDEX), files.verify)
+    shards.load(filled, directory, state.get(_INDEX), archive.verify)
     return found
 
 
@@ -427,7 +428,7 @@ def _open(call: str, path: Path, group: Group | None) -> IO[bytes]:
     readers = {node: rank for rank, (node, seen) in reversed(sees.items()) if seen}
     with ExitStack() as stack:
         mine = stack.enter_context(file) if file else None
-        _Job(call, group, (lambda stop: files.verify(mine)) if mine and me in readers.values() else None).result()
+        _Job(call, group, (lambda stop: archive.verify(mine)) if mine and me in readers.values() else None).result()
         sent = None if all(seen for _, seen in sees.values()) else _send_file(call, mine, wanted.size, group)
         stack.pop_all()
     return cast(IO[bytes], sent or mine)

@@ -6,18 +6,14 @@ import ctypes
 import errno
 import fcntl
 import hashlib
-import io
 import os
 import re
 import secrets
 import shutil
 import socket
 import stat
-import struct
 import zipfile
-import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -25,23 +21,16 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
+from unidist import archive
 from unidist.backends import shards
 from unidist.tree import walk
 
 #: Bytes that are written at once.
 _CHUNK_BYTES = 2**28
-#: Bytes that are read at once.
-_READ_BYTES = 2**22
 _SYNC_PERIOD_S = 0.05
 _UNFINISHED, _REPLACED = ".unfinished", ".replaced"
 _DAY_S = 86400
-#: Threads that compute checksums.
-_THREADS = 8
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_REMEDY = "load an earlier checkpoint"
-_ZIP_HEADER = b"PK\3\4"
-#: What comes before an entry of a zip archive; the last numbers are the lengths of its name and of its extra field.
-_LOCAL = struct.Struct("<26x2H")
 #: The key of the format's version in a file.
 FORMAT = "unidist_format"
 _VERSION = 1
@@ -264,75 +253,12 @@ def opened(path: Path) -> tuple[IO[bytes], Content]:
 
 def content(file: IO[bytes]) -> Content:
     """The same for files of equal content. Of what ``torch.save`` writes, the checksums of all tensors are in it."""
-    entries = _entries(file)
+    entries = archive.entries(file)
     digest = hashlib.sha256(repr([(entry.filename, entry.file_size, entry.CRC) for entry in entries]).encode())
     if not entries:
-        for data in _pieces(file, 0, os.fstat(file.fileno()).st_size):
+        for data in archive.pieces(file, 0, os.fstat(file.fileno()).st_size):
             digest.update(data)
     return Content(os.fstat(file.fileno()).st_size, digest.digest())
-
-
-def _entries(file: IO[bytes]) -> list[zipfile.ZipInfo]:
-    """What is in a file that ``torch.save`` has written; empty if it has no checksums: it is in torch's old format, or
-    was saved without them.
-    """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    begins_as_archive = not size or file.read(len(_ZIP_HEADER)) == _ZIP_HEADER
-    try:
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                entries = archive.infolist()
-            if not all(0 <= entry.header_offset < size for entry in entries):
-                raise zipfile.BadZipFile("an entry begins outside of the file")
-            return entries if any(entry.CRC for entry in entries) else []
-    except Exception as error:  # of many kinds
-        raise ValueError(f"it is damaged: the table of its contents cannot be read; {_REMEDY}") from error
-    if begins_as_archive:
-        raise ValueError(f"it is truncated: its end is missing after {size} bytes; {_REMEDY}")
-    return []
-
-
-def verify(file: IO[bytes]) -> None:
-    """Read all of a file into the host's page cache, and compare it with its checksums.
-
-    What cannot be read raises here; in mapped memory it kills.
-    """
-    entries = _entries(file)
-    if not entries:
-        for _ in _pieces(file, 0, file.seek(0, os.SEEK_END)):
-            pass
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        damaged = [
-            entry.filename
-            for entry, right in zip(entries, pool.map(lambda e: _is_right(file, e), entries))
-            if not right
-        ]
-    if damaged:
-        raise ValueError(f"it is damaged: {damaged[0]} in it does not have its checksum; {_REMEDY}")
-
-
-def _is_right(file: IO[bytes], entry: zipfile.ZipInfo) -> bool:
-    header = b"".join(_pieces(file, entry.header_offset, _LOCAL.size))
-    if len(header) < _LOCAL.size or not header.startswith(_ZIP_HEADER):
-        return False
-    *_, name_bytes, extra_bytes = _LOCAL.unpack(header)
-    start = entry.header_offset + _LOCAL.size + name_bytes + extra_bytes
-    checksum = 0
-    for piece in _pieces(file, start, entry.file_size):
-        checksum = zlib.crc32(piece, checksum)
-    return checksum == entry.CRC and entry.compress_type == zipfile.ZIP_STORED
-
-
-def _pieces(file: IO[bytes], start: int, size: int) -> Iterator[memoryview]:
-    if isinstance(file, io.BytesIO):
-        yield file.getbuffer()[start : start + size]
-        return
-    buffer = memoryview(bytearray(min(size, _READ_BYTES)))
-    end = start + size
-    while start < end and (count := os.preadv(file.fileno(), [buffer[: end - start]], start)):
-        yield buffer[:count]
-        start += count
 
 
 def read(file: IO[bytes]) -> dict[str, Any]:
