@@ -2,6 +2,7 @@
 # make docs: the site, in build/site.
 # make unit: the tests that start no world, in under a minute.  make test: everything that CI runs, with Horovod's build.
 # make faults N=200: kills, stops and breaks ranks of the drop-in, and counts what became of the others (tests/faults).
+# make mishaps N=300: kills, full disks, damaged and hostile files at checkpoints, and counts what was lost or ran.
 # make test-torch TORCH=2.15.0: what another PyTorch may break, in an environment of its own, which takes some gigabytes.
 # make test-interop: scripts of more libraries than `make test` installs, in an environment of its own.
 VENV ?= .venv
@@ -12,12 +13,13 @@ BIN := $(VENV)/bin
 APT_PACKAGES := g++ cmake make openmpi-bin libopenmpi-dev mpich slurm-wlm munge openssh-server openssh-client iproute2
 PROGRAMS := sshd ip g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld slurmd munged
 # Engines, their process groups, the drop-in, weights, data, checkpoints, comparisons: all that calls PyTorch's own parts.
-TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint compare compare_worlds launch)
+TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint checkpoint_files \
+	compare compare_worlds launch)
 
 # pip beside apt, lint beside the unit tests, and then Horovod's build.
 MAKEFLAGS += -j2
 
-.PHONY: demo docs unit test faults test-hosts test-torch test-interop test-gpu bench lint system clean
+.PHONY: demo docs unit test faults mishaps test-hosts test-torch test-interop test-gpu bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
@@ -35,6 +37,9 @@ test: lint unit $(VENV)/test.stamp
 N ?= 30
 faults: $(VENV)/test.stamp
 	$(BIN)/python -m tests.faults.campaign -n $(N) $(if $(SEED),--seed $(SEED))
+
+mishaps: $(VENV)/pip.stamp
+	$(BIN)/python -W ignore -m tests.faults.mishaps -n $(N) $(if $(SEED),--seed $(SEED))
 
 # Hosts as network namespaces: what `make test` has of them, and what takes longer. As root.
 test-hosts: $(VENV)/test.stamp

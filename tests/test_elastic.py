@@ -7,19 +7,23 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import hosts as machines
 from tests.support.worlds import PYTHON, ROOT, distance, environment, shown
 from tests.test_run import RUN, left
+from unidist.elastic import host_memory
 from unidist.launchers.table import TORCHRUN
 
 WORKER = [PYTHON, "tests/programs/elastic_worker.py"]
@@ -292,7 +296,6 @@ def test_survivors_go_on_without_the_one_that_is_lost(call: str, fault: str, tmp
 def test_torchrun_restarts_from_the_commits_in_memory(unbroken: Path, tmp_path: Path) -> None:
     tmp_path.joinpath("kill.1.7").touch()
     env = {"TMPDIR": str(tmp_path)}
-    before = set(Path("/dev/shm").glob("unidist-commits-*"))
     command = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", *NATIVE[1:], str(tmp_path), "replicate", "0"]
     done = subprocess.run(command, cwd=ROOT, env=environment("torchrun", env), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -300,8 +303,93 @@ def test_torchrun_restarts_from_the_commits_in_memory(unbroken: Path, tmp_path: 
     assert [note["step"] for note in found if note["event"] == "enter"] == [0, 0, 7, 7]
     assert_each_sample_once(found)
     assert distance(tmp_path / "weights.pt", unbroken / "native" / "weights.pt") == 0
-    assert set(Path("/dev/shm").glob("unidist-commits-*")) <= before
     show_recovery("unidist.elastic, torchrun", found)
+
+
+def holders() -> set[int]:
+    """Processes that hold the commits of jobs."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if host_memory._PROGRAM.encode() in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found
+
+
+@contextmanager
+def committing(directory: Path, how: str, *before: str) -> Iterator[Job]:
+    """A job of one rank under torchrun that commits."""
+    argv = [*before, *TORCHRUN, "--nproc-per-node=1", "--max-restarts=1", "tests/programs/commits.py", directory, how]
+    with subprocess.Popen(
+        argv, cwd=ROOT, env=environment("torchrun", {}), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            yield Job(process, directory)
+        finally:
+            process.kill()
+
+
+def test_commits_under_torchrun_end_with_it_and_are_no_other_jobs(tmp_path: Path) -> None:
+    """A job that fails for good, one that is killed, and two whose processes do not see each other."""
+    before, shared = holders(), set(os.listdir("/dev/shm"))
+    alone = ["unshare", *["--user", "--map-root-user"][: 2 * bool(os.getuid())], "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        alone = []  # no other namespaces here
+    with committing(tmp_path, "once", *alone) as job, committing(tmp_path, "always") as failing:
+        job.wait_for("once: committed 3"), failing.wait_for("always: committed 3")
+        with committing(tmp_path, "never", *alone) as other:
+            assert other.status() == 0 and "never: begins at 0" in other.output, other.output
+        job.do("fail")
+        assert job.status() == 0 and "once: begins at 3" in job.output, job.output
+        assert failing.status() != 0 and "always: begins at 3" in failing.output, failing.output
+    (tmp_path / "fail").unlink()
+    with committing(tmp_path, "once") as killed:
+        (worker,) = killed.wait_for(r"process (\d+)")
+        killed.wait_for("once: committed 3")
+        assert len(holders() - before) == 1
+        killed.process.kill()
+        end = time.monotonic() + 10
+        while holders() - before and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(int(worker[1]), signal.SIGKILL)  # it goes on alone
+    assert holders() <= before and not [name for name in set(os.listdir("/dev/shm")) - shared if "unidist" in name]
+
+
+@pytest.mark.unit
+def test_commits_of_another_user_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid():
+        pytest.skip("needs root, to be another user")
+    monkeypatch.setattr(host_memory, "current", lambda: SimpleNamespace(device="cpu"))
+    theirs = (
+        "import os, sys\n"
+        "files = [os.memfd_create('unidist-commits') for _ in range(3)]\n"
+        "os.write(files[2], b'0')\n"
+        "for file in files: os.set_inheritable(file, True)\n"
+        "os.execv(sys.argv[1], [*sys.argv[1:], *map(str, files)])\n"
+    )
+    argv = ["setpriv", "--reuid=65534", "--clear-groups", "/usr/bin/python3", "-c", theirs, *host_memory._command()]
+    argv[6] = "/usr/bin/python3"  # the interpreter of the tests may be root's
+    monkeypatch.setattr(sys, "executable", argv[6])
+    with subprocess.Popen(argv) as stranger:
+        while not Path(f"/proc/{stranger.pid}/cmdline").read_bytes().startswith(b"/usr/bin/python3\0-ISc"):
+            time.sleep(0.01)
+        try:
+            assert host_memory._Holder.find() is None
+            ours = host_memory._Holder.start()
+            for commit in (1, 2, 3):
+                ours.write(commit, {"x": torch.ones(3)})
+            found = host_memory._Holder.find()
+            assert found is not None
+            assert (commit_of := found.read()) is not None and commit_of[0] == 3
+            found.clear()
+            assert found.read() is None
+            os.kill(int(Path(os.readlink(f"/proc/self/fd/{found._directory}")).name), signal.SIGKILL)
+            end = time.monotonic() + 10
+            while ours.runs() and time.monotonic() < end:
+                time.sleep(0.01)
+            assert not ours.runs() and host_memory._Holder.find() is None
+        finally:
+            stranger.kill()
 
 
 @pytest.mark.skipif("UNIDIST_TEST_HOSTS" not in os.environ, reason="make test-hosts runs these")

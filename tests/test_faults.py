@@ -1,7 +1,7 @@
 """A dozen faults of the campaign of ``make faults``: no survivor hangs, and their errors name the rank that is lost."""
 
 from tests.faults.campaign import KINDS, MOMENTS, draw, line, run_all, summary
-from tests.support.worlds import shown
+from tests.support.worlds import run_world, shown
 
 SEED = 22
 
@@ -12,3 +12,9 @@ def test_survivors_of_faults_end_and_name_the_victim() -> None:
     outcomes = list(run_all(cases, jobs=3))
     shown.setdefault("faults on the drop-in: what became of the survivors", []).extend(map(line, outcomes))
     assert not [line(outcome) for outcome in outcomes if outcome.bad], "\n".join(summary(outcomes))
+
+
+def test_mishaps_lose_nothing_and_run_nothing() -> None:
+    result = run_world("python", 1, ["-m", "tests.faults.mishaps", "-n", "8", "--seed", str(SEED)])
+    assert result.returncode == 0, result.output
+    shown.setdefault("mishaps of checkpoints", []).append(result.output.splitlines()[-1])

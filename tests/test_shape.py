@@ -17,7 +17,7 @@ from unidist.context import BACKENDS
 pytestmark = pytest.mark.unit
 FEATURES = {
     "agreement", "model", "uneven", "data", "metric_reduction", "running_metrics", "checkpoint", "checkpoint_files",
-    "console", "collectives", "batch_norm", "multiprocessing", "preparation",
+    "archive", "console", "collectives", "batch_norm", "multiprocessing", "preparation",
 }  # fmt: skip
 #: What each module of the package may import of it.
 BELOW = {

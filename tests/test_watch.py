@@ -313,6 +313,7 @@ def test_a_stopped_process_is_told_from_one_that_has_ended() -> None:
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(jobs, "_SHARED", tmp_path)
     monkeypatch.setattr(jobs, "_directories", lambda: [tmp_path / "unidist"])
     return tmp_path / "unidist"
 
@@ -326,8 +327,28 @@ def test_the_file_of_a_rank_is_the_users_alone_and_goes_with_it(directory: Path)
     # A process that has ended, whose pid another one may have.
     path.write_text(json.dumps(json.loads(path.read_text()) | {"start": "1"}))
     assert jobs.running() == [] and not path.exists()
+    # Of a container that shares the directory; there it runs.
+    elsewhere = directory / "1-4194303.json"
+    elsewhere.write_text(path.name)
+    assert jobs.write(1, "gloo", key, {}) and [job.pid for job in jobs.running()] == [os.getpid()]
+    assert elsewhere.exists()
     directory.chmod(0o777)
-    assert jobs.write(1, "gloo", key, {}) is None and jobs.running() == []
+    assert jobs.running() == []
+
+
+def test_a_directory_that_another_user_made_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(jobs, "_SHARED", tmp_path)
+    theirs = tmp_path / f"unidist-{os.getuid()}"
+    theirs.mkdir()
+    if os.getuid():
+        theirs.chmod(0o777)
+    else:
+        os.chown(theirs, 65534, 65534)
+    path = jobs.write(1, "gloo", new_key(), {0: peer(1), 1: peer(2)})
+    assert path is not None and path.parent.stat().st_mode & 0o777 == 0o700 and not list(theirs.iterdir())
+    assert os.getpid() in [job.pid for job in jobs.running()]
+    path.unlink()
 
 
 def test_where_without_a_job_and_with_several(directory: Path, server: tuple[Peer, bytes]) -> None:
@@ -336,7 +357,7 @@ def test_where_without_a_job_and_with_several(directory: Path, server: tuple[Pee
     path = jobs.write(0, "gloo", new_secret(), {0: peer(1), 1: peer(1)})
     assert path is not None
     other = json.loads(path.read_text()) | {"pid": os.getppid(), "start": start_time(os.getppid()), "key": "00"}
-    (directory / f"{os.getppid()}.json").write_text(json.dumps(other))
+    path.with_name(path.name.replace(str(os.getpid()), str(os.getppid()))).write_text(json.dumps(other))
     several = CliRunner().invoke(main, ["where"])
     assert several.exit_code == 1 and "2 jobs of yours run on this host. Which one?" in several.output
     assert f"unidist where {os.getpid()}   (gloo, 2 ranks, here 0)" in several.output

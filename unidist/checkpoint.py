@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import IO, Any, Generic, TypeVar, cast
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from unidist import archive
 from unidist import checkpoint_files as files
 from unidist.backends import shards
 from unidist.backends.base import Group
@@ -35,6 +36,8 @@ from unidist.tree import map_leaves, walk
 T = TypeVar("T")
 #: The key of the ranks' random states.
 _RNG = "unidist_rng"
+#: The key of the digest of the shards' index.
+_INDEX = "unidist_index"
 #: In the place of a sharded tensor, the key of its name.
 _SHARD = "unidist_shard"
 #: Bytes that are broadcast at once.
@@ -57,9 +60,9 @@ def save_checkpoint(
     """Write the states of objects to one file, which can be loaded on any backend and world size. Collective.
 
     Rank 0 writes a temporary file in the same directory and renames it: whenever the process is killed, ``path`` is a
-    complete checkpoint, the old one or the new one. If ``path`` is a symbolic link, its target is replaced. The random
-    states of all ranks (of Python, of NumPy if it is loaded, of torch on the CPU and the current GPU) are saved too.
-    The other ranks wait as long as rank 0 lives, whatever the timeout of ``init()``.
+    complete checkpoint, the old one or the new one. If ``path`` is a symbolic link, its target is replaced. A file that
+    is replaced keeps its mode. The random states of all ranks (of Python, of NumPy if it is loaded, of torch on the CPU
+    and the current GPU) are saved too. The other ranks wait as long as rank 0 lives, whatever ``init()``'s timeout.
 
     A model that is sharded (FSDP2, DTensors) and its optimizer are written by all ranks into a directory of this name.
 
@@ -72,8 +75,8 @@ def save_checkpoint(
 
     Args:
         path: its directory is created if there is none.
-        keep_last: keep so many checkpoints whose names differ from this one's in the last number only, and delete the
-            older ones.
+        keep_last: keep this checkpoint and the latest of those whose names differ from its name in the last number
+            only, as many in all, and delete the others. The latest are those with the highest numbers.
         wait: return when the file is complete. With ``False``, training goes on while it is written: rank 0 copies the
             states to the CPU first, so that they may change at once. The group's next call of ``save_checkpoint``,
             ``load_checkpoint`` or ``latest_checkpoint``, or ``shutdown()``, waits for the file and raises what went
@@ -83,7 +86,8 @@ def save_checkpoint(
             tensors, lists, dicts). Models that require grad must be equal on all ranks, as ``assert_in_sync`` checks.
 
     Raises:
-        CheckpointError: on every rank, if a rank failed: a full disk, a value that ``weights_only`` does not load.
+        CheckpointError: on every rank, if a rank failed: a full disk, a value that ``weights_only`` does not load, a
+            path that is a device, a FIFO, a socket or a directory that is no checkpoint.
         MismatchError: on every rank, if a model's trained parameters differ between ranks.
         ValueError: ``keep_last`` below 1, or with a path that has no number in its name; ``wait=False`` or ``group``
             with a sharded model.
@@ -94,8 +98,8 @@ def save_checkpoint(
             f"keep_last={keep_last} must be 1 or more, and the file name {path.name!r} must contain a number, which "
             "orders the checkpoints."
         )
-    if _RNG in objects:
-        raise ValueError(f"save_checkpoint({_RNG}=...): the name is reserved for the random states.")
+    if reserved := objects.keys() & {_RNG, _INDEX, files.FORMAT}:
+        raise ValueError(f"save_checkpoint({reserved.pop()}=...): the name is reserved for unidist.")
     for thing in objects.values():
         if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()) and not _is_sharded(thing):
             assert_in_sync(thing, group)
@@ -160,12 +164,12 @@ def load_checkpoint(
         The other values of the file, tensors on the CPU.
 
     Raises:
-        CheckpointError: on every rank: no such file, a file that is not a checkpoint, or a state that a rank's object
-            does not load.
+        CheckpointError: on every rank: no such file, one that is truncated, damaged, of a newer format or not a
+            checkpoint, or a state that a rank's object does not load.
     """
     _finish_writing(group)
     call = f"load_checkpoint({os.fspath(path)!r})"
-    path = Path(path)
+    path = files.found(Path(path))
     has_shards = broadcast_object((path / files.REST).is_file(), current().ranks(group)[0], group)
     with _open(call, path / files.REST if has_shards else path, group) as file:
         state = _attempt(call, group, lambda: _checked(files.read(file), objects))
@@ -202,10 +206,11 @@ def load_checkpoint(
 def latest_checkpoint(
     directory: str | os.PathLike[str], pattern: str = "*.pt", group: Group | None = None
 ) -> Path | None:
-    """The newest checkpoint of a directory as rank 0 sees it, or None; the same on every rank. Collective.
+    """The latest checkpoint of a directory as rank 0 sees it, or None; the same on every rank. Collective.
 
-    The newest is the file that was written last, also in a run that was resumed from an older one. If several runs
-    share a directory, give each a pattern of its own.
+    The latest is the one with the highest step number, which is the last number in its name: 10 in ``run2-step10.pt``.
+    Of equal numbers the one that was written last counts, as it does among names without a number, which come after
+    all others. If several runs share a directory, give each a pattern of its own.
 
     Args:
         directory: may be missing.
@@ -213,14 +218,10 @@ def latest_checkpoint(
         group: the ranks that take part; the first of them reads the directory. Default: all.
     """
 
-    def newest() -> str | None:
-        found = [path for path in Path(directory).glob(pattern) if files.is_checkpoint(path)]
-        return str(max(found, key=files.written)) if found else None
-
     _finish_writing(group)
-    mine = _on_first(f"latest_checkpoint({os.fspath(directory)!r})", group, lambda stop: newest())
-    name = broadcast_object(mine, current().ranks(group)[0], group)
-    return Path(name) if name else None
+    call = f"latest_checkpoint({os.fspath(directory)!r})"
+    mine = _on_first(call, group, lambda stop: files.latest(Path(directory), pattern))
+    return broadcast_object(mine, current().ranks(group)[0], group)
 
 
 def _attempt(call: str, group: Group | None, action: Callable[[], T]) -> T:
@@ -347,27 +348,27 @@ def _is_sharded(model: nn.Module) -> bool:
 
 def _save_sharded(call: str, path: Path, state: dict[str, Any], keep_last: int | None) -> None:
     """Write a directory: the shards of all ranks, and a file with all else. Collective over the world."""
-    made = _on_first(call, None, lambda stop: files.temporary_directory(path))
-    directory = broadcast_object(made, current().ranks(None)[0])
+    made = _on_first(call, None, lambda stop: files.Unfinished(path, directory=True))
+    directory = broadcast_object(made.path if made else None, current().ranks(None)[0])
     assert directory is not None  # else an error has been raised
     sharded = {_key(place): leaf for place, leaf in walk(state) if shards.is_sharded(leaf)}
 
     def complete(stop: Event) -> None:
-        if missing := shards.missing_files(directory):
-            raise FileNotFoundError(f"{missing} of other ranks: the path must be on a file system of all hosts")
         places = iter([(_key(place), leaf) for place, leaf in walk(state)])
-        files.write(directory / files.REST, map_leaves(lambda _: _without_shard(*next(places)), state), stop)
-        files.replace_directory(directory, path)
+        rest = map_leaves(lambda _: _without_shard(*next(places)), state)
+        files.write(directory / files.REST, {_INDEX: shards.digest(directory), **rest}, stop)
+        assert made is not None
+        made.finish()
         if keep_last is not None:
             files.prune(path, keep_last)
 
-    with files.locked(directory) if made else nullcontext():
-        try:
-            _attempt(call, None, lambda: shards.save(sharded, directory))
-            _on_first(call, None, complete)
-        finally:
-            if made:
-                files.remove(directory)  # where it has not become the checkpoint
+    def save() -> None:
+        with files.room(path, sharded):
+            shards.save(sharded, directory)
+
+    with made or nullcontext():
+        _attempt(call, None, save)
+        _on_first(call, None, complete)
 
 
 def _key(place: tuple[Any, ...]) -> str:
@@ -401,6 +402,8 @@ def _with_shards(state: dict[str, Any], objects: dict[str, Any], directory: Path
 
     found: dict[str, Any] = {}
     for name, saved in state.items():
+        if name == _INDEX:
+            continue
         thing = objects.get(name)
         if thing is None:
             if not any(place[-1] == _SHARD for place, _ in walk(saved) if place):
@@ -408,41 +411,34 @@ def _with_shards(state: dict[str, Any], objects: dict[str, Any], directory: Path
             continue
         params = [p for entry in thing.param_groups for p in entry["params"]] if hasattr(thing, "param_groups") else []
         found[name] = fill(saved, _state_of(thing) if hasattr(thing, "state_dict") else None, params)
-    shards.load(filled, directory)
+    shards.load(filled, directory, state.get(_INDEX), archive.verify)
     return found
 
 
 # ------------------------------------------------------------------------------------ the file on every rank
 def _open(call: str, path: Path, group: Group | None) -> IO[bytes]:
     """The first rank's file on every rank: opened where the rank sees it, else in memory. Collective."""
-
-    def open_mine(stop: Event) -> tuple[IO[bytes], files.Content]:
-        file = path.open("rb")
-        return file, files.content(file)
-
     ranks = current().ranks(group)
     me = current().topology.rank
-    opened = _on_first(call, group, open_mine)
+    opened = _on_first(call, group, lambda stop: files.opened(path))
     wanted = broadcast_object(opened and opened[1], ranks[0], group)
     assert wanted is not None  # else an error has been raised
     file = opened[0] if opened else _open_same(path, wanted)
     sees = dict(zip(ranks, all_gather_object((current().topology.node_rank, file is not None), group)))
     readers = {node: rank for rank, (node, seen) in reversed(sees.items()) if seen}
-    if me in readers.values():
-        seen_file = cast(IO[bytes], file)
-        _Job(call, group, lambda stop: files.read_through(seen_file)).result()
-    else:
-        _Job(call, group, None).result()
-    if all(seen for _, seen in sees.values()):
-        return cast(IO[bytes], file)
-    return _send_file(call, file, wanted.size, group)
+    with ExitStack() as stack:
+        mine = stack.enter_context(file) if file else None
+        _Job(call, group, (lambda stop: archive.verify(mine)) if mine and me in readers.values() else None).result()
+        sent = None if all(seen for _, seen in sees.values()) else _send_file(call, mine, wanted.size, group)
+        stack.pop_all()
+    return cast(IO[bytes], sent or mine)
 
 
 def _open_same(path: Path, wanted: files.Content) -> IO[bytes] | None:
     """The file, if this rank sees it and it is the same one."""
-    with suppress(OSError):
-        file = path.open("rb")
-        if files.content(file) == wanted:
+    with suppress(OSError, ValueError):
+        file, found = files.opened(path)
+        if found == wanted:
             return file
         file.close()
     return None

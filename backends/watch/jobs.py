@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from unidist.backends.watch.server import Peer
-from unidist.network.processes import start_time
+from unidist.network.processes import Process, start_time
+
+#: A directory that all users share.
+_SHARED = Path("/tmp")
 
 
 @dataclass(frozen=True)
@@ -34,24 +38,28 @@ class RunningRank:
 
 def write(rank: int, backend: str, key: bytes, peers: dict[int, Peer]) -> Path | None:
     """Write this process's file; None where none can be written."""
-    pid = os.getpid()
+    pid, start = os.getpid(), start_time(os.getpid())
+    if not start:  # not Linux
+        return None
     row = {
         "pid": pid,
-        "start": start_time(pid),
+        "start": start,
         "rank": rank,
         "backend": backend,
         "key": key.hex(),
         "peers": list(peers.values()),
     }
-    for directory in _directories():
-        path = directory / f"{pid}.json"
+    for directory in (*_directories(), None):
         with suppress(OSError, ValueError):
+            if directory is None:  # another user has the name
+                directory = Path(tempfile.mkdtemp(prefix=f"{_name()}-", dir=_SHARED))
             directory.mkdir(mode=0o700, exist_ok=True)
             if not _is_private(directory):
                 continue
-            for left in directory.glob("*.json"):  # by processes that were killed
-                if not start_time(int(left.stem)):
+            for left in directory.glob(_files()):  # by processes that were killed
+                if not start_time(int(left.stem.split("-")[1])):
                     left.unlink(missing_ok=True)
+            path = directory / _files().replace("*", str(pid))
             path.unlink(missing_ok=True)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 json.dump(row, file)
@@ -66,7 +74,7 @@ def running() -> list[RunningRank]:
 
 def _running() -> Iterator[RunningRank]:
     for directory in _directories():
-        for path in directory.glob("*.json") if _is_private(directory) else ():
+        for path in directory.glob(_files()) if _is_private(directory) else ():
             row: Any = None
             with suppress(OSError, ValueError):
                 row = json.loads(path.read_text())
@@ -82,10 +90,18 @@ def _running() -> Iterator[RunningRank]:
 
 def _directories() -> list[Path]:
     """Where files may be: a job and the user's shell need not have the same variables."""
-    if not start_time(os.getpid()):  # not Linux
-        return []
     own = [Path(os.environ["XDG_RUNTIME_DIR"]) / "unidist"] if os.environ.get("XDG_RUNTIME_DIR") else []
-    return list(dict.fromkeys([*own, Path(f"/run/user/{os.getuid()}/unidist"), Path(f"/tmp/unidist-{os.getuid()}")]))
+    made = [Path(f"/run/user/{os.getuid()}/unidist"), _SHARED / _name(), *_SHARED.glob(f"{_name()}-*")]
+    return list(dict.fromkeys([*own, *made]))
+
+
+def _name() -> str:
+    return f"unidist-{os.getuid()}"
+
+
+def _files() -> str:
+    """The pattern of the names of files, by pids: those of other namespaces are nothing here."""
+    return f"{Process.current().pid_namespace}-*.json"
 
 
 def _is_private(directory: Path) -> bool:

@@ -132,12 +132,9 @@ def test_keep_last_and_latest(folder: Path) -> None:
         writing.close()
     for step in (5, 6):  # went back to an older one
         unidist.save_checkpoint(folder / f"step-{step}.pt", keep_last=3, x=step)
-    assert unidist.latest_checkpoint(folder) == folder / "step-6.pt"
-    assert on_first(lambda: {path.name for path in folder.glob("step-*.pt") if path.is_file()}) == {
-        "step-11.pt",
-        "step-5.pt",
-        "step-6.pt",
-    }
+    kept = {f"step-{step}.pt" for step in (6, 10, 11)}
+    assert on_first(lambda: {path.name for path in folder.glob("step-*.pt") if path.is_file()}) == kept
+    assert unidist.latest_checkpoint(folder) == folder / "step-11.pt"
     for bad in ({"keep_last": 0}, {"keep_last": 2}):
         with pytest.raises(ValueError, match="keep_last="):
             unidist.save_checkpoint(folder / ("best.pt" if bad["keep_last"] else "step-1.pt"), **bad)
@@ -180,9 +177,13 @@ def test_an_error_of_any_rank_is_raised_on_all(folder: Path) -> None:
         with pytest.raises(unidist.CheckpointError, match=r"refuses it, because it contains a \S*(pathlib|Config)"):
             unidist.save_checkpoint(path, bad={"deep": [bad]})
     if unidist.is_main():
-        (folder / "noise.pt").write_bytes(b"noise"), (folder / "empty.pt").touch()
-    for name in ("noise.pt", "empty.pt"):
-        with pytest.raises(unidist.CheckpointError, match=r"torch\.load\(weights_only=True\) refuses it;"):
+        (folder / "noise.pt").write_bytes(b"noise"), (folder / "empty.pt").touch(), os.mkfifo(folder / "fifo")
+    with pytest.raises(unidist.CheckpointError, match=r"rank 0: .*fifo is a FIFO, which a checkpoint does not replace"):
+        unidist.save_checkpoint(folder / "fifo", x=1)
+    with pytest.raises(unidist.CheckpointError, match=r"rank 0: .*not a checkpoint but a FIFO"):
+        unidist.load_checkpoint(folder / "fifo")
+    for name, why in (("noise.pt", "it is not a checkpoint"), ("empty.pt", "it is truncated: .* after 0 bytes")):
+        with pytest.raises(unidist.CheckpointError, match=why):
             unidist.load_checkpoint(folder / name)
     assert unidist.load_checkpoint(path) == {"x": 1, "y": [1]}  # as it was
 

@@ -1,28 +1,43 @@
 """Commits in the memory of a host, for the processes that torchrun starts after a failure.
 
-torchrun restarts all processes of a host. The first of them writes each commit to a file in memory; the directory is
-that of the torchrun which has started it, and of nobody else.
+torchrun restarts all processes of a host. The first of them keeps each commit in memory that has no name in any
+directory: it belongs to a process of its own, the holder, which ends with torchrun. So the commits of a job end with
+it, however it ends, and no other user can open them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
+import subprocess
+import sys
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
+from unidist.network.processes import start_time
 from unidist.context import current, local_rank
 from unidist.topology import detect
 
 _log = logging.getLogger("unidist")
-_PREFIX = "unidist-commits-"
+_NAME = "unidist-commits"
+#: The program of the holder. Its arguments: torchrun's process and when it began, and the files that it holds.
+_PROGRAM = """
+import sys, time
+while True:
+    try:
+        stat = open(f"/proc/{sys.argv[1]}/stat").read().rpartition(")")[2].split()
+    except OSError:
+        break
+    if stat[0] in "ZX" or stat[19] != sys.argv[2]:
+        break
+    time.sleep(0.2)
+"""
 #: Whether a commit could not be written, which was said.
 _failed = False
+#: What holds the commits that this process writes.
+_holder: _Holder | None = None
 
 
 def restarts() -> bool:
@@ -34,65 +49,118 @@ def restarts() -> bool:
 def write(commit: int, state: Any) -> None:
     """Keep a commit for the processes that come after a restart; no-op where none will.
 
-    Without room for it, that is said once, and a restart begins with the last commit that had room.
+    Where it cannot be kept, that is said once, and a restart begins with the last commit that could.
     """
-    global _failed
+    global _failed, _holder
     if not restarts() or local_rank() != 0 or _failed:
         return
-    directory = _directory()
     try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        part = directory / "part"
-        torch.save((commit, state), part)
-        part.replace(directory / "commit")
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+        if _holder is None or not _holder.runs():  # to find it takes a while
+            _holder = _Holder.find() or _Holder.start()
+        _holder.write(commit, state)
+    except (OSError, RuntimeError) as error:  # torch reports failed writes as the latter
         _failed = True
-        with suppress(OSError):
-            (directory / "part").unlink()
-        _log.warning("commits are not kept for a restart: %s cannot be written: %s", directory, error)
+        _log.warning("commits are not kept for a restart: %s", error)
 
 
 def read() -> tuple[int, Any] | None:
     """The last commit of the processes before a restart, or None."""
-    if not restarts():
-        return None
-    _remove_stale()
-    path = _directory() / "commit"
-    try:
-        if path.stat().st_uid != os.getuid():  # anybody may write to the directory above
-            return None
-        found: tuple[int, Any] = torch.load(path, map_location=current().device, weights_only=False)
-    except OSError:
-        return None
-    return found
+    holder = _Holder.find() if restarts() else None
+    return holder.read() if holder else None
 
 
 def remove() -> None:
     """The training has ended well: there is nothing to go on with."""
-    if restarts() and local_rank() == 0:
-        shutil.rmtree(_directory(), ignore_errors=True)
+    if restarts() and local_rank() == 0 and (holder := _Holder.find()):
+        holder.clear()
 
 
-# ---------------------------------------------------------------------------------------------
-def _base() -> Path:
-    memory = Path("/dev/shm")
-    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+class _Holder:
+    """The process that holds the commits of a torchrun: two files in memory, and a third that says which has the last.
+
+    Args:
+        directory: a descriptor of its directory in /proc.
+        files: its descriptors of the three.
+    """
+
+    def __init__(self, directory: int, files: list[str]) -> None:
+        self._directory = directory
+        self._files = files
+
+    @classmethod
+    def start(cls) -> _Holder:
+        files = [os.memfd_create(_NAME) for _ in range(3)]
+        try:
+            process = subprocess.Popen(
+                [*_command(), *map(str, files)], pass_fds=files, start_new_session=True, cwd="/",
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            process.returncode = 0  # it outlives this process
+            return cls(os.open(f"/proc/{process.pid}", os.O_DIRECTORY), [*map(str, files)])
+        finally:
+            for file in files:
+                os.close(file)
+
+    @classmethod
+    def find(cls) -> _Holder | None:
+        """The one of this process's torchrun."""
+        command = _command()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                holder = cls(os.open(f"/proc/{name}", os.O_DIRECTORY), [])
+                with open(os.open("cmdline", os.O_RDONLY, dir_fd=holder._directory), "rb") as file:
+                    *words, _ = os.fsdecode(file.read()).split("\0")
+                holder._files = words[-3:]
+                if words[:-3] == command and holder.runs():
+                    return holder
+        return None
+
+    def _open(self, number: int) -> IO[bytes]:
+        file = os.fdopen(os.open(f"fd/{self._files[number]}", os.O_RDWR, dir_fd=self._directory), "r+b")
+        # The process may be another user's, or a program that runs as this user and was started by another one.
+        is_memory = os.readlink(f"/proc/self/fd/{file.fileno()}") == f"/memfd:{_NAME} (deleted)"
+        if not is_memory or os.fstat(file.fileno()).st_uid != os.geteuid():
+            file.close()
+            raise PermissionError("this is not a file of this user's commits")
+        return file
+
+    def write(self, commit: int, state: Any) -> None:
+        with self._open(2) as last:
+            old = int(last.read() or b"1")
+            with self._open(1 - old) as file:
+                file.truncate()
+                torch.save((commit, state), file)
+            last.seek(0)
+            last.write(b"%d" % (1 - old))
+        with self._open(old) as file:
+            file.truncate()
+
+    def read(self) -> tuple[int, Any] | None:
+        with self._open(2) as last:
+            number = last.read()
+        if not number:
+            return None
+        with self._open(int(number)) as file:  # nobody else can write to it
+            found: tuple[int, Any] = torch.load(file, map_location=current().device, weights_only=False)
+        return found
+
+    def clear(self) -> None:
+        for number in (2, 1, 0):
+            with self._open(number) as file:
+                file.truncate()
+
+    def runs(self) -> bool:
+        """Whether it holds this user's files."""
+        try:
+            self._open(2).close()
+        except OSError:
+            return False
+        return True
+
+    def __del__(self) -> None:
+        os.close(self._directory)
 
 
-def _directory() -> Path:
-    return _base() / f"{_PREFIX}{os.getuid()}-{os.getppid()}-{_start_time(os.getppid())}"
-
-
-def _start_time(pid: int) -> str:
-    """When a process began: ids of processes are used again."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return "0"
-
-
-def _remove_stale() -> None:
-    """Directories of torchruns that were killed."""
-    for path in _base().glob(f"{_PREFIX}{os.getuid()}-*"):
-        pid, began = path.name.rsplit("-", 2)[1:]
-        if not pid.isdigit() or _start_time(int(pid)) != began:
-            shutil.rmtree(path, ignore_errors=True)
+def _command() -> list[str]:
+    """That of the holder, without what it holds."""
+    return [sys.executable, "-ISc", _PROGRAM, str(os.getppid()), start_time(os.getppid())]
