@@ -140,6 +140,9 @@ class Backend(ABC):
     reducible: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
     #: Whether the backend cannot start without a launcher.
     needs_launcher: ClassVar[bool] = False
+    #: Whether the ranks compare their calls before they make some of them, and whether before each (UNIDIST_CHECK).
+    compares = True
+    compares_all = False
 
     def __init__(self, name: str, topology: Topology, device: torch.device) -> None:
         self.name = name
@@ -149,6 +152,8 @@ class Backend(ABC):
         self.groups: dict[tuple[int, ...], Group] = {}
         #: Bytes that ``all_gather`` sends along with the sizes, by group; the same on every rank of it.
         self.inline_bytes: dict[Group | None, int] = {}
+        #: The number of calls that were or may have been compared, by group; the same on every rank of it.
+        self.calls: dict[Group | None, int] = {}
         #: The last operations; None where the library keeps a record of them.
         self.recent: RecentOperations | None = RecentOperations()
         #: Asks the other ranks when a call has failed; None: nobody does.

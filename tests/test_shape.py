@@ -17,7 +17,7 @@ from unidist.context import BACKENDS
 pytestmark = pytest.mark.unit
 FEATURES = {
     "agreement", "model", "uneven", "data", "metric_reduction", "running_metrics", "checkpoint", "checkpoint_files",
-    "console", "collectives", "batch_norm", "multiprocessing", "preparation",
+    "console", "collectives", "consistency", "batch_norm", "multiprocessing", "preparation",
 }  # fmt: skip
 #: What each module of the package may import of it.
 BELOW = {
@@ -41,7 +41,7 @@ BELOW = {
     "context": {
         "errors", "knobs", "open_files", "topology", "seed", "backends", "membership", "torchrun_env", "tracing",
     },
-    **{name: {"errors", "knobs", "context", "tree", "spans", "backends", *FEATURES} for name in FEATURES},
+    **{name: {"errors", "knobs", "context", "tree", "operations", "spans", "backends", *FEATURES} for name in FEATURES},
     "elastic": {"errors", "topology", "backends", "context", "membership", *FEATURES, "elastic"},
     "launchers": {"knobs", "launchers"},
     "bench": {"launchers", "backends", "context", "agreement", "data", "hvd", "bench"},

@@ -17,7 +17,6 @@ import torch
 
 from unidist import knobs, membership, open_files
 from unidist.backends.base import Backend, Start
-from unidist.backends.checked import Checked
 from unidist.backends.joined import Joined
 from unidist.backends.watch.watch import Watch
 from unidist.errors import BackendError, NotInitializedError, UnidistError, WorldSizeError
@@ -160,7 +159,8 @@ def _init(
             except BaseException:
                 started.shutdown()
                 raise
-        _current, _arguments = Checked(started) if is_checked else started, arguments
+        started.compares_all = is_checked
+        _current, _arguments = started, arguments
         if name == "auto" and world_size is None and (tasks := allocated_tasks(os.environ)) > 1:
             _log.warning(
                 "this process trains alone in a Slurm allocation of %d tasks: start the script with 'srun python "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from unidist.collectives import from_ordered, to_ordered
+from unidist.consistency import compare
 from unidist.context import current
 from unidist.errors import MismatchError
 from unidist.tree import map_leaves, walk
@@ -65,6 +66,7 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
     payload = torch.tensor(numbers if tensors else numbers + [0.0] * padding, dtype=torch.float64)
     if tensors:
         payload = torch.cat([payload, *tensors, payload.new_zeros(padding)])
+    compare(backend, None, "allreduce_metric", option=op)
     extremum = op in ("min", "max")
     reduced = (to_ordered(payload, op) if extremum else payload).to(backend.device)
     backend.all_reduce(reduced, "sum" if op == "mean" else op)
