@@ -159,8 +159,9 @@ class TorchBackend(Backend):
             for ranks, age in self.process_groups.waits()
         ]
         if self._recorded:
-            return first + flight_recorder.operations(self._groups_by_name(), self._started_ns)
-        return first + (super().operations() if self.recent is not None else mpi_watch.operations())
+            records = flight_recorder.operations(self._groups_by_name(), self._started_ns)
+            return first + self.as_called(records)
+        return first + (super().operations() if self.recent is not None else self.as_called(mpi_watch.operations()))
 
     def _groups_by_name(self) -> dict[str, tuple[int, ...]]:
         """The ranks of torch's process groups, those that the script made too; empty for all ranks."""

@@ -49,7 +49,12 @@ def compare(
         mine = digest(f"{_called()}: {text}" if backend.compares_all else text)
         # The complement orders the other way.
         ends = torch.tensor([mine, ~mine])
-        backend.all_reduce(ends, "max", group)
+        dtype, shape = ("", None) if tensor is None else (dtype_name(tensor.dtype), tuple(tensor.shape))
+        backend.comparing = {"name": call.partition(" ")[0], "dtype": dtype, "shape": shape}
+        try:
+            backend.all_reduce(ends, "max", group)
+        finally:
+            backend.comparing = None
         if ends.tolist() != [mine, ~mine]:
             _raise(backend, group, shown or text)
 
