@@ -26,7 +26,7 @@ from unidist.backends.buckets import (
     split_into_buckets,
     unflatten_bytes,
 )
-from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
+from unidist.backends.wrapper import TrainedParameters, Wrapper, frozen_parameters, unused_parameters
 from unidist.errors import UnidistError
 
 
@@ -57,6 +57,7 @@ class DataParallel(Wrapper[M]):
         self.module = module
         self.options = options
         self.frozen = frozen_parameters(module)
+        self.trained = TrainedParameters(module)
         self.require_backward_grad_sync = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

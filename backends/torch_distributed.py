@@ -44,7 +44,7 @@ from unidist.backends.reducer import BackendReducer
 from unidist.backends.rendezvous import World
 from unidist.backends.replica import Replica
 from unidist.backends.watch import flight_recorder
-from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
+from unidist.backends.wrapper import TrainedParameters, Wrapper, frozen_parameters, unused_parameters
 from unidist.errors import BackendError, CollectiveError, MismatchError, UnidistError
 from unidist.operations import OperationRecord
 from unidist.spans import NEVER, spans
@@ -285,6 +285,7 @@ class TorchBackend(Backend):
             )
         wrapped.options = options
         wrapped.frozen = frozen_parameters(model)
+        wrapped.trained = TrainedParameters(model, accumulators=True)
         hook = None
         if options.compression is not None:
             hook = _compressed(options.compression, len(self.ranks(group)))
