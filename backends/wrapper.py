@@ -31,7 +31,8 @@ class TrainedParameters:
         ]
         self._parts = [(part._modules, name, child) for part in model.modules() for name, child in part._modules.items()]
         self._params = [param for _, _, param, _, _ in self._slots]
-        self._tables = [table for part in model.modules() for table in (part._parameters, part._modules)]
+        tables: list[dict[str, Any]] = [each for part in model.modules() for each in (part._parameters, part._modules)]
+        self._tables = [table for table in tables if table]
         self._remember()
 
     def __getstate__(self) -> dict[str, Any]:

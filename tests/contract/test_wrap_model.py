@@ -548,3 +548,68 @@ def test_sparse_gradients_in_a_join() -> None:
         (alone(words_of(unidist.rank(), unidist.rank())).sum() / unidist.world_size()).backward()
         mine, expected = (each.table.weight.grad.to_dense() for each in (model.module, alone))
         torch.testing.assert_close(mine, expected)
+
+
+def replaced_weights(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.double(),
+        lambda model: model.to(torch.bfloat16),
+        replaced_weights,
+        lambda model: setattr(model, "1", nn.Linear(3, 2)),
+    ],
+    ids=["double", "bfloat16", "assign", "layer"],
+)
+def test_parameters_that_are_converted_or_replaced_after_wrapping_are_an_error(change: Any, warm: bool) -> None:
+    model = unidist.wrap_model(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    step = [lambda: model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).float().sum().backward()]
+    if warm:
+        step[0]()
+    change(model.module)
+    with pytest.raises(unidist.UnidistError, match=r"were converted .* or replaced after unidist.wrap_model"):
+        step[0]()
+    model = unidist.wrap_model(unidist.unwrap(model))
+    step[0]()
+    unidist.assert_in_sync(model)
+
+
+def test_conversions_that_change_nothing_are_none() -> None:
+    model = unidist.wrap_model(make_model())
+    for change in (lambda: model.float(), lambda: model.to("cpu"), lambda: model.requires_grad_(True)):
+        change()
+        train(model, my_batch)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.data = param.data.clone()  # other memory, the same hooks
+    train(copy.deepcopy(model), my_batch)
+    train(model, my_batch)
+    assert_in_step(model)
+    weights = {name: param.detach().clone().requires_grad_() for name, param in model.module.named_parameters()}
+    inputs, _ = my_batch(0)
+    torch.func.functional_call(model.module, weights, (inputs,)).sum().backward()
+
+
+def test_a_conversion_there_and_back() -> None:
+    """It gives each parameter a gradient accumulator without DDP's hooks, and the hooks of other wrappers stay."""
+    model = unidist.wrap_model(make_model())
+    model.double().float()
+    with contextlib.suppress(unidist.UnidistError):
+        train(model, my_batch)
+    assert_in_step(model)
+
+
+def test_assert_in_sync_names_the_conversion() -> None:
+    if unidist.world_size() == 1:
+        return
+    model = unidist.wrap_model(make_model())
+    model.double()
+    with torch.no_grad():
+        next(model.parameters()).add_(unidist.rank())
+    for given in (model, model.module):
+        with pytest.raises(unidist.MismatchError, match=r"differs on rank.*: parameters of this model were converted"):
+            unidist.assert_in_sync(given)
