@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unidist import open_files
 from unidist.backends import rendezvous
 from unidist.backends.addresses import interface_of
-from unidist.backends.backward_pass import current_pass
+from unidist.backends.backward_pass import BackwardPass, BackwardPasses, current_pass
 from unidist.backends.base import (
     Backend,
     Group,
@@ -36,6 +36,7 @@ from unidist.backends.base import (
     Start,
     WrappedModel,
 )
+from unidist.backends.buckets import by_device, flatten_bytes, unflatten_bytes
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
 from unidist.backends.mpi import watch as mpi_watch
@@ -324,8 +325,17 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
     """DistributedDataParallel without collectives in evaluation.
 
     DDP broadcasts buffers in every forward pass, also under ``no_grad``, where ranks with different numbers of
-    evaluation batches would wait for each other for ever.
+    evaluation batches would wait for each other for ever. Here they follow the first rank's during each backward pass
+    that averages, so that they are equal after a step.
     """
+
+    _buffer_passes: BackwardPasses | None = None
+    #: Whether the last output had no tensor that can be seen, but, say, an object of the user's with tensors.
+    _hides_output = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_buffer_passes": None}  # a copy has another module
 
     def rebuild_buckets(self) -> None:
         """Rebuild DDP's buckets, as its second forward pass does on all ranks.
@@ -358,8 +368,14 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
                 raise
             trained = [name for name, param in self.module.named_parameters() if param.requires_grad]
             raise unused_parameters([trained[int(index)] for index in found[1].split()]) from error
-        if torch.is_grad_enabled() and self.require_backward_grad_sync and not self.static_graph:
-            self._average_every_backward(output)
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            if not self.static_graph:
+                self._average_every_backward(output)
+            if self.options.broadcast_buffers and self.modules_buffers and not self._join_config.enable:
+                if self._buffer_passes is None:
+                    self._buffer_passes = BackwardPasses([], _Buffers(self.module, self.process_group).begin)
+                self._buffer_passes.expect(output, True)
+                self._hides_output = not any(tensor.requires_grad for tensor in tensors_in(output))
         return output
 
     def _average_every_backward(self, output: Any) -> None:
@@ -389,9 +405,43 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
             ) from error
 
     def will_sync_module_buffers(self) -> bool:
-        # DDP returns False for the forward pass after no_sync(), and True for the first inside it.
-        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
+        # In its own join() DDP notifies the other ranks before it broadcasts; a hidden output announces no backward pass.
+        syncs = (self._join_config.enable or self._hides_output) and torch.is_grad_enabled() and self.require_backward_grad_sync
         return self.options.broadcast_buffers and syncs and bool(self.modules_buffers)
+
+
+class _Buffers:
+    """The buffers of a model, which follow the first rank's. It keeps nothing alive that refers to it."""
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        self._module = weakref.ref(module)
+        self._group = group
+
+    def begin(self, _: bool) -> BackwardPass:
+        """A backward pass begins. Collective."""
+        module = self._module()
+        return _BufferPass([] if module is None else by_device(module.buffers()), self._group)
+
+
+class _BufferPass:
+    """A backward pass during which buffers are broadcast."""
+
+    def __init__(self, devices: Sequence[list[Tensor]], group: Any) -> None:
+        self._devices = devices
+        self._flats = [flatten_bytes(same) for same in devices]
+        self._works = [dist.broadcast(flat, group=group, group_src=0, async_op=True) for flat in self._flats]
+
+    def ready(self, param: Tensor) -> None:
+        """See ``BackwardPass``."""
+
+    def finish(self) -> None:
+        """See ``BackwardPass``."""
+        for work, flat, same in zip(self._works, self._flats, self._devices):
+            work.wait()
+            unflatten_bytes(flat, same)
+
+    def abandon(self) -> None:
+        """See ``BackwardPass``."""
 
 
 def _mean(size: int) -> Callable[..., Any]:

@@ -73,8 +73,8 @@ def wrap_model(
         sync_bn: batch statistics over all ranks: BatchNorm layers are replaced, on the CPU too.
         find_unused_parameters: allow parameters that take no part in a backward pass. A parameter that is unused on
             this rank counts as zero in the mean; one that is unused on all ranks keeps its ``.grad``.
-        broadcast_buffers: broadcast the first rank's buffers once per step: on torch.distributed before each forward
-            pass that records gradients outside ``no_sync()``, on Horovod during its backward pass.
+        broadcast_buffers: broadcast the first rank's buffers during each backward pass that averages, so that after a
+            step all ranks have the same, and evaluate the model that is saved. Evaluation broadcasts nothing.
         bucket_cap_mb: bucket size in MiB.
         compression: send gradients in half precision. Horovod does not sum bfloat16: there ``bf16`` rounds the
             gradients and sends them in float32.

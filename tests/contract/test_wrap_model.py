@@ -125,25 +125,61 @@ def test_compression(compression: str) -> None:
         assert any(not torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters()))  # type: ignore[arg-type]
 
 
-def test_buffers_follow_rank_0_while_training_and_not_in_evaluation() -> None:
-    model = unidist.wrap_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    norm = model.module[1]
-    for _ in range(3):
-        model(torch.randn(4, 2) + unidist.rank()).sum().backward()
-    model(torch.randn(4, 2)).sum().backward()
-    # The broadcast comes before a forward pass or after it, so another step that changes nothing aligns them.
-    before = unidist.broadcast(norm.running_mean)
-    norm.momentum = 0.0
-    model(torch.randn(4, 2)).sum().backward()
-    torch.testing.assert_close(norm.running_mean, before)
-    # In evaluation ranks may make different numbers of calls.
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_after_each_step_all_ranks_have_rank_0_s_buffers(static_graph: bool) -> None:
+    norm = nn.BatchNorm1d(2)
+    model = unidist.wrap_model(nn.Sequential(nn.Linear(2, 2), norm), static_graph=static_graph)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone, own = nn.BatchNorm1d(2), []
+    norm.register_forward_pre_hook(lambda _, inputs: own.append(inputs[0].detach()))
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 2) * (unidist.rank() + step + 1)).sum().backward()
+        optimizer.step()
+        alone(unidist.broadcast(own[-1]))  # rank 0's batch
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(getattr(norm, name), getattr(alone, name))
+    # In evaluation ranks may make different numbers of calls, with gradients and without.
     norm.running_mean.fill_(float(unidist.rank()))
     model.eval()
+    for _ in range(unidist.rank()):
+        model(torch.ones(1, 2))
     with torch.no_grad():
         for _ in range(unidist.rank()):
             model(torch.ones(1, 2))
     unidist.barrier()
     assert norm.running_mean.tolist() == [float(unidist.rank())] * 2
+
+
+def test_buffers_with_several_passes() -> None:
+    """Two forward passes, accumulation, a graph that is kept with frozen statistics, and a copy."""
+    norm = nn.BatchNorm1d(2)
+    model: Any = unidist.wrap_model(nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 1)))
+
+    def batch() -> Tensor:
+        return torch.randn(4, 2, generator=torch.Generator().manual_seed(unidist.rank()))
+
+    (model(batch()) + model(batch())).sum().backward()
+    assert_same_everywhere(norm)
+    with model.no_sync():
+        model(batch()).sum().backward()
+    model(batch()).sum().backward()
+    assert_same_everywhere(norm)
+    norm.eval()
+    loss = model(batch()).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    model.train()
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # a model of a group cannot be copied
+        other = copy.deepcopy(model)
+        other(batch()).sum().backward()
+        assert_same_everywhere(other.module[1])
+        assert_same_everywhere(norm)
+
+
+def assert_same_everywhere(norm: nn.BatchNorm1d) -> None:
+    for means in unidist.all_gather_object(norm.running_mean):
+        assert torch.equal(means, norm.running_mean)
 
 
 def test_buffers_stay_when_asked() -> None:
