@@ -386,6 +386,7 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
         tasks: list[int] = []
 
         def begin(grad: Tensor) -> None:
+            self.check_backward()
             task = current_pass()
             if tasks and task not in tasks:
                 self.rebuild_buckets()  # as before each forward pass
@@ -405,8 +406,12 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
             ) from error
 
     def will_sync_module_buffers(self) -> bool:
-        # In its own join() DDP notifies the other ranks before it broadcasts; a hidden output announces no backward pass.
-        syncs = (self._join_config.enable or self._hides_output) and torch.is_grad_enabled() and self.require_backward_grad_sync
+        # In its own join() DDP notifies the other ranks before it broadcasts; a hidden output shows no backward pass.
+        syncs = (
+            (self._join_config.enable or self._hides_output)
+            and torch.is_grad_enabled()
+            and self.require_backward_grad_sync
+        )
         return self.options.broadcast_buffers and syncs and bool(self.modules_buffers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -29,7 +30,9 @@ class TrainedParameters:
             for name, param in part._parameters.items()
             if param is not None and param.requires_grad
         ]
-        self._parts = [(part._modules, name, child) for part in model.modules() for name, child in part._modules.items()]
+        self._parts = [
+            (part._modules, name, child) for part in model.modules() for name, child in part._modules.items()
+        ]
         self._params = [param for _, _, param, _, _ in self._slots]
         tables: list[dict[str, Any]] = [each for part in model.modules() for each in (part._parameters, part._modules)]
         self._tables = [table for table in tables if table]
@@ -91,6 +94,7 @@ class Wrapper(WrappedModel[M]):
     frozen: list[tuple[str, Tensor]]
     #: Whether the world in which it was wrapped, of several ranks, has ended.
     ended = False
+    _warned = False
 
     def check_forward(self) -> None:
         """Raise if the gradients of the next backward pass would not be averaged.
@@ -106,7 +110,17 @@ class Wrapper(WrappedModel[M]):
             refuse_join(self.options)
         refuse_unfrozen(self.frozen, "model = unidist.wrap_model(unidist.unwrap(model))")
         if not torch.compiler.is_compiling() and (self.trained.converted() or self.trained.replaced()):
-            raise UnidistError(replaced_parameters("wrap_model"))
+            raise replaced_parameters("wrap_model")
+
+    def check_backward(self) -> None:
+        """Warn once if a backward pass begins inside ``no_sync`` whose forward pass was outside."""
+        if not self.require_backward_grad_sync and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a backward pass inside no_sync averages gradients, as its forward pass was outside: of a wrapped "
+                "model, both must be inside.",
+                stacklevel=2,
+            )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -137,12 +151,12 @@ def refuse_join(options: ModelOptions) -> None:
         )
 
 
-def replaced_parameters(call: str) -> str:
-    """What is wrong with a model whose parameters are not those any more that it had when it was given to ``call``."""
-    return (
-        f"parameters of this model were converted (.double(), .half(), .to(...)) or replaced after unidist.{call}, so that "
-        f"their gradients are not averaged: do that before unidist.{call}, or call it again now, on every rank, and make "
-        "the optimizer anew where it has the old parameters."
+def replaced_parameters(call: str) -> UnidistError:
+    """The error for a model whose parameters are not those any more that it had when it was given to ``call``."""
+    return UnidistError(
+        f"parameters of this model were converted (.double(), .half(), .to(...)) or replaced after unidist.{call}, so "
+        f"that their gradients are not averaged: do that before unidist.{call}, or call it again now, on every rank, "
+        "and make the optimizer anew where it has the old parameters."
     )
 
 

@@ -508,7 +508,7 @@ def _gather(
 def _exchange(
     backend: Backend, group: Group | None, text: str, shown: str, count: int, data: Tensor
 ) -> tuple[list[int], Tensor]:
-    """Compare a call, and exchange ``count`` and, where they fit, the bytes of ``data``: a row for each rank. Collective.
+    """Compare a call, and exchange ``count`` and, where they fit, the bytes of ``data``, a row each. Collective.
 
     A row has as many bytes as the largest of the last call needed. A second call must follow where those of any rank
     do not fit: all ranks know all counts, and so decide alike.

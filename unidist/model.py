@@ -21,7 +21,7 @@ from unidist.backends.wrapper import TrainedParameters, replaced_parameters
 from unidist.batch_norm import convert_batch_norm
 from unidist.collectives import all_reduce, broadcast_object, broadcast_tensors_
 from unidist.context import before_leaving, current, in_join
-from unidist.errors import MismatchError, UnidistError
+from unidist.errors import MismatchError
 from unidist.tree import map_leaves, walk
 
 _COMPRESSION = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -181,19 +181,23 @@ def _check_steps() -> None:
 def _check_replaced(*_: Any) -> None:
     # Not before a forward pass: a hook of the model would be copied with it. A conversion is none: buckets follow it.
     if any(trained.replaced() for trained in _trained.values()):
-        raise UnidistError(replaced_parameters("replicate"))
+        raise replaced_parameters("replicate")
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """A block in which gradients are accumulated on this rank alone: its backward passes average nothing.
+    """A block in which gradients are accumulated on this rank alone, and not averaged.
 
-    The first backward pass after it averages the sum. For gradient accumulation: all micro-batches but the last are
-    inside. Not collective.
+    The first step outside averages the sum. For gradient accumulation: the forward and backward passes of all
+    micro-batches but the last are inside. Not collective.
+
+    Of a wrapped model the forward pass decides, as with ``DistributedDataParallel``: a backward pass inside averages
+    all the same if its forward pass was outside (there is a warning), and one outside does not if its forward pass was
+    inside. Of a model that was given to ``replicate`` the backward pass decides: there, forward passes inside and the
+    last backward pass outside (Accelerate's ``trigger_sync_in_backward``) average.
 
     Args:
-        model: the result of ``wrap_model``, of which forward passes must be inside, too, or a model that was given to
-            ``replicate``.
+        model: the result of ``wrap_model``, or a model that was given to ``replicate``.
 
     Raises:
         ValueError: the model is neither.
@@ -271,7 +275,7 @@ def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
     cause = "was the model trained without unidist.wrap_model, or changed on some ranks only?"
     wrapped = next((each.trained for each in _wrapped if unwrap(each) is unwrap(model)), None)
     if wrapped is not None and (wrapped.converted() or wrapped.replaced()):  # type: ignore[operator,union-attr]
-        cause = replaced_parameters("wrap_model")
+        cause = str(replaced_parameters("wrap_model"))
     raise MismatchError(
         f"parameter {name} of rank {ranks[0]} differs on rank{'s' * (len(others) > 1)} "
         f"{', '.join(map(str, others))}: {cause}"

@@ -51,7 +51,8 @@ def _prepared(value: Any) -> Any:
         return shard_loader(value)
     if hasattr(type(value), "__iter__") and not isinstance(value, (*_CONTAINERS, Tensor)):
         raise TypeError(
-            f"prepare cannot shard this {type(value).__name__}, which is no torch.utils.data.DataLoader: every rank would "
-            "read all of it. Pass a DataLoader of its dataset, or let the dataset split itself by rank and leave it out."
+            f"prepare cannot shard this {type(value).__name__}, which is no torch.utils.data.DataLoader: every rank "
+            "would read all of it. Pass a DataLoader of its dataset, or let the dataset split itself by rank and leave "
+            "it out."
         )
     return value

@@ -405,7 +405,7 @@ def test_samples_over_all_ranks() -> None:
 
 def test_only_data_loaders_are_sharded() -> None:
     for thing in (Numbers(4), [1, 2], None):
-        with pytest.raises(TypeError, match="shard_loader takes a torch.utils.data.DataLoader"):
+        with pytest.raises(TypeError, match=r"shard_loader takes a torch\.utils\.data\.DataLoader"):
             unidist.shard_loader(thing)  # type: ignore[arg-type]
 
     class WebLoader(Stream):

@@ -649,3 +649,20 @@ def test_assert_in_sync_names_the_conversion() -> None:
     for given in (model, model.module):
         with pytest.raises(unidist.MismatchError, match=r"differs on rank.*: parameters of this model were converted"):
             unidist.assert_in_sync(given)
+
+
+def test_no_sync_around_a_backward_pass_alone_is_a_warning_once() -> None:
+    if unidist.world_size() == 1:
+        return
+    model = unidist.wrap_model(seeded())
+    expected = mean_gradient(model.module, loss_of)
+    loss = loss_of(model, unidist.rank())
+    with pytest.warns(UserWarning, match="averages gradients, as its forward pass was outside"), model.no_sync():
+        loss.backward()
+    assert_gradient(model, expected)
+    loss = loss_of(model, 0)
+    with unidist.no_sync(model):
+        loss.backward()  # a second warning would be an error
+    with unidist.no_sync(model):
+        loss_of(model, 0).backward()
+    loss_of(model, 0).backward()

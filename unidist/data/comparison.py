@@ -19,7 +19,7 @@ from unidist.errors import MismatchError
 T = TypeVar("T")
 
 
-class Comparison(ABC):
+class DataComparison(ABC):
     """Compares the ranks' data while a loader is iterated for the first time."""
 
     @abstractmethod
@@ -38,14 +38,14 @@ class Comparison(ABC):
             self.at(0)
 
 
-class HubRows(Comparison):
+class HubRows(DataComparison):
     """Of a map-style dataset of Hugging Face, of which nothing else tells that it is split."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
     def at(self, batch: int) -> None:
-        """See ``Comparison``."""
+        """See ``DataComparison``."""
         if batch or not current().compares or first_difference([self._dataset._fingerprint]) is None:
             return  # the fingerprint of a transform that cannot be hashed is random
         difference = first_difference([str(each) for each in first_rows(self._dataset)])
@@ -57,7 +57,7 @@ class HubRows(Comparison):
             )
 
 
-class Streams(Comparison):
+class Streams(DataComparison):
     """Of an iterable dataset."""
 
     def __init__(self, stream: ShardStream, workers: int) -> None:
@@ -65,7 +65,7 @@ class Streams(Comparison):
         self._workers = workers
 
     def at(self, batch: int) -> None:
-        """See ``Comparison``."""
+        """See ``DataComparison``."""
         if batch == 0:
             self._compare_ranks()
         if self._workers > 1 and batch == self._workers:  # a batch of each worker has come

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from unidist.context import current, is_initialized
-from unidist.data.comparison import Comparison, HubRows, Streams
-from unidist.data.sampler import Permutation, ShardSampler, StatefulShardSampler, is_shuffle
+from unidist.data.comparison import DataComparison, HubRows, Streams
 from unidist.data.same_stream import empty_table, own_split
+from unidist.data.sampler import Permutation, ShardSampler, StatefulShardSampler, is_shuffle
 from unidist.data.sharding import Position, Sharding, mix_seeds
 from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit, shards_itself
 from unidist.spans import spans
@@ -38,7 +38,7 @@ class ShardLoader(DataLoader[T]):
         self._seed = seed
         self._progress = source.progress
         #: Compares the ranks' data in the first iteration.
-        self._comparison: Comparison | None = None
+        self._comparison: DataComparison | None = None
         super().__init__(**options, generator=torch.Generator())
 
     @property
@@ -304,7 +304,7 @@ def shard_loader(
     if check_stream and isinstance(source, ShardStream) and not sharded:
         source.table = empty_table(loader.num_workers)
         if loader.num_workers:
-            source.table.share_memory_()
+            source.table.share_memory_()  # type: ignore[no-untyped-call]
         sharding_loader._comparison = Streams(source, loader.num_workers)
     elif check_stream and hasattr(loader.dataset, "_fingerprint") and hasattr(loader.dataset, "with_format"):
         sharding_loader._comparison = HubRows(loader.dataset)

@@ -50,7 +50,7 @@ class ShardStream(IterableDataset[Any]):
         self.worker_split = worker_split
         #: Each iteration is the next epoch, also in a worker's copy; the loader counts what it has yielded of it.
         self.progress = Progress()
-        #: The digests of each worker's first samples, until they are compared; in shared memory where there are workers.
+        #: The digests of each worker's first samples, until they are compared; in memory that workers share.
         self.table: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
