@@ -15,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import pickle
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from operator import index
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -25,10 +27,13 @@ from unidist.backends.buckets import split_into_buckets
 from unidist.backends.reductions import WIDER
 from unidist.consistency import compare, compare_gathered, compare_received, described, digest
 from unidist.context import current
+from unidist.operations import format_ranks
 
 T = TypeVar("T")
 #: Bytes of a payload that is sent along with its size, in one all_gather: at first, and at most.
 _INLINE_BYTES, _LARGEST_INLINE_BYTES = 256, 2**16
+#: Of a broadcast.
+_HEADER_BYTES = 16
 #: MiB of small tensors that are broadcast together.
 _BUCKET_MB = 64
 ReduceOp = Literal["sum", "mean", "min", "max", "product", "and", "or"]
@@ -140,15 +145,14 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tenso
     _check_src(backend, src, group)
     _check_dense(tensor)
     compare(backend, group, "broadcast", tensor, f"from rank {src}")
-    text = described("broadcast", tensor, f"from rank {src}")
-    header = torch.tensor([digest(text), 0]).view(torch.uint8)
+    text, header = _header(tensor.dtype, tensor.shape, src)
 
     def run(data: Tensor) -> Tensor:
         sent = _to_bytes(backend, data)
         sent = torch.cat([header.to(sent.device), sent])
         backend.broadcast(sent, src, group)
-        compare_received(backend, header, sent[: len(header)].cpu(), src, text)
-        return _from_bytes(sent[len(header) :], data, _rows(data)).reshape(data.shape)
+        compare_received(backend, header, sent[:_HEADER_BYTES].cpu(), src, text)
+        return _from_bytes(sent[_HEADER_BYTES:], data, _rows(data)).reshape(data.shape)
 
     def transpose(grad: Tensor) -> Tensor:
         total = all_reduce(grad, "sum", group)
@@ -156,6 +160,13 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tenso
         return total if backend.topology.rank == src else total.masked_fill(torch.ones_like(total, dtype=torch.bool), 0)
 
     return _apply(tensor, run, transpose)
+
+
+@lru_cache(maxsize=1024)
+def _header(dtype: torch.dtype, shape: torch.Size, src: int) -> tuple[str, Tensor]:
+    """A broadcast as errors name it, and 16 bytes that tell it from others."""
+    text = described("broadcast", torch.empty(shape, dtype=dtype, device="meta"), f"from rank {src}")
+    return text, torch.tensor([digest(text), 0]).view(torch.uint8)
 
 
 def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | None = None) -> None:
@@ -300,10 +311,16 @@ def new_group(ranks: Sequence[int]) -> Group:
         ranks: global ranks, in any order; a group's ranks are sorted.
 
     Raises:
+        TypeError: no sequence of integers.
         ValueError: no rank, a rank twice, or one outside the world.
     """
     backend = current()
-    key = tuple(sorted(ranks))
+    try:
+        key = tuple(sorted(map(index, ranks)))
+    except TypeError:
+        raise TypeError(f"new_group({ranks!r}): pass global ranks as integers, such as new_group([0, 1]).") from None
+    if backend.compares_all:
+        compare(backend, None, "new_group", option=f"ranks {format_ranks(key)}")
     if not key or len(set(key)) < len(key) or key[0] < 0 or key[-1] >= backend.topology.world_size:
         raise ValueError(
             f"new_group({list(ranks)}) needs at least one rank, none twice, all from 0 to "
@@ -473,10 +490,10 @@ def _row_bytes(tensor: Tensor) -> int:
     return tensor.shape[1:].numel() * tensor.element_size()
 
 
-def _to_bytes(backend: Backend, tensor: Tensor, copy: bool = False) -> Tensor:
+def _to_bytes(backend: Backend, tensor: Tensor) -> Tensor:
     sent = tensor.resolve_conj().resolve_neg().to(device=transport_device(backend, tensor)).reshape(-1)
     # One expanded element counts as contiguous with stride 0, which no byte view takes.
-    if not sent.is_contiguous() or sent.stride(0) != 1 or (copy and sent.data_ptr() == tensor.data_ptr()):
+    if not sent.is_contiguous() or sent.stride(0) != 1:
         sent = sent.clone(memory_format=torch.contiguous_format)
     return sent.view(torch.uint8)
 

@@ -354,6 +354,12 @@ def test_bad_groups(ranks: list[int]) -> None:
         unidist.new_group(ranks)
 
 
+@pytest.mark.parametrize("ranks", [1, ["a"], [0.5], None], ids=str)
+def test_groups_of_what_is_no_rank(ranks: Any) -> None:
+    with pytest.raises(TypeError, match="pass global ranks as integers"):
+        unidist.new_group(ranks)
+
+
 # ------------------------------------------------------------------------------------ bad input
 @pytest.mark.parametrize(
     ("tensor", "op", "error", "match"),

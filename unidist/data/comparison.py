@@ -23,19 +23,18 @@ class DataComparison(ABC):
     """Compares the ranks' data while a loader is iterated for the first time."""
 
     @abstractmethod
-    def at(self, batch: int) -> None:
-        """Called when a batch has come, or the end; from 0. Collective for the first one."""
+    def at(self, batch: int, *, end: bool) -> None:
+        """Called when a batch has come, from 0, and at the end. Collective for batch 0."""
 
     def compared(self, batches: Iterable[T]) -> Iterator[T]:
         """The batches, with a comparison at the first one, or at the end where there is none."""
         end = object()
         iterator, number = iter(batches), 0
         while (batch := next(iterator, end)) is not end:
-            self.at(number)
+            self.at(number, end=False)
             number += 1
             yield batch  # type: ignore[misc]  # not the end
-        if number == 0:
-            self.at(0)
+        self.at(number, end=True)
 
 
 class HubRows(DataComparison):
@@ -44,7 +43,7 @@ class HubRows(DataComparison):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def at(self, batch: int) -> None:
+    def at(self, batch: int, *, end: bool) -> None:
         """See ``DataComparison``."""
         if batch or not current().compares or first_difference([self._dataset._fingerprint]) is None:
             return  # the fingerprint of a transform that cannot be hashed is random
@@ -64,11 +63,11 @@ class Streams(DataComparison):
         self._stream = stream
         self._workers = workers
 
-    def at(self, batch: int) -> None:
+    def at(self, batch: int, *, end: bool) -> None:
         """See ``DataComparison``."""
         if batch == 0:
             self._compare_ranks()
-        if self._workers > 1 and batch == self._workers:  # a batch of each worker has come
+        if self._workers > 1 and (batch == self._workers or (end and batch < self._workers)):  # each has begun
             self._compare_workers()
             self._stream.table = None
 

@@ -72,7 +72,7 @@ def first_samples(dataset: Any, workers: int, worker: int = 0) -> Tensor:
 
 
 def first_rows(dataset: Any) -> list[Any]:
-    """What tells the shards of a map-style dataset of Hugging Face apart: their lengths, and rows without transforms."""
+    """What tells shards of a map-style dataset of Hugging Face apart: lengths, and rows without transforms."""
     rows = dataset.with_format("arrow")
     return [len(dataset), *(repr(rows[i : i + 1].to_pydict()) for i in (0, len(dataset) - 1) if len(dataset))]
 
