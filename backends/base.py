@@ -141,6 +141,9 @@ class Backend(ABC):
     reducible: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
     #: Whether the backend cannot start without a launcher.
     needs_launcher: ClassVar[bool] = False
+    #: Whether the ranks compare their calls before they make some of them, and whether before each (UNIDIST_CHECK).
+    compares = True
+    compares_all = False
 
     def __init__(self, name: str, topology: Topology, device: torch.device) -> None:
         self.name = name
@@ -150,6 +153,10 @@ class Backend(ABC):
         self.groups: dict[tuple[int, ...], Group] = {}
         #: Bytes that ``all_gather`` sends along with the sizes, by group; the same on every rank of it.
         self.inline_bytes: dict[Group | None, int] = {}
+        #: Name, dtype and shape of the call that is being compared.
+        self.comparing: dict[str, Any] | None = None
+        #: The number of calls that were or may have been compared, by group; the same on every rank of it.
+        self.calls: dict[Group | None, int] = {}
         #: The last operations; None where the library keeps a record of them.
         self.recent: RecentOperations | None = RecentOperations()
         #: Where all ranks run, in rank order, and the job's secret; set by ``init`` in worlds of several ranks.
@@ -277,7 +284,14 @@ class Backend(ABC):
 
     def operations(self) -> list[OperationRecord]:
         """This rank's pending operations, and the last ones that are done. Any thread, not collective."""
-        return self.recent.records() if self.recent is not None else []
+        return self.as_called(self.recent.records() if self.recent is not None else [])
+
+    def as_called(self, records: list[OperationRecord]) -> list[OperationRecord]:
+        """The records, where that of a comparison which is pending has the call that is compared."""
+        call = self.comparing
+        if call is None:
+            return records
+        return [each if each.done or each.shape != (2,) else each._replace(**call) for each in records]
 
     def follows(self, error: BaseException, trace: TracebackType | None) -> bool:
         """Whether an error is one of a collective call, so that another rank may have failed first."""

@@ -197,10 +197,14 @@ def flatten_bytes(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def unflatten_bytes(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Overwrite tensors with what ``flatten_bytes`` returned for others like them."""
+    """Overwrite tensors with what ``flatten_bytes`` returned for others like them, where they differ.
+
+    A graph may contain them: frozen statistics are left as they are, for another backward pass.
+    """
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() * t.element_size() for t in tensors])):
-        # A part may begin at an address that is not aligned to the dtype; its copy does not.
-        tensor.copy_(part.clone().view(tensor.dtype).view_as(tensor))
+        if not torch.equal(tensor.detach().reshape(-1).view(torch.uint8), part):
+            # A part may begin at an address that is not aligned to the dtype; its copy does not.
+            tensor.copy_(part.clone().view(tensor.dtype).view_as(tensor))
 
 
 def _dense_strides(param: Tensor) -> tuple[int, ...] | None:

@@ -26,8 +26,9 @@ from unidist.backends.buckets import (
     split_into_buckets,
     unflatten_bytes,
 )
-from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
+from unidist.backends.wrapper import TrainedParameters, Wrapper, frozen_parameters, unused_parameters
 from unidist.errors import UnidistError
+from unidist.tree import tensors_in
 
 
 class Reducer(Protocol):
@@ -57,6 +58,7 @@ class DataParallel(Wrapper[M]):
         self.module = module
         self.options = options
         self.frozen = frozen_parameters(module)
+        self.trained = TrainedParameters(module)
         self.require_backward_grad_sync = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +101,17 @@ class BucketedDataParallel(DataParallel[M]):
         sync = self.require_backward_grad_sync
         output = self.module(*args, **kwargs)
         self._passes.expect(output, sync)
+        if sync:
+            this = weakref.ref(self)  # a tensor's hooks are not seen by the garbage collector
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: _check_backward(this()))  # type: ignore[no-untyped-call]
         return output
+
+
+def _check_backward(wrapper: BucketedDataParallel[Any] | None) -> None:
+    if wrapper is not None:
+        wrapper.check_backward()
 
 
 class ModelGradients:

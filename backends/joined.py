@@ -27,6 +27,8 @@ class Joined(Layer):
     ``torch.distributed.algorithms.Join``, for any backend and any call.)
     """
 
+    compares = False  # each call is exchanged
+
     def __init__(self, backend: Backend, group: Group | None) -> None:
         super().__init__(backend)
         self._group = group

@@ -21,7 +21,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from unidist.backends.rendezvous import World
+from unidist.backends.rendezvous import Rendezvous
 from unidist.errors import CollectiveError
 
 #: Default timeout of the members' arrival at a group's first use: that of torch's collectives.
@@ -76,7 +76,7 @@ class ProcessGroups:
     def __init__(
         self,
         library: str,
-        world: World,
+        world: Rendezvous,
         timeout: timedelta | None = None,
         device: torch.device | None = None,
     ) -> None:

@@ -44,7 +44,7 @@ _stores: dict[tuple[Launch, str | None], dist.Store] = {}
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class World(NamedTuple):
+class Rendezvous(NamedTuple):
     """What a rendezvous gives."""
 
     #: For this call of ``init``.
@@ -64,7 +64,7 @@ class World(NamedTuple):
         return listen_address(self.hosts[self.topology.rank], self.hosts)
 
 
-def join(start: Start) -> World:
+def join(start: Start) -> Rendezvous:
     """Rendezvous with the other ranks. Collective.
 
     Raises:
@@ -100,9 +100,9 @@ def own_row(launch: Launch) -> tuple[Slot, Host]:
     return Slot(launch.host or host.id, launch.local_rank, launch.node_rank), host
 
 
-def world_of(store: dist.Store, launch: Launch, rows: Sequence[tuple[Slot, Host]]) -> World:
+def world_of(store: dist.Store, launch: Launch, rows: Sequence[tuple[Slot, Host]]) -> Rendezvous:
     """What follows from the rows of all ranks, in rank order."""
-    return World(store, locate(launch, [slot for slot, _ in rows]), [host for _, host in rows])
+    return Rendezvous(store, locate(launch, [slot for slot, _ in rows]), [host for _, host in rows])
 
 
 def exchange(store: dist.Store, rank: int, hosts: Sequence[str], value: str, timeout: timedelta) -> list[str]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unidist.backends import rendezvous
-from unidist.backends.backward_pass import current_pass
+from unidist.backends.backward_pass import BackwardPass, BackwardPasses, current_pass
 from unidist.backends.base import (
     Backend,
     Group,
@@ -33,15 +33,16 @@ from unidist.backends.base import (
     Start,
     WrappedModel,
 )
+from unidist.backends.buckets import by_device, flatten_bytes, unflatten_bytes
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
 from unidist.backends.mpi import watch as mpi_watch
 from unidist.backends.process_groups import GlooSockets, LazyProcessGroup, ProcessGroups, abort
 from unidist.backends.reducer import BackendReducer
-from unidist.backends.rendezvous import World
+from unidist.backends.rendezvous import Rendezvous
 from unidist.backends.replica import Replica
 from unidist.backends.watch import flight_recorder
-from unidist.backends.wrapper import Wrapper, frozen_parameters, unused_parameters
+from unidist.backends.wrapper import TrainedParameters, Wrapper, frozen_parameters, unused_parameters
 from unidist.errors import BackendError, CollectiveError, MismatchError, UnidistError
 from unidist.network import open_files
 from unidist.network.addresses import interface_of
@@ -71,7 +72,7 @@ _CALLING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distribute
 class TorchBackend(Backend):
     """A backend of torch.distributed: on its default process group, or on groups beside it."""
 
-    def __init__(self, name: str, world: World, device: torch.device, start: Start, owned: bool = False) -> None:
+    def __init__(self, name: str, world: Rendezvous, device: torch.device, start: Start, owned: bool = False) -> None:
         super().__init__(name, world.topology, device)
         #: Whether the default group is used, and whether it was made here.
         self._default = start.default_group
@@ -142,8 +143,9 @@ class TorchBackend(Backend):
             for ranks, age in self.process_groups.waits()
         ]
         if self._recorded:
-            return first + flight_recorder.operations(self._groups_by_name(), self._started_ns)
-        return first + (super().operations() if self.recent is not None else mpi_watch.operations())
+            records = flight_recorder.operations(self._groups_by_name(), self._started_ns)
+            return first + self.as_called(records)
+        return first + (super().operations() if self.recent is not None else self.as_called(mpi_watch.operations()))
 
     def _groups_by_name(self) -> dict[str, tuple[int, ...]]:
         """The ranks of torch's process groups, those that the script made too; empty for all ranks."""
@@ -266,6 +268,7 @@ class TorchBackend(Backend):
             )
         wrapped.options = options
         wrapped.frozen = frozen_parameters(model)
+        wrapped.trained = TrainedParameters(model, accumulators=True)
         hook = None
         if options.compression is not None:
             hook = _compressed(options.compression, len(self.ranks(group)))
@@ -304,8 +307,17 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
     """DistributedDataParallel without collectives in evaluation.
 
     DDP broadcasts buffers in every forward pass, also under ``no_grad``, where ranks with different numbers of
-    evaluation batches would wait for each other for ever.
+    evaluation batches would wait for each other for ever. Here they follow the first rank's during each backward pass
+    that averages, so that they are equal after a step.
     """
+
+    _buffer_passes: BackwardPasses | None = None
+    #: Whether the last output had no tensor that can be seen, but, say, an object of the user's with tensors.
+    _hides_output = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_buffer_passes": None}  # a copy has another module
 
     def rebuild_buckets(self) -> None:
         """Rebuild DDP's buckets, as its second forward pass does on all ranks.
@@ -338,8 +350,14 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
                 raise
             trained = [name for name, param in self.module.named_parameters() if param.requires_grad]
             raise unused_parameters([trained[int(index)] for index in found[1].split()]) from error
-        if torch.is_grad_enabled() and self.require_backward_grad_sync and not self.static_graph:
-            self._average_every_backward(output)
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            if not self.static_graph:
+                self._average_every_backward(output)
+            if self.options.broadcast_buffers and self.modules_buffers and not self._join_config.enable:
+                if self._buffer_passes is None:
+                    self._buffer_passes = BackwardPasses([], _Buffers(self.module, self.process_group).begin)
+                self._buffer_passes.expect(output, True)
+                self._hides_output = not any(tensor.requires_grad for tensor in tensors_in(output))
         return output
 
     def _average_every_backward(self, output: Any) -> None:
@@ -350,6 +368,7 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
         tasks: list[int] = []
 
         def begin(grad: Tensor) -> None:
+            self.check_backward()
             task = current_pass()
             if tasks and task not in tasks:
                 self.rebuild_buckets()  # as before each forward pass
@@ -369,9 +388,47 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
             ) from error
 
     def will_sync_module_buffers(self) -> bool:
-        # DDP returns False for the forward pass after no_sync(), and True for the first inside it.
-        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
+        # In its own join() DDP notifies the other ranks before it broadcasts; a hidden output shows no backward pass.
+        syncs = (
+            (self._join_config.enable or self._hides_output)
+            and torch.is_grad_enabled()
+            and self.require_backward_grad_sync
+        )
         return self.options.broadcast_buffers and syncs and bool(self.modules_buffers)
+
+
+class _Buffers:
+    """The buffers of a model, which follow the first rank's. It keeps nothing alive that refers to it."""
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        self._module = weakref.ref(module)
+        self._group = group
+
+    def begin(self, _: bool) -> BackwardPass:
+        """A backward pass begins. Collective."""
+        module = self._module()
+        return _BufferPass([] if module is None else by_device(module.buffers()), self._group)
+
+
+class _BufferPass:
+    """A backward pass during which buffers are broadcast."""
+
+    def __init__(self, devices: Sequence[list[Tensor]], group: Any) -> None:
+        self._devices = devices
+        self._flats = [flatten_bytes(same) for same in devices]
+        self._works = [dist.broadcast(flat, group=group, group_src=0, async_op=True) for flat in self._flats]
+
+    def ready(self, param: Tensor) -> None:
+        """See ``BackwardPass``."""
+
+    def finish(self) -> None:
+        """See ``BackwardPass``."""
+        for work, flat, same in zip(self._works, self._flats, self._devices):
+            work.wait()
+            unflatten_bytes(flat, same)
+
+    def abandon(self) -> None:
+        """See ``BackwardPass``."""
 
 
 def _mean(size: int) -> Callable[..., Any]:
@@ -443,7 +500,7 @@ def _library(name: str, start: Start) -> str:
     return process_group.NAME
 
 
-def _make_default_group(name: str, library: str, world: World, device: torch.device, start: Start) -> None:
+def _make_default_group(name: str, library: str, world: Rendezvous, device: torch.device, start: Start) -> None:
     rank, size = world.topology.rank, world.topology.world_size
     # A PyTorch that was built with MPI takes rank and world size from it.
     arguments: Any = {} if library == "mpi" else {"store": world.store, "rank": rank, "world_size": size}
@@ -460,7 +517,7 @@ def _make_default_group(name: str, library: str, world: World, device: torch.dev
         raise BackendError(f"rank {rank} of {size}: {name} did not start: {error}.{hint}") from error
 
 
-def _world_of_default_group(start: Start) -> World:
+def _world_of_default_group(start: Start) -> Rendezvous:
     """A rendezvous in the default group and its store. Collective."""
     launch = start.launch
     if (launch.rank, launch.world_size) != (dist.get_rank(), dist.get_world_size()):

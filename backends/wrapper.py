@@ -2,35 +2,125 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from unidist.backends.base import M, ModelOptions, WrappedModel
 from unidist.errors import UnidistError
 
 
+class TrainedParameters:
+    """The parameters of a model that are trained, as they are when it is made data-parallel.
+
+    Args:
+        model: the plain one.
+        accumulators: whether hooks are on the parameters' gradient accumulators, as DDP's are.
+    """
+
+    def __init__(self, model: nn.Module, *, accumulators: bool = False) -> None:
+        self._accumulators = accumulators
+        self._slots = [
+            (part._parameters, name, param, param.dtype, param.device)
+            for part in model.modules()
+            for name, param in part._parameters.items()
+            if param is not None and param.requires_grad
+        ]
+        self._parts = [
+            (part._modules, name, child) for part in model.modules() for name, child in part._modules.items()
+        ]
+        self._params = [param for _, _, param, _, _ in self._slots]
+        tables: list[dict[str, Any]] = [each for part in model.modules() for each in (part._parameters, part._modules)]
+        self._tables = [table for table in tables if table]
+        self._remember()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_memory": None, "_ids": None, "_nodes": None}  # a copy has its own
+
+    def _remember(self) -> None:
+        self._memory: list[int] | None = list(map(Tensor.data_ptr, self._params))
+        self._ids = self._found_ids()
+        self._nodes = self._found_nodes()
+
+    def _found_ids(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
+
+    def _found_nodes(self) -> list[object]:
+        params = self._params if self._accumulators else []
+        with torch.enable_grad():
+            return [torch.autograd.graph.get_gradient_edge(param).node for param in params if param.requires_grad]
+
+    def converted(self) -> bool:
+        """Whether ``model.double()``, ``model.to(device)`` or the like have cut the gradients off.
+
+        A conversion, also one there and back, gives a parameter other memory, and a new gradient accumulator without
+        DDP's hooks; other memory alone does no harm.
+        """
+        if self._memory is None:
+            self._remember()
+        if list(map(Tensor.data_ptr, self._params)) == self._memory:
+            return False
+        if any(param.dtype is not dtype or param.device != device for _, _, param, dtype, device in self._slots):
+            return True
+        nodes, found = self._nodes, self._found_nodes()
+        if len(nodes) == len(found) and any(node is not now for node, now in zip(nodes, found)):
+            return True
+        self._remember()
+        return False
+
+    def replaced(self) -> bool:
+        """Whether the model has another object in place of a parameter or of a submodule.
+
+        Plain tensors do not count: ``torch.func.functional_call`` puts them there, and trains them itself.
+        """
+        return self._found_ids() != self._ids and self._is_replaced()
+
+    def _is_replaced(self) -> bool:
+        return any(
+            (now := table.get(name)) is not param and (now is None or isinstance(now, nn.Parameter))
+            for table, name, param, _, _ in self._slots
+        ) or any(table.get(name) is not child for table, name, child in self._parts)
+
+
 class Wrapper(WrappedModel[M]):
     """A ``WrappedModel`` with the checks of its forward pass."""
 
+    trained: TrainedParameters
     #: Parameters that did not require grad when the model was wrapped, with their names.
-    frozen: list[tuple[str, torch.Tensor]]
+    frozen: list[tuple[str, Tensor]]
     #: Whether the world in which it was wrapped, of several ranks, has ended.
     ended = False
+    _warned = False
 
     def check_forward(self) -> None:
         """Raise if the gradients of the next backward pass would not be averaged.
 
         Raises:
             UnidistError: inside a ``unidist.join`` block that was not given this model, when a parameter that was
-                frozen when the model was wrapped requires grad now, or when its world has ended.
+                frozen when the model was wrapped requires grad now, when parameters have been converted or replaced
+                since, or when its world has ended.
         """
         if self.ended:
             raise world_ended("unidist.wrap_model")
         if self.require_backward_grad_sync:
             refuse_join(self.options)
         refuse_unfrozen(self.frozen, "model = unidist.wrap_model(unidist.unwrap(model))")
+        if not torch.compiler.is_compiling() and (self.trained.converted() or self.trained.replaced()):
+            raise replaced_parameters("wrap_model")
+
+    def check_backward(self) -> None:
+        """Warn once if a backward pass begins inside ``no_sync`` whose forward pass was outside."""
+        if not self.require_backward_grad_sync and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a backward pass inside no_sync averages gradients, as its forward pass was outside: of a wrapped "
+                "model, both must be inside.",
+                stacklevel=2,
+            )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -46,7 +136,7 @@ class Wrapper(WrappedModel[M]):
         )
 
 
-def _has_attribute(module: torch.nn.Module, name: str) -> bool:
+def _has_attribute(module: nn.Module, name: str) -> bool:
     # Not by hasattr, which would run the module's properties.
     own = vars(module)
     tables = (own, own["_parameters"], own["_buffers"], own["_modules"])
@@ -61,7 +151,16 @@ def refuse_join(options: ModelOptions) -> None:
         )
 
 
-def refuse_unfrozen(frozen: Sequence[tuple[str, torch.Tensor]], again: str) -> None:
+def replaced_parameters(call: str) -> UnidistError:
+    """The error for a model whose parameters are not those any more that it had when it was given to ``call``."""
+    return UnidistError(
+        f"parameters of this model were converted (.double(), .half(), .to(...)) or replaced after unidist.{call}, so "
+        f"that their gradients are not averaged: do that before unidist.{call}, or call it again now, on every rank, "
+        "and make the optimizer anew where it has the old parameters."
+    )
+
+
+def refuse_unfrozen(frozen: Sequence[tuple[str, Tensor]], again: str) -> None:
     """Raise if parameters that did not require grad at first do so now; ``again`` is what the user may do."""
     unfrozen = [name for name, param in frozen if param.requires_grad]
     if unfrozen:
@@ -80,7 +179,7 @@ def world_ended(call: str) -> UnidistError:
     )
 
 
-def frozen_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def frozen_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters that do not require grad, with their names."""
     return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 

@@ -199,6 +199,8 @@ def test_what_goes_wrong_when_a_step_is_forgotten(tmp_path: Path) -> None:
     assert padded["loss"] == last["loss"] and f"{padded['accuracy']} instead of {last['accuracy']}" in page
     error = "MismatchError: parameter '0.weight' of rank 0 differs on rank 1"
     assert found["wrap"]["error"].startswith(error) and error in page
+    own = found["total"]["lines"][1]
+    assert own["loss"] == last["loss"] and f"{own['accuracy']:.2f} instead of {last['accuracy']:.2f}" in page
     assert found["mean"]["lines"][0]["loss"] != first["loss"]
     assert found["rank 0"]["lines"] == [first, first, last, last]
     assert found["unwrap"]["keys"] == ["module.0.weight"]

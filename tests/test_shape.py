@@ -17,7 +17,7 @@ from unidist.context import BACKENDS
 pytestmark = pytest.mark.unit
 FEATURES = {
     "agreement", "model", "uneven", "data", "metric_reduction", "running_metrics", "checkpoint", "checkpoint_files",
-    "archive", "console", "collectives", "batch_norm", "multiprocessing", "preparation",
+    "archive", "console", "collectives", "consistency", "batch_norm", "multiprocessing", "preparation",
 }  # fmt: skip
 #: What each module of the package may import of it.
 BELOW = {
@@ -43,7 +43,10 @@ BELOW = {
         "__version__", "errors", "knobs", "network", "operations", "topology", "seed", "backends", "membership",
         "torchrun_env", "tracing", "world",
     },
-    **{name: {"errors", "knobs", "context", "network", "tree", "spans", "backends", *FEATURES} for name in FEATURES},
+    **{
+        name: {"errors", "knobs", "context", "network", "tree", "operations", "spans", "backends", *FEATURES}
+        for name in FEATURES
+    },
     "elastic": {"errors", "topology", "backends", "context", "membership", *FEATURES, "elastic"},
     "launchers": {"knobs", "launchers"},
     "bench": {"launchers", "backends", "context", "agreement", "data", "hvd", "network", "bench"},

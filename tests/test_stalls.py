@@ -122,6 +122,7 @@ def test_a_call_of_one_rank_alone_is_told_from_late_ones(tmp_path: Path) -> None
 
 CHECKED = """
 import os, torch, unidist
+from unidist import context
 
 unidist.init()
 rank = unidist.rank()
@@ -133,8 +134,10 @@ def told(call):
     except unidist.MismatchError as error:
         os.write(1, f"rank {rank}: {error}\\n".encode())
 
-told(lambda: unidist.all_reduce(torch.ones(4 + rank)))  # shape
-told(unidist.barrier if rank else lambda: unidist.all_reduce(torch.ones(4)))  # call
+context.current().calls[None] = 1000
+model = torch.nn.Linear(2, 1)
+told(lambda: (unidist.broadcast_model_state if rank else unidist.assert_in_sync)(model))  # the same collectives inside
+told(unidist.barrier if rank else lambda: unidist.save_checkpoint("never", model=model))  # call
 told(lambda: unidist.all_reduce(torch.ones(3, dtype=torch.float32 if rank else torch.float64)))  # dtype
 told(lambda: unidist.broadcast(torch.ones(3), src=rank))  # root
 told(lambda: unidist.all_reduce(torch.ones(3), "sum" if rank else "max", group))  # op
@@ -160,12 +163,11 @@ def test_unidist_check_compares_calls_before_they_are_made(tmp_path: Path) -> No
     result = run_world("torchrun", 2, [str(program)], backend="gloo", env={"UNIDIST_CHECK": "1"}, timeout=60)
     assert result.returncode == 0 and result.output.count("is done") == 2, result.output
     for calls in (
-        r"rank 0: all_reduce \(sum\) of float32 \[4\] at .*checked\.py:\d+ \(<lambda>\); rank 1: all_reduce \(sum\) of "
-        r"float32 \[5\] at",
-        r"rank 0: all_reduce \(sum\) of float32 \[4\] at .*?; rank 1: barrier at .*checked\.py:\d+ \(told\)",
-        r"rank 0: all_reduce \(sum\) of float64 \[3\] at .*?; rank 1: all_reduce \(sum\) of float32 \[3\]",
-        r"rank 0: broadcast from rank 0 of uint8 \[12\] at .*?; rank 1: broadcast from rank 1",
-        r"rank 0: all_reduce \(max\) of \w+ \[3\] at .*?; rank 1: all_reduce \(sum\)",
+        r"rank 0: assert_in_sync at .*checked\.py:\d+ \(<lambda>\); rank 1: broadcast_model_state at",
+        r"rank 0: save_checkpoint at .*?; rank 1: barrier at .*checked\.py:\d+ \(told\)",
+        r"rank 0: all_reduce \(sum\) of float64 \(3,\) at .*?; rank 1: all_reduce \(sum\) of float32 \(3,\)",
+        r"rank 0: broadcast \(from rank 0\) of float32 \(3,\) at .*?; rank 1: broadcast \(from rank 1\)",
+        r"rank 0: all_reduce \(max\) of float32 \(3,\) at .*?; rank 1: all_reduce \(sum\)",
     ):
         found = re.findall(
             rf"rank (\d): rank \1 of 2 \(gloo\): the ranks do not make the same call: {calls}", result.output

@@ -345,7 +345,7 @@ def test_a_directory_that_another_user_made_beforehand(tmp_path: Path, monkeypat
         theirs.chmod(0o777)
     else:
         os.chown(theirs, 65534, 65534)
-    path = jobs.write(1, "gloo", new_key(), {0: peer(1), 1: peer(2)})
+    path = jobs.write(1, "gloo", new_secret(), {0: peer(1), 1: peer(2)})
     assert path is not None and path.parent.stat().st_mode & 0o777 == 0o700 and not list(theirs.iterdir())
     assert os.getpid() in [job.pid for job in jobs.running()]
     path.unlink()

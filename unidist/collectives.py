@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from operator import index
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -24,12 +25,15 @@ from torch import Tensor
 from unidist.backends.base import Backend, Group, Op
 from unidist.backends.buckets import split_into_buckets
 from unidist.backends.reductions import WIDER
+from unidist.consistency import compare, compare_gathered, compare_received, described, digest
 from unidist.context import current
-from unidist.errors import MismatchError
+from unidist.operations import format_ranks
 
 T = TypeVar("T")
 #: Bytes of a payload that is sent along with its size, in one all_gather: at first, and at most.
 _INLINE_BYTES, _LARGEST_INLINE_BYTES = 256, 2**16
+#: Of a broadcast.
+_HEADER_BYTES = 16
 #: MiB of small tensors that are broadcast together.
 _BUCKET_MB = 64
 ReduceOp = Literal["sum", "mean", "min", "max", "product", "and", "or"]
@@ -53,6 +57,7 @@ def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None)
     """
     backend = _member(group)
     _check_op(tensor, op)
+    compare(backend, group, "all_reduce", tensor, op)
 
     def run(data: Tensor) -> Tensor:
         sent = _widened(backend, data, op)
@@ -88,6 +93,7 @@ def all_reduce_(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None
     data = tensor.detach()
     is_ordered = data.dtype.is_floating_point and op in ("min", "max")
     if data.dtype in backend.reducible and not is_ordered and _is_flat(backend, data):
+        compare(backend, group, "all_reduce", data, op)
         if data.numel():
             backend.all_reduce(data.view(-1), _backend_op(op), group)
     else:
@@ -111,7 +117,7 @@ def all_gather(tensor: Tensor, group: Group | None = None) -> Tensor:
     """
     backend = _member(group)
     _check_dense(tensor)
-    rows, gathered = _gather(backend, tensor, group)
+    rows, gathered = _gather(backend, group, "all_gather", tensor.detach(), tensor)
     me = backend.ranks(group).index(backend.topology.rank)
 
     def run(data: Tensor) -> Tensor:
@@ -138,12 +144,15 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tenso
     backend = _member(group)
     _check_src(backend, src, group)
     _check_dense(tensor)
+    compare(backend, group, "broadcast", tensor, f"from rank {src}")
+    text, header = _header(tensor.dtype, tensor.shape, src)
 
     def run(data: Tensor) -> Tensor:
-        sent = _to_bytes(backend, data, copy=True)
-        if sent.numel():
-            backend.broadcast(sent, src, group)
-        return _from_bytes(sent, data, _rows(data)).reshape(data.shape)
+        sent = _to_bytes(backend, data)
+        sent = torch.cat([header.to(sent.device), sent])
+        backend.broadcast(sent, src, group)
+        compare_received(backend, header, sent[:_HEADER_BYTES].cpu(), src, text)
+        return _from_bytes(sent[_HEADER_BYTES:], data, _rows(data)).reshape(data.shape)
 
     def transpose(grad: Tensor) -> Tensor:
         total = all_reduce(grad, "sum", group)
@@ -151,6 +160,13 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tenso
         return total if backend.topology.rank == src else total.masked_fill(torch.ones_like(total, dtype=torch.bool), 0)
 
     return _apply(tensor, run, transpose)
+
+
+@lru_cache(maxsize=1024)
+def _header(dtype: torch.dtype, shape: torch.Size, src: int) -> tuple[str, Tensor]:
+    """A broadcast as errors name it, and 16 bytes that tell it from others."""
+    text = described("broadcast", torch.empty(shape, dtype=dtype, device="meta"), f"from rank {src}")
+    return text, torch.tensor([digest(text), 0]).view(torch.uint8)
 
 
 def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | None = None) -> None:
@@ -165,6 +181,8 @@ def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | N
     _check_src(backend, src, group)
     for tensor in tensors:
         _check_dense(tensor)
+    shapes = ", ".join(described("", tensor) for tensor in tensors)
+    compare(backend, group, f"broadcast_tensors_ from rank {src}{shapes}", always=True)
     for same in split_into_buckets((t for t in tensors if t.numel()), _BUCKET_MB):
         in_place = len(same) == 1 and _is_flat(backend, same[0])
         parts = [tensor.detach().reshape(-1) for tensor in same]
@@ -200,7 +218,8 @@ def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group
     ranks = backend.ranks(group)
     send = _splits(tensor, splits, len(ranks))
     me = ranks.index(backend.topology.rank)
-    receive = [counts[me] for counts in _exchange(backend, tensor, send, group)[0]]
+    counts = _gather(backend, group, "all_to_all", torch.tensor(send), tensor)[1]
+    receive = counts.view(torch.int64)[me :: len(ranks)].tolist()
 
     def run(data: Tensor) -> Tensor:
         row = _row_bytes(data)
@@ -232,6 +251,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
             f"reduce_scatter over {size} ranks cannot split shape {tuple(tensor.shape)} along dim 0: pad it to a "
             f"multiple of {size} rows."
         )
+    compare(backend, group, "reduce_scatter", tensor, op, always=True)
 
     def run(data: Tensor) -> Tensor:
         sent = _widened(backend, data, op)
@@ -250,8 +270,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
 def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
     """Every rank's object, in rank order; any object that can be pickled. Collective."""
     backend = _member(group)
-    data = _pickled(obj)
-    sizes, flat = _gather(backend, data, group)
+    sizes, flat = _gather(backend, group, "all_gather_object", _pickled(obj))
     return [unpickled(part) for part in torch.split(flat, sizes)]
 
 
@@ -264,17 +283,22 @@ def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
     _check_src(backend, src, group)
     is_src = backend.topology.rank == src
     data = _pickled(obj) if is_src else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
-    backend.broadcast(size, src, group)
-    if not is_src:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    backend.broadcast(data, src, group)
+    text = described("broadcast_object", None, f"from rank {src}")
+    sizes, payloads = _exchange(backend, group, text, text, data.numel(), data)
+    size = max(sizes)
+    if size <= payloads.shape[1]:
+        data = payloads[backend.ranks(group).index(src), :size]
+    else:
+        data = data if is_src else torch.empty(size, dtype=torch.uint8)
+        backend.broadcast(data, src, group)
     return obj if is_src else unpickled(data)
 
 
 def barrier(group: Group | None = None) -> None:
     """Wait until every rank of the group has made this call. Collective."""
-    _member(group).barrier(group)
+    backend = _member(group)
+    compare(backend, group, "barrier")
+    backend.barrier(group)
 
 
 def new_group(ranks: Sequence[int]) -> Group:
@@ -287,10 +311,16 @@ def new_group(ranks: Sequence[int]) -> Group:
         ranks: global ranks, in any order; a group's ranks are sorted.
 
     Raises:
+        TypeError: no sequence of integers.
         ValueError: no rank, a rank twice, or one outside the world.
     """
     backend = current()
-    key = tuple(sorted(ranks))
+    try:
+        key = tuple(sorted(map(index, ranks)))
+    except TypeError:
+        raise TypeError(f"new_group({ranks!r}): pass global ranks as integers, such as new_group([0, 1]).") from None
+    if backend.compares_all:
+        compare(backend, None, "new_group", option=f"ranks {format_ranks(key)}")
     if not key or len(set(key)) < len(key) or key[0] < 0 or key[-1] >= backend.topology.world_size:
         raise ValueError(
             f"new_group({list(ranks)}) needs at least one rank, none twice, all from 0 to "
@@ -460,10 +490,10 @@ def _row_bytes(tensor: Tensor) -> int:
     return tensor.shape[1:].numel() * tensor.element_size()
 
 
-def _to_bytes(backend: Backend, tensor: Tensor, copy: bool = False) -> Tensor:
+def _to_bytes(backend: Backend, tensor: Tensor) -> Tensor:
     sent = tensor.resolve_conj().resolve_neg().to(device=transport_device(backend, tensor)).reshape(-1)
     # One expanded element counts as contiguous with stride 0, which no byte view takes.
-    if not sent.is_contiguous() or sent.stride(0) != 1 or (copy and sent.data_ptr() == tensor.data_ptr()):
+    if not sent.is_contiguous() or sent.stride(0) != 1:
         sent = sent.clone(memory_format=torch.contiguous_format)
     return sent.view(torch.uint8)
 
@@ -472,50 +502,53 @@ def _from_bytes(flat: Tensor, like: Tensor, rows: int) -> Tensor:
     return flat.view(like.dtype).reshape(rows, *like.shape[1:]).to(like.device)
 
 
-def _gather(backend: Backend, tensor: Tensor, group: Group | None) -> tuple[list[int], Tensor]:
-    """Every rank's number of rows, and the bytes of all rows.
+def _gather(
+    backend: Backend, group: Group | None, call: str, tensor: Tensor, of: Tensor | None = None
+) -> tuple[list[int], Tensor]:
+    """Every rank's number of rows, and the bytes of all rows; raises on every rank when calls, dtypes or trailing
+    dimensions differ.
 
-    A small tensor is sent along with its number of rows, in as many bytes as the largest of the last call needed; a
-    second call follows where one of them does not fit. All ranks know all sizes, and so decide alike.
+    Args:
+        call: the function's name.
+        tensor: whose rows are sent.
+        of: the call's argument, for the comparison; None: it is no tensor.
     """
-    data = _to_bytes(backend, tensor.detach())
-    inline = backend.inline_bytes.get(group, _INLINE_BYTES)
-    fits = data.numel() <= inline
-    payload = torch.zeros(inline, dtype=torch.uint8)
-    if fits:
-        payload[: data.numel()] = data
-    counts, payloads = _exchange(backend, tensor, [_rows(tensor)], group, payload)
-    rows = [count for (count,) in counts]
+    data = _to_bytes(backend, tensor)
+    text = call if of is None else f"{call} of {of.dtype} (*, {of.shape[1:]})"
+    rows, payloads = _exchange(backend, group, text, described(call, of), _rows(tensor), data)
     sizes = [count * _row_bytes(tensor) for count in rows]
-    longest = max(sizes)
-    backend.inline_bytes[group] = max(_INLINE_BYTES, _power_of_2(longest)) if longest <= _LARGEST_INLINE_BYTES else 0
-    if longest > inline:
+    if max(sizes) > payloads.shape[1]:
         return rows, backend.all_gather(data, sizes, group)
     return rows, torch.cat([row[:size] for row, size in zip(payloads, sizes)])
+
+
+def _exchange(
+    backend: Backend, group: Group | None, text: str, shown: str, count: int, data: Tensor
+) -> tuple[list[int], Tensor]:
+    """Compare a call, and exchange ``count`` and, where they fit, the bytes of ``data``, a row each. Collective.
+
+    A row has as many bytes as the largest of the last call needed. A second call must follow where those of any rank
+    do not fit: all ranks know all counts, and so decide alike.
+    """
+    compare(backend, group, text, shown=shown)
+    inline = backend.inline_bytes.get(group, _INLINE_BYTES)
+    header = torch.tensor([digest(text), count, data.numel()]).view(torch.uint8)
+    sent = torch.zeros(len(header) + inline, dtype=torch.uint8)
+    sent[: len(header)] = header
+    if data.numel() <= inline:
+        sent[len(header) : len(header) + data.numel()] = data
+    size = len(backend.ranks(group))
+    rows = backend.all_gather(sent, [sent.numel()] * size, group).view(size, -1)
+    table = rows[:, : len(header)].contiguous().view(torch.int64).tolist()
+    compare_gathered(backend, group, [row[0] for row in table], shown)
+    longest = max(row[2] for row in table)
+    backend.inline_bytes[group] = max(_INLINE_BYTES, _power_of_2(longest)) if longest <= _LARGEST_INLINE_BYTES else 0
+    return [row[1] for row in table], rows[:, len(header) :]
 
 
 def _power_of_2(number: int) -> int:
     """The next one from a number up."""
     return 1 << max(0, number - 1).bit_length()
-
-
-def _exchange(
-    backend: Backend, tensor: Tensor, counts: Sequence[int], group: Group | None, payload: Tensor | None = None
-) -> tuple[list[list[int]], Tensor]:
-    """Every rank's ``counts`` and payload (CPU bytes, of one size); raises on every rank when dtype or trailing shape
-    differ.
-    """
-    kind = f"{tensor.dtype} {tuple(tensor.shape[1:])}"
-    header = torch.tensor([zlib.crc32(kind.encode()), *counts]).view(torch.uint8)
-    sent = header if payload is None else torch.cat([header, payload])
-    size = len(backend.ranks(group))
-    rows = backend.all_gather(sent, [sent.numel()] * size, group).view(size, -1)
-    table = rows[:, : header.numel()].contiguous().view(torch.int64).tolist()
-    if any(row[0] != table[0][0] for row in table):
-        shapes = zip(backend.ranks(group), all_gather_object((str(tensor.dtype), tuple(tensor.shape)), group))
-        listed = "; ".join(f"rank {rank}: {dtype} {shape}" for rank, (dtype, shape) in shapes)
-        raise MismatchError(f"dtypes and all dimensions but the first must agree between ranks, but: {listed}.")
-    return [row[1:] for row in table], rows[:, header.numel() :]
 
 
 def _pickled(obj: object) -> Tensor:

@@ -19,7 +19,6 @@ import torch
 
 from unidist import knobs, membership
 from unidist.backends.base import Backend, Start
-from unidist.backends.checked import Checked
 from unidist.backends.joined import Joined
 from unidist.backends.watch.watch import Watch
 from unidist.errors import BackendError, NotInitializedError, UnidistError, WorldSizeError
@@ -169,7 +168,7 @@ def _init(
         except BaseException:
             world.close(alone=False)
             raise
-        world.current = Checked(started) if is_checked else started
+        started.compares_all = is_checked
         _world = world
         if name == "auto" and world_size is None and (tasks := allocated_tasks(os.environ)) > 1:
             _log.warning(

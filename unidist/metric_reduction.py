@@ -6,14 +6,17 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from numbers import Integral, Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from unidist.agreement import first_difference
 from unidist.collectives import from_ordered, to_ordered
+from unidist.consistency import compare
 from unidist.context import current
 from unidist.errors import MismatchError
+from unidist.operations import dtype_name
 from unidist.tree import map_leaves, walk
 
 T = TypeVar("T")
@@ -46,8 +49,9 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
         TypeError: a value that is not a real number or tensor.
         ValueError: unknown ``op``, a weight that is negative or not finite, or one with an ``op`` other than
             ``mean``; an integer beyond 2**80 in a sum, or beyond 2**53 in ``min`` and ``max``.
-        MismatchError: the ranks' structures differ; a ``CollectiveError``, and on gloo the end of the job, if one is so
-            much larger (more than 60 numbers) that the backend fails first.
+        MismatchError: on every rank, when the ranks' structures differ; names the first difference. After the first 100
+            calls a ``CollectiveError``, and on gloo the end of the job, if one is so much larger (more than 60 numbers)
+            that the backend fails first.
     """
     factor = _checked_weight(weight, op)
     found = walk(value)
@@ -65,13 +69,15 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
     payload = torch.tensor(numbers if tensors else numbers + [0.0] * padding, dtype=torch.float64)
     if tensors:
         payload = torch.cat([payload, *tensors, payload.new_zeros(padding)])
+    compare(backend, None, "allreduce_metric", option=f"{op} of {sum(sizes) + padding} numbers, padded")
     extremum = op in ("min", "max")
     reduced = (to_ordered(payload, op) if extremum else payload).to(backend.device)
     backend.all_reduce(reduced, "sum" if op == "mean" else op)
     combined = from_ordered(reduced.cpu(), op) if extremum else reduced.cpu()
     head, *parts = torch.split(combined, [*sizes, padding]) if tensors else [combined]
     totals = head.tolist()
-    _check_header(totals, op)
+    if not _is_same(totals, op):
+        _raise_different(found)
     scalars, tensor_parts = iter(totals[skip:]), iter(parts)
 
     def unpack(leaf: Any) -> Any:
@@ -172,15 +178,27 @@ def _kind(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype.is_floating_point) if isinstance(leaf, Tensor) else 0
 
 
-def _check_header(result: Sequence[float], op: str) -> None:
+def _named(leaf: Any) -> str:
+    return f"a {dtype_name(leaf.dtype)} tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else "a number"
+
+
+def _is_same(result: Sequence[float], op: str) -> bool:
     if op in ("mean", "sum"):
         # Equality in the Cauchy-Schwarz inequality: all checksums are equal.
         ranks, total, squares = map(int, result[1:4])
-        same = ranks * squares == total**2
-    else:
-        same = int(result[0]) == -int(result[1])
-    if not same:
-        raise MismatchError(
-            "allreduce_metric: the ranks passed values of different structure: pass the same keys, lengths and shapes "
-            "on every rank."
-        )
+        return ranks * squares == total**2
+    return int(result[0]) == -int(result[1])
+
+
+def _raise_different(found: Sequence[tuple[Any, Any]]) -> NoReturn:
+    """Name the first value in which the ranks differ. Collective, outside ``unidist.join``."""
+    entries = [f"{''.join(f'[{key!r}]' for key in path)} {_named(leaf)}".strip() for path, leaf in found]
+    difference = first_difference(entries) if current().compares else None
+    where = ""
+    if difference is not None:
+        values = dict(zip(current().ranks(None), difference.values))
+        where = " (" + ", ".join(f"rank {rank}: {value or 'nothing more'}" for rank, value in values.items()) + ")"
+    raise MismatchError(
+        f"allreduce_metric: the ranks passed values of different structure{where}: pass the same keys, lengths and "
+        "shapes on every rank."
+    )

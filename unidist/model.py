@@ -7,14 +7,17 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unidist.agreement import digest, digests, first_difference
 from unidist.backends.base import Group, M, ModelOptions, ReplicatedModel, WrappedModel
 from unidist.backends.replica import end_all
+from unidist.backends.wrapper import TrainedParameters, replaced_parameters
 from unidist.batch_norm import convert_batch_norm
 from unidist.collectives import all_reduce, broadcast_object, broadcast_tensors_
 from unidist.context import before_leaving, current, in_join
@@ -28,6 +31,8 @@ N = TypeVar("N", bound=nn.Module)
 _replicas: weakref.WeakKeyDictionary[nn.Module, ReplicatedModel] = weakref.WeakKeyDictionary()
 #: Their parts that have parameters: they may live longer than the model.
 _parts: weakref.WeakKeyDictionary[nn.Module, ReplicatedModel] = weakref.WeakKeyDictionary()
+#: Of the models that were given to ``replicate``, the parameters that they had then.
+_trained: weakref.WeakKeyDictionary[nn.Module, TrainedParameters] = weakref.WeakKeyDictionary()
 #: What ``wrap_model`` has returned in this world, of several ranks.
 _wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -37,6 +42,7 @@ def _end_models() -> None:
     """No model of this world averages with the ranks of the next one."""
     end_all()
     _parts.clear()
+    _trained.clear()
     for wrapped in _wrapped:
         wrapped.ended = True  # type: ignore[assignment]  # not a submodule
     _wrapped.clear()
@@ -67,8 +73,8 @@ def wrap_model(
         sync_bn: batch statistics over all ranks: BatchNorm layers are replaced, on the CPU too.
         find_unused_parameters: allow parameters that take no part in a backward pass. A parameter that is unused on
             this rank counts as zero in the mean; one that is unused on all ranks keeps its ``.grad``.
-        broadcast_buffers: broadcast the first rank's buffers once per step: on torch.distributed before each forward
-            pass that records gradients outside ``no_sync()``, on Horovod during its backward pass.
+        broadcast_buffers: broadcast the first rank's buffers during each backward pass that averages, so that after a
+            step all ranks have the same, and evaluate the model that is saved. Evaluation broadcasts nothing.
         bucket_cap_mb: bucket size in MiB.
         compression: send gradients in half precision. Horovod does not sum bfloat16: there ``bf16`` rounds the
             gradients and sends them in float32.
@@ -79,7 +85,8 @@ def wrap_model(
         ValueError: no parameter requires grad, one is on the meta device or a DTensor, the model is wrapped already, or
             an option has another value than those named above.
         UnidistError: from ``backward()`` (on torch.distributed from the next forward pass), when parameters got no
-            gradient and ``find_unused_parameters`` is off; names them.
+            gradient and ``find_unused_parameters`` is off; names them. From a forward pass that records gradients, when
+            parameters have been converted to another dtype or device, or replaced, since the model was wrapped.
         MismatchError: on every rank, when the ranks' models differ, also in memory format; names the first difference.
     """
     _check_options(compression, bucket_cap_mb)
@@ -133,7 +140,8 @@ def replicate(
     Raises:
         ValueError: no parameter requires grad, one is on the meta device or a DTensor, the model is wrapped already, or
             another replicated model has one of its parameters; also a bad option.
-        UnidistError: from ``backward()``, when a parameter requires grad that did not when ``replicate`` was called.
+        UnidistError: from ``backward()``, when a parameter requires grad that did not when ``replicate`` was called;
+            from an optimizer's ``step()``, when parameters have been replaced since.
         MismatchError: on every rank, when the ranks' models differ, also in memory format; names the first difference.
     """
     _check_options(compression, bucket_cap_mb)
@@ -150,6 +158,8 @@ def replicate(
         before.close()
     _check_same(model, group, layout=True)
     replica = _replicas[model] = current().replicate(model, _options(bucket_cap_mb, compression, group), group)
+    _trained[model] = TrainedParameters(model)
+    _check_steps()
     for part in list(model.modules()):
         if next(part.parameters(recurse=False), None) is not None:
             _parts[part] = replica
@@ -162,16 +172,32 @@ def replicate(
     return model
 
 
+@cache
+def _check_steps() -> None:
+    """Let the steps of all optimizers raise from now on where parameters of a replicated model have been replaced."""
+    register_optimizer_step_pre_hook(_check_replaced)
+
+
+def _check_replaced(*_: Any) -> None:
+    # Not before a forward pass: a hook of the model would be copied with it. A conversion is none: buckets follow it.
+    if any(trained.replaced() for trained in _trained.values()):
+        raise replaced_parameters("replicate")
+
+
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """A block in which gradients are accumulated on this rank alone: its backward passes average nothing.
+    """A block in which gradients are accumulated on this rank alone, and not averaged.
 
-    The first backward pass after it averages the sum. For gradient accumulation: all micro-batches but the last are
-    inside. Not collective.
+    The first step outside averages the sum. For gradient accumulation: the forward and backward passes of all
+    micro-batches but the last are inside. Not collective.
+
+    Of a wrapped model the forward pass decides, as with ``DistributedDataParallel``: a backward pass inside averages
+    all the same if its forward pass was outside (there is a warning), and one outside does not if its forward pass was
+    inside. Of a model that was given to ``replicate`` the backward pass decides: there, forward passes inside and the
+    last backward pass outside (Accelerate's ``trigger_sync_in_backward``) average.
 
     Args:
-        model: the result of ``wrap_model``, of which forward passes must be inside, too, or a model that was given to
-            ``replicate``.
+        model: the result of ``wrap_model``, or a model that was given to ``replicate``.
 
     Raises:
         ValueError: the model is neither.
@@ -246,10 +272,13 @@ def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
     ranks = current().ranks(group)
     others = [rank for rank, value in zip(ranks, difference.values) if value != difference.values[0]]
     name = next(str(value).split(" (")[0] for value in difference.values if value is not None)
+    cause = "was the model trained without unidist.wrap_model, or changed on some ranks only?"
+    wrapped = next((each.trained for each in _wrapped if unwrap(each) is unwrap(model)), None)
+    if wrapped is not None and (wrapped.converted() or wrapped.replaced()):  # type: ignore[operator,union-attr]
+        cause = str(replaced_parameters("wrap_model"))
     raise MismatchError(
         f"parameter {name} of rank {ranks[0]} differs on rank{'s' * (len(others) > 1)} "
-        f"{', '.join(map(str, others))}: was the model trained without unidist.wrap_model, or changed on some "
-        "ranks only?"
+        f"{', '.join(map(str, others))}: {cause}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from unidist.context import device
@@ -12,6 +12,7 @@ from unidist.data import shard_loader
 from unidist.model import wrap_model
 
 T = TypeVar("T")
+_CONTAINERS = (str, bytes, dict, list, tuple, set)
 
 
 @overload
@@ -35,6 +36,7 @@ def prepare(*objects: Any) -> Any:
         A tuple in the order of the arguments; for one argument, the result itself.
 
     Raises:
+        TypeError: a dataset or a loader that is no ``DataLoader``, such as webdataset's ``WebLoader``.
         What ``wrap_model`` and ``shard_loader`` raise.
     """
     prepared = tuple(_prepared(each) for each in objects)
@@ -45,4 +47,12 @@ def _prepared(value: Any) -> Any:
     if isinstance(value, nn.Module):
         value = value.to(device())
         return wrap_model(value) if any(p.requires_grad for p in value.parameters()) else value
-    return shard_loader(value) if isinstance(value, DataLoader) else value
+    if isinstance(value, DataLoader):
+        return shard_loader(value)
+    if hasattr(type(value), "__iter__") and not isinstance(value, (*_CONTAINERS, Tensor)):
+        raise TypeError(
+            f"prepare cannot shard this {type(value).__name__}, which is no torch.utils.data.DataLoader: every rank "
+            "would read all of it. Pass a DataLoader of its dataset, or let the dataset split itself by rank and leave "
+            "it out."
+        )
+    return value

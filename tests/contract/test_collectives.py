@@ -1,6 +1,8 @@
 """One meaning on every backend."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -141,17 +143,62 @@ def test_a_small_tensor_is_gathered_in_one_call(monkeypatch: pytest.MonkeyPatch)
         assert len(calls) == expected, numel
 
 
-def test_all_gather_mismatch_is_told_on_every_rank() -> None:
+def first_or(mine: Any, others: Any) -> Any:
+    return mine if unidist.rank() == 0 else others
+
+
+FLAT, DEEP, INTEGERS = torch.ones(1, 5), torch.ones(1, 2, 5), torch.ones(1, 5, dtype=torch.int32)
+WIDE = torch.ones(6, 1, 2)
+#: Calls that differ between rank 0 and the others, and how both are named.
+DIFFERENT: list[tuple[str, Callable[[], object], str, str]] = [
+    ("shape", lambda: unidist.broadcast(first_or(FLAT, DEEP)), r"float32 \(1, 5\)", r"float32 \(1, 2, 5\)"),
+    ("dtype", lambda: unidist.broadcast(first_or(FLAT, INTEGERS)), r"float32 \(1, 5\)", r"int32 \(1, 5\)"),
+    ("root", lambda: unidist.broadcast(FLAT, first_or(0, 1)), "from rank 0", "from rank 1"),
+    ("shape", lambda: unidist.all_reduce(first_or(FLAT, FLAT.t())), r"\(1, 5\)", r"\(5, 1\)"),
+    ("size", lambda: unidist.all_reduce_(first_or(FLAT, DEEP)), r"\(1, 5\)", r"\(1, 2, 5\)"),
+    ("dtype", lambda: unidist.all_reduce(first_or(FLAT, INTEGERS)), "float32", "int32"),
+    ("op", lambda: unidist.all_reduce(FLAT, first_or("sum", "max")), r"all_reduce \(sum\)", r"all_reduce \(max\)"),
+    ("call", lambda: first_or(unidist.all_reduce, unidist.broadcast)(FLAT), "all_reduce", "broadcast"),
+    ("call", lambda: first_or(unidist.barrier, unidist.all_gather_object)(None), "barrier", "all_gather_object"),
+    ("call", lambda: first_or(unidist.all_reduce, unidist.all_gather)(FLAT), "all_reduce", "all_gather of float32"),
+    ("shape", lambda: unidist.all_gather(first_or(FLAT, FLAT.t())), r"float32 \(1, 5\)", r"float32 \(5, 1\)"),
+    ("dtype", lambda: unidist.all_gather(first_or(FLAT, INTEGERS)), "float32", "int32"),
+    ("shape", lambda: unidist.all_to_all(first_or(WIDE, WIDE.view(6, 2))), r"\(6, 1, 2\)", r"\(6, 2\)"),
+    ("op", lambda: unidist.reduce_scatter(WIDE, first_or("sum", "max")), "(sum)", "(max)"),
+    ("shape", lambda: unidist.reduce_scatter(first_or(WIDE, WIDE.view(6, 2))), r"\(6, 1, 2\)", r"\(6, 2\)"),
+    ("root", lambda: unidist.broadcast_object("x", first_or(0, 1)), "from rank 0", "from rank 1"),
+    ("call", lambda: first_or(unidist.broadcast_object, unidist.all_gather_object)(1), "broadcast_object", "gather"),
+    ("op", lambda: unidist.allreduce_metric(1.0, op=first_or("sum", "max")), "(sum)", "(max)"),
+]
+
+
+@pytest.mark.parametrize(("call", "first", "others"), [row[1:] for row in DIFFERENT], ids=[row[0] for row in DIFFERENT])
+def test_calls_that_differ_are_an_error_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[], object], first: str, others: str
+) -> None:
     if unidist.world_size() == 1:
-        assert unidist.all_gather(torch.zeros(2, 1)).shape == (2, 1)
         return
-    with pytest.raises(
-        unidist.MismatchError, match=r"rank 0: torch\.float32 \(2, 1\); rank 1: torch\.float32 \(2, 2\)"
-    ):
-        unidist.all_gather(torch.zeros(2, unidist.rank() + 1))
-    with pytest.raises(unidist.MismatchError, match=r"rank 0: torch\.float32"):
-        unidist.all_gather(torch.zeros(2, dtype=torch.float32 if unidist.rank() == 0 else torch.int32))
+    monkeypatch.setattr(current(), "calls", {})  # calls of the whole suite have been counted
+    with pytest.raises(unidist.MismatchError, match=rf"rank 0: .*{first}.* at .*test_coll.*; ranks? 1.*: .*{others}"):
+        call()
     assert unidist.all_gather(torch.ones(1)).tolist() == [1.0] * unidist.world_size()
+
+
+def test_what_is_sent_along_is_compared_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the calls that are compared before they are made."""
+    if unidist.world_size() == 1:
+        return
+    monkeypatch.setattr(current(), "calls", {None: 1000})
+    for call in (unidist.all_gather, unidist.all_to_all, unidist.reduce_scatter):
+        with pytest.raises(unidist.MismatchError, match=r"rank 0: .* of float32.*; ranks? 1.*: .* of int32"):
+            call(first_or(WIDE, WIDE.int()))
+    for tensor in (FLAT.t(), INTEGERS):
+        if unidist.rank() == 0:
+            assert torch.equal(unidist.broadcast(FLAT), FLAT)  # it only sends
+        else:
+            with pytest.raises(unidist.MismatchError, match="rank 0 has sent another dtype or shape"):
+                unidist.broadcast(tensor)
+    assert current().calls == {None: 1005}
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTS, torch.bool, torch.complex64], ids=str)
@@ -304,6 +351,12 @@ def test_groups() -> None:
 @pytest.mark.parametrize("ranks", [[], [0, 0], [-1], [99]], ids=str)
 def test_bad_groups(ranks: list[int]) -> None:
     with pytest.raises(ValueError, match="new_group"):
+        unidist.new_group(ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, ["a"], [0.5], None], ids=str)
+def test_groups_of_what_is_no_rank(ranks: Any) -> None:
+    with pytest.raises(TypeError, match="pass global ranks as integers"):
         unidist.new_group(ranks)
 
 

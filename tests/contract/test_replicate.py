@@ -417,3 +417,19 @@ def test_what_is_refused() -> None:
         unidist.replicate(make_model().requires_grad_(False))
     with pytest.raises(ValueError, match="compression='fp8' is unknown"):
         unidist.replicate(make_model(), compression="fp8")  # type: ignore[arg-type]
+
+
+def test_parameters_that_are_replaced_are_an_error_and_those_that_are_converted_are_followed() -> None:
+    model = unidist.replicate(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    model.double()
+    model(torch.ones(2, 4, dtype=torch.float64) * (unidist.rank() + 1)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    unidist.assert_in_sync(model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    with pytest.raises(unidist.UnidistError, match=r"replaced after unidist\.replicate"):
+        optimizer.step()
+    unidist.replicate(model)
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()

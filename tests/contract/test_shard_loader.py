@@ -1,7 +1,10 @@
 """This rank's share of the data."""
 
 import random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +17,12 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 import unidist
-from tests.support.datasets import Numbers, Stream
+from tests.support.datasets import Made, Numbers, Stream
 from unidist.data import ShardSampler
 from unidist.data.sharding import Sharding
 
@@ -226,3 +230,186 @@ def test_bad_input(loader: DataLoader[Any], options: dict[str, Any], error: type
 def test_a_share_is_not_shared_again() -> None:
     with pytest.raises(TypeError, match="a rank's shard already"):
         unidist.shard_loader(unidist.shard_loader(DataLoader(Numbers(4))))
+
+
+# ------------------------------------------------------------------------------------ data that is split already
+N = 48
+
+
+def by_rank() -> Iterable[int]:
+    return islice(range(N), unidist.rank(), None, unidist.world_size())
+
+
+def by_rank_and_worker() -> Iterable[int]:
+    info = get_worker_info()
+    if info is None:
+        return range(N)
+    return islice(range(N), unidist.rank() * info.num_workers + info.id, None, unidist.world_size() * info.num_workers)
+
+
+def by_worker() -> Iterable[int]:
+    info = get_worker_info()
+    return range(N) if info is None else islice(range(N), info.id, None, info.num_workers)
+
+
+def whole() -> Iterable[int]:
+    return range(N)
+
+
+def augmented(samples: Iterable[int]) -> Iterator[tuple[torch.Tensor, int]]:
+    return ((torch.rand(3), sample) for sample in samples)
+
+
+def noise() -> Iterator[torch.Tensor]:
+    return (torch.rand(3) for _ in range(N))
+
+
+def noise_of_its_own() -> Iterator[torch.Tensor]:
+    generator = torch.Generator()
+    generator.seed()
+    return (torch.rand(3, generator=generator) for _ in range(N))
+
+
+def noise_of_the_worker() -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(torch.initial_seed() % 2**31)
+    return (torch.rand(3, generator=generator) for _ in range(N))
+
+
+def not_compared() -> Iterator[object]:
+    return (SimpleNamespace(number=number, function=lambda: None) for number in by_rank())
+
+
+def loader_of(make: Callable[[], Iterable[Any]], workers: int, **options: Any) -> unidist.ShardLoader[Any]:
+    loader = DataLoader(Made(make), batch_size=4, num_workers=workers, collate_fn=list)
+    return unidist.shard_loader(loader, pad=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "workers", "split"),
+    [
+        (by_rank, 0, None),
+        (by_rank, 1, None),
+        (by_rank_and_worker, 2, "dataset"),
+        (lambda: augmented(by_rank()), 0, None),
+        (lambda: islice(range(N), 0 if unidist.rank() else None), 0, None),  # the others have nothing
+    ],
+)
+def test_a_stream_that_is_split_by_rank_is_an_error(make: Any, workers: int, split: Any) -> None:
+    if unidist.world_size() == 1:
+        return
+    with pytest.raises(unidist.MismatchError, match="Made yields another stream on each rank"):
+        next(iter(loader_of(make, workers, worker_split=split)))
+    assert len(list(loader_of(make, workers, worker_split=split, check_stream=False))) < N / 4
+    unidist.barrier()
+
+
+@pytest.mark.parametrize(("make", "split"), [(by_worker, "loader"), (whole, "dataset")])
+def test_a_wrong_worker_split_is_an_error(make: Any, split: Any) -> None:
+    with pytest.raises(unidist.MismatchError, match=rf"worker_split='{split}'\): each worker"):
+        list(loader_of(make, 2, worker_split=split))
+
+
+@pytest.mark.parametrize(
+    ("make", "workers", "split"),
+    [
+        (whole, 0, None),
+        (whole, 2, "loader"),
+        (by_worker, 2, "dataset"),
+        (lambda: augmented(whole()), 0, None),
+        (lambda: augmented(whole()), 2, "loader"),
+        (noise, 0, None),
+        (noise, 2, "dataset"),
+        (noise_of_its_own, 0, None),
+        (noise_of_the_worker, 2, "dataset"),
+        (not_compared, 0, None),
+        (lambda: range(1), 0, None),  # no batch on most ranks
+        (lambda: range(0), 0, None),
+    ],
+)
+def test_no_false_alarm(make: Any, workers: int, split: Any) -> None:
+    torch.manual_seed(unidist.rank())
+    loader = loader_of(make, workers, worker_split=split)
+    for _ in range(2):
+        list(loader)
+    if unidist.rank() == 0:
+        list(loader)  # nothing is compared any more
+    unidist.barrier()
+    torch.manual_seed(0)
+
+
+def split_by_node(samples: Iterable[int]) -> Iterable[int]:
+    return samples
+
+
+def known_splits() -> dict[str, Any]:
+    """Datasets with the attributes of those of datasets, webdataset, litdata and Mosaic."""
+    hub, web, lit, mosaic, around = Stream(8), Stream(8), Stream(8), Stream(8), Stream(8)
+    hub._distributed = SimpleNamespace(rank=0, world_size=2)  # type: ignore[attr-defined]
+    web.pipeline = [range(8), [split_by_node], tuple]  # type: ignore[attr-defined]
+    lit.distributed_env = SimpleNamespace(world_size=2)  # type: ignore[attr-defined]
+    mosaic._unique_rank_world = SimpleNamespace(num_ranks=2)  # type: ignore[attr-defined]
+    around.dataset = hub  # type: ignore[attr-defined]
+    return {"split_dataset_by_node": hub, "split_by_node": web, "Stream": lit, "tests's": mosaic, "by split_": around}
+
+
+@pytest.mark.parametrize("named", known_splits())
+@pytest.mark.parametrize("call", [unidist.shard_loader, unidist.prepare])
+def test_libraries_that_split_by_rank_are_refused(call: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=f"is split by rank already, by .*{named}|already, {named}"):
+        call(DataLoader(known_splits()[named]))
+    alone = Stream(8)
+    alone._distributed, alone.distributed_env = None, SimpleNamespace(world_size=1)  # type: ignore[attr-defined]
+    assert isinstance(call(DataLoader(alone)), unidist.ShardLoader)
+
+
+class HubDataset(Numbers):
+    """The calls of datasets.Dataset that matter, with a fingerprint that is another one on each rank."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(8)
+        self.first = first
+        self._fingerprint = f"{unidist.rank()}"
+
+    def with_format(self, name: str) -> Any:
+        assert name == "arrow"
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return SimpleNamespace(to_pydict=lambda: {"x": [self.first + index.start]})
+        return self.first + index
+
+
+def test_a_shard_of_a_map_style_dataset_is_an_error() -> None:
+    list(unidist.shard_loader(DataLoader(HubDataset(0))))
+    if unidist.world_size() > 1:
+        with pytest.raises(unidist.MismatchError, match="different rows of this HubDataset"):
+            list(unidist.shard_loader(DataLoader(HubDataset(8 * unidist.rank()))))
+
+
+def test_samples_over_all_ranks() -> None:
+    size = unidist.world_size()
+    loader = unidist.shard_loader(DataLoader(Numbers(10), 2), pad=False)
+    assert loader.global_samples == 10
+    assert unidist.all_reduce(torch.tensor(float(sum(map(len, loader))) / loader.global_samples)).item() == 1.0
+    assert unidist.shard_loader(DataLoader(Numbers(10), 2)).global_samples == 10
+    dropping = unidist.shard_loader(DataLoader(Numbers(10), 2, drop_last=True))
+    assert dropping.global_samples == sum(map(len, dropping)) * size == 10 // (2 * size) * 2 * size
+    with pytest.raises(TypeError, match="no len"):
+        _ = unidist.shard_loader(DataLoader(Stream(7))).global_samples
+    with pytest.raises(TypeError, match="batch sampler"):
+        _ = unidist.shard_loader(
+            DataLoader(Numbers(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, False))
+        ).global_samples
+
+
+def test_only_data_loaders_are_sharded() -> None:
+    for thing in (Numbers(4), [1, 2], None):
+        with pytest.raises(TypeError, match=r"shard_loader takes a torch\.utils\.data\.DataLoader"):
+            unidist.shard_loader(thing)  # type: ignore[arg-type]
+
+    class WebLoader(Stream):
+        """As webdataset's: an iterable dataset around a DataLoader."""
+
+    with pytest.raises(TypeError, match="prepare cannot shard this WebLoader"):
+        unidist.prepare(WebLoader(4))

@@ -64,6 +64,7 @@ def test_allreduce_metric_calls_the_backend_itself(monkeypatch: pytest.MonkeyPat
     """The frames that docs/architecture.md lists."""
     backend, seen = current(), []
     call = backend.all_reduce
+    monkeypatch.setattr(backend, "calls", {None: 1000})  # else calls are compared first
     monkeypatch.setattr(backend, "all_reduce", lambda *args: [seen.append(frames()), call(*args)][1])
     unidist.allreduce_metric(1.0)
     assert seen == [documented("`unidist.allreduce_metric(x)`")]

@@ -125,25 +125,61 @@ def test_compression(compression: str) -> None:
         assert any(not torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters()))  # type: ignore[arg-type]
 
 
-def test_buffers_follow_rank_0_while_training_and_not_in_evaluation() -> None:
-    model = unidist.wrap_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    norm = model.module[1]
-    for _ in range(3):
-        model(torch.randn(4, 2) + unidist.rank()).sum().backward()
-    model(torch.randn(4, 2)).sum().backward()
-    # The broadcast comes before a forward pass or after it, so another step that changes nothing aligns them.
-    before = unidist.broadcast(norm.running_mean)
-    norm.momentum = 0.0
-    model(torch.randn(4, 2)).sum().backward()
-    torch.testing.assert_close(norm.running_mean, before)
-    # In evaluation ranks may make different numbers of calls.
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_after_each_step_all_ranks_have_rank_0_s_buffers(static_graph: bool) -> None:
+    norm = nn.BatchNorm1d(2)
+    model = unidist.wrap_model(nn.Sequential(nn.Linear(2, 2), norm), static_graph=static_graph)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone, own = nn.BatchNorm1d(2), []
+    norm.register_forward_pre_hook(lambda _, inputs: own.append(inputs[0].detach()))
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 2) * (unidist.rank() + step + 1)).sum().backward()
+        optimizer.step()
+        alone(unidist.broadcast(own[-1]))  # rank 0's batch
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(getattr(norm, name), getattr(alone, name))
+    # In evaluation ranks may make different numbers of calls, with gradients and without.
     norm.running_mean.fill_(float(unidist.rank()))
     model.eval()
+    for _ in range(unidist.rank()):
+        model(torch.ones(1, 2))
     with torch.no_grad():
         for _ in range(unidist.rank()):
             model(torch.ones(1, 2))
     unidist.barrier()
     assert norm.running_mean.tolist() == [float(unidist.rank())] * 2
+
+
+def test_buffers_with_several_passes() -> None:
+    """Two forward passes, accumulation, a graph that is kept with frozen statistics, and a copy."""
+    norm = nn.BatchNorm1d(2)
+    model: Any = unidist.wrap_model(nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 1)))
+
+    def batch() -> Tensor:
+        return torch.randn(4, 2, generator=torch.Generator().manual_seed(unidist.rank()))
+
+    (model(batch()) + model(batch())).sum().backward()
+    assert_same_everywhere(norm)
+    with model.no_sync():
+        model(batch()).sum().backward()
+    model(batch()).sum().backward()
+    assert_same_everywhere(norm)
+    norm.eval()
+    loss = model(batch()).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    model.train()
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # a model of a group cannot be copied
+        other = copy.deepcopy(model)
+        other(batch()).sum().backward()
+        assert_same_everywhere(other.module[1])
+        assert_same_everywhere(norm)
+
+
+def assert_same_everywhere(norm: nn.BatchNorm1d) -> None:
+    for means in unidist.all_gather_object(norm.running_mean):
+        assert torch.equal(means, norm.running_mean)
 
 
 def test_buffers_stay_when_asked() -> None:
@@ -548,3 +584,85 @@ def test_sparse_gradients_in_a_join() -> None:
         (alone(words_of(unidist.rank(), unidist.rank())).sum() / unidist.world_size()).backward()
         mine, expected = (each.table.weight.grad.to_dense() for each in (model.module, alone))
         torch.testing.assert_close(mine, expected)
+
+
+def replaced_weights(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.double(),
+        lambda model: model.to(torch.bfloat16),
+        replaced_weights,
+        lambda model: setattr(model, "1", nn.Linear(3, 2)),
+    ],
+    ids=["double", "bfloat16", "assign", "layer"],
+)
+def test_parameters_that_are_converted_or_replaced_after_wrapping_are_an_error(change: Any, warm: bool) -> None:
+    model = unidist.wrap_model(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    step = [lambda: model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).float().sum().backward()]
+    if warm:
+        step[0]()
+    change(model.module)
+    with pytest.raises(unidist.UnidistError, match=r"were converted .* or replaced after unidist.wrap_model"):
+        step[0]()
+    model = unidist.wrap_model(unidist.unwrap(model))
+    step[0]()
+    unidist.assert_in_sync(model)
+
+
+def test_conversions_that_change_nothing_are_none() -> None:
+    model = unidist.wrap_model(make_model())
+    for change in (lambda: model.float(), lambda: model.to("cpu"), lambda: model.requires_grad_(True)):
+        change()
+        train(model, my_batch)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.data = param.data.clone()  # other memory, the same hooks
+    train(copy.deepcopy(model), my_batch)
+    train(model, my_batch)
+    assert_in_step(model)
+    weights = {name: param.detach().clone().requires_grad_() for name, param in model.module.named_parameters()}
+    inputs, _ = my_batch(0)
+    torch.func.functional_call(model.module, weights, (inputs,)).sum().backward()
+
+
+def test_a_conversion_there_and_back() -> None:
+    """It gives each parameter a gradient accumulator without DDP's hooks, and the hooks of other wrappers stay."""
+    model = unidist.wrap_model(make_model())
+    model.double().float()
+    with contextlib.suppress(unidist.UnidistError):
+        train(model, my_batch)
+    assert_in_step(model)
+
+
+def test_assert_in_sync_names_the_conversion() -> None:
+    if unidist.world_size() == 1:
+        return
+    model = unidist.wrap_model(make_model())
+    model.double()
+    with torch.no_grad():
+        next(model.parameters()).add_(unidist.rank())
+    for given in (model, model.module):
+        with pytest.raises(unidist.MismatchError, match=r"differs on rank.*: parameters of this model were converted"):
+            unidist.assert_in_sync(given)
+
+
+def test_no_sync_around_a_backward_pass_alone_is_a_warning_once() -> None:
+    if unidist.world_size() == 1:
+        return
+    model = unidist.wrap_model(seeded())
+    expected = mean_gradient(model.module, loss_of)
+    loss = loss_of(model, unidist.rank())
+    with pytest.warns(UserWarning, match="averages gradients, as its forward pass was outside"), model.no_sync():
+        loss.backward()
+    assert_gradient(model, expected)
+    loss = loss_of(model, 0)
+    with unidist.no_sync(model):
+        loss.backward()  # a second warning would be an error
+    with unidist.no_sync(model):
+        loss_of(model, 0).backward()
+    loss_of(model, 0).backward()

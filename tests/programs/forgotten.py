@@ -20,6 +20,7 @@ FORGOTTEN = {
     "shard": ("unidist.shard_loader(DataLoader(train_set, batch_size, shuffle=True))", "plain(train_set, batch_size)"),
     "pad": (", pad=False", ""),
     "wrap": ("unidist.wrap_model(make_model().to(device))", "make_model().to(device)"),
+    "total": ("unidist.Accuracy()", "own_accuracy(loader)"),
     "mean": ("mean_loss.compute()", "loss.item()"),
     "rank 0": ("        if unidist.is_main():\n            with open", "        if True:\n            with open"),
     "unwrap": ("unidist.unwrap(model).state_dict()", "model.state_dict()"),
@@ -30,7 +31,7 @@ def outcome(step: str, out: Path) -> dict[str, object]:
     text = SCRIPT.read_text()
     before, after = FORGOTTEN[step]
     assert before in text, step
-    namespace = {"__name__": "many_gpus", "plain": Plain}
+    namespace = {"__name__": "many_gpus", "plain": Plain, "own_accuracy": OwnAccuracy}
     exec(compile(text.replace(before, after), str(SCRIPT), "exec"), namespace)
     sys.argv = [str(SCRIPT), "--epochs", "2", "--out", str(out)]
     main: Callable[[], None] = namespace["main"]  # type: ignore[assignment]
@@ -64,6 +65,19 @@ class Plain(torch.utils.data.DataLoader):  # type: ignore[type-arg]
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch = state["epoch"]
+
+
+class OwnAccuracy:
+    """The share of right answers of this rank's part, of all samples."""
+
+    def __init__(self, loader) -> None:  # type: ignore[no-untyped-def]
+        self.right, self.samples = 0.0, len(loader.dataset)
+
+    def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        self.right += float((outputs.argmax(1).cpu() == labels).sum())
+
+    def compute(self) -> float:
+        return self.right / self.samples
 
 
 if __name__ == "__main__":

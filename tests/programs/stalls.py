@@ -13,6 +13,7 @@ import torch
 
 import unidist
 import unidist.hvd as hvd
+from unidist.context import current
 
 HOW, LAST, *ASKED = sys.argv[1:]
 #: Of the reports, and how long a rank keeps the others waiting.
@@ -56,6 +57,7 @@ def ask(pid):
 
 
 def last():
+    current().calls[None] = 1000  # as in a long training: the next calls are not compared
     if LAST == "swapped":
         calls = (unidist.barrier, lambda: reduce("swapped", 4))
         for call in calls if unidist.rank() else calls[::-1]:

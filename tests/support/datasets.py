@@ -1,6 +1,7 @@
 """Datasets whose samples are their own indices."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -24,3 +25,13 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.n))
+
+
+class Made(IterableDataset[Any]):
+    """The samples of an iterable that is made anew for each epoch."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())

@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from unidist.context import current, is_initialized
+from unidist.data.comparison import DataComparison, HubRows, Streams
+from unidist.data.same_stream import empty_table, own_split
 from unidist.data.sampler import Permutation, ShardSampler, StatefulShardSampler, is_shuffle
 from unidist.data.sharding import Position, Sharding, mix_seeds
 from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit, shards_itself
@@ -35,6 +37,8 @@ class ShardLoader(DataLoader[T]):
         self._source = source
         self._seed = seed
         self._progress = source.progress
+        #: Compares the ranks' data in the first iteration.
+        self._comparison: DataComparison | None = None
         super().__init__(**options, generator=torch.Generator())
 
     @property
@@ -121,6 +125,23 @@ class ShardLoader(DataLoader[T]):
             return items
         return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
 
+    @property
+    def global_samples(self) -> int:
+        """The number of samples of a whole epoch over all ranks, without repeated and dropped ones.
+
+        What a sum over all ranks is divided by, where one process divides by ``len(loader.dataset)``.
+
+        Raises:
+            TypeError: the loader has a batch sampler, or an iterable dataset without a length.
+        """
+        if self.batch_size is None and self.batch_sampler is not None:
+            raise TypeError("global_samples: a batch sampler yields batches of any length: sum up len(batch).")
+        total, size = self._source.total(), self._source.sharding.world_size
+        if not self.drop_last:
+            return total
+        batch = self.batch_size or 1
+        return total // size // batch * batch * size
+
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
         progress = self._progress
         if progress.start is not None and progress.consumed <= self._items_per_batch:
@@ -143,7 +164,9 @@ class ShardLoader(DataLoader[T]):
         return (self.batch_size or 1) * self._source.sharding.world_size
 
     def _count(self, iterator: Iterator[T], iteration: int | None) -> Iterator[T]:
-        for batch in spans.data(iterator) if spans.on else iterator:
+        comparison, self._comparison = self._comparison, None
+        batches = spans.data(iterator) if spans.on else iterator
+        for batch in comparison.compared(batches) if comparison is not None and is_initialized() else batches:
             iteration = iteration or self._progress.iterations
             if iteration == self._progress.iterations:  # else another one has begun
                 self._progress.consumed += self._items_per_batch
@@ -161,6 +184,7 @@ def shard_loader(
     pad: bool | None = None,
     worker_split: WorkerSplit | None = None,
     permutation: Permutation | None = None,
+    check_stream: bool = True,
 ) -> ShardLoader[T]:
     """A DataLoader like ``loader`` that yields this rank's shard of the samples.
 
@@ -195,20 +219,35 @@ def shard_loader(
             every rank, which is the order of ``DistributedSampler``; 8 bytes a sample. ``"feistel"``: a Feistel network
             that computes each rank's part of the order as it is needed; no memory, and resuming takes no time. Default:
             ``"feistel"`` from 10,000,000 samples on, else ``"randperm"``.
+        check_stream: the ranks compare the first samples of an iterable dataset, and the first and last row of a
+            map-style one of Hugging Face, in one small collective at the first batch of the first epoch, so that data
+            that is split by rank already is an error. ``False``: ranks may have other data, or not all of them
+            iterate.
 
     Raises:
-        TypeError: a ``DistributedSampler``, a sampler without a length, ``shuffle`` for a sampler of your own, a loader
-            that is a shard already, or one whose class overrides ``__iter__``.
+        TypeError: not a DataLoader, a ``DistributedSampler``, a sampler without a length, ``shuffle`` for a sampler of
+            your own, a loader that is a shard already, or one whose class overrides ``__iter__``.
         ValueError: ``pad=True`` with ``drop_last=True`` or a dataset with ``set_shard``; padding an empty dataset;
             ``worker_split`` is missing, or has no meaning for this dataset; ``permutation`` of a loader that does not
-            shuffle.
+            shuffle; a dataset that is split by rank already, such as by ``split_dataset_by_node``.
+        MismatchError: from the first iteration, on every rank: see ``check_stream``.
     """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"shard_loader takes a torch.utils.data.DataLoader, not {type(loader).__name__}: pass the DataLoader that "
+            "one process would use, as DataLoader(dataset, batch_size=...)."
+        )
     if isinstance(loader, ShardLoader):
         raise TypeError("shard_loader: this loader is a rank's shard already.")
     if not _is_stateful(loader) and type(loader).__iter__ is not DataLoader.__iter__:
         raise TypeError(
             f"shard_loader cannot keep what {type(loader).__name__}.__iter__ does: pass a plain DataLoader, and wrap "
             "the result."
+        )
+    if split := own_split(loader.dataset):
+        raise ValueError(
+            f"shard_loader: this {type(loader.dataset).__name__} is split by rank already, by {split}: each rank would "
+            "get a part of its part, and most samples none. Leave that split out, or use the DataLoader as it is."
         )
     drop_last = loader.drop_last if drop_last is None else drop_last
     sharded = isinstance(loader.dataset, IterableDataset) and shards_itself(loader.dataset)
@@ -261,7 +300,15 @@ def shard_loader(
         seeds = torch.Generator().manual_seed(mix_seeds(seed, topology.rank))
         return type(loader)(**options, generator=seeds)  # type: ignore[return-value]
     options.pop("snapshot_every_n_steps", None)
-    return ShardLoader(source, seed, **options)
+    sharding_loader: ShardLoader[T] = ShardLoader(source, seed, **options)
+    if check_stream and isinstance(source, ShardStream) and not sharded:
+        source.table = empty_table(loader.num_workers)
+        if loader.num_workers:
+            source.table.share_memory_()  # type: ignore[no-untyped-call]
+        sharding_loader._comparison = Streams(source, loader.num_workers)
+    elif check_stream and hasattr(loader.dataset, "_fingerprint") and hasattr(loader.dataset, "with_format"):
+        sharding_loader._comparison = HubRows(loader.dataset)
+    return sharding_loader
 
 
 def _source(loader: DataLoader[Any], shuffle: bool | None) -> Sampler[Any]:

@@ -84,7 +84,7 @@ class ShardSampler(Sampler[Any]):
             # The order of DistributedSampler.
             generator = torch.Generator().manual_seed(self.seed + epoch)
             return torch.randperm(len(source), generator=generator, device="cpu")
-        with _seeded(source, mix_seeds(self.seed, epoch)):
+        with seeded(source, mix_seeds(self.seed, epoch)):
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
             items = list(source)
@@ -126,7 +126,7 @@ def is_shuffle(sampler: object) -> bool:
 
 
 @contextmanager
-def _seeded(source: Any, seed: int) -> Iterator[None]:
+def seeded(source: Any, seed: int) -> Iterator[None]:
     """Seed all generators that a sampler may draw from, and restore their states afterwards."""
     parts: list[Any] = [source, getattr(source, "sampler", None)]
     owners = [part for part in parts if isinstance(getattr(part, "generator", None), torch.Generator)]

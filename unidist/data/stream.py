@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol, TypeGuard
 
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from unidist.data.same_stream import recorded
 from unidist.data.sharding import Progress, Sharding
 
 #: Who divides a stream among the workers of a rank.
@@ -48,6 +50,8 @@ class ShardStream(IterableDataset[Any]):
         self.worker_split = worker_split
         #: Each iteration is the next epoch, also in a worker's copy; the loader counts what it has yielded of it.
         self.progress = Progress()
+        #: The digests of each worker's first samples, until they are compared; in memory that workers share.
+        self.table: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "dataset":
@@ -81,6 +85,9 @@ class ShardStream(IterableDataset[Any]):
             self.dataset.set_shard(self.sharding.rank * workers + worker, self.sharding.world_size * workers)
             yield from self.dataset
             return
+        samples = iter(self.dataset)
+        if self.table is not None:
+            samples = recorded(samples, self.table[worker])
         if self.worker_split == "dataset":
             worker, workers = 0, 1
         sharding = self.sharding
@@ -88,7 +95,7 @@ class ShardStream(IterableDataset[Any]):
         head: list[Any] = []  # the first samples of the epoch, for padding
         mine: Any = None
         count = 0  # samples of what remains of the epoch
-        for index, sample in enumerate(self.dataset):
+        for index, sample in enumerate(samples):
             if sharding.pad and index < size:
                 head.append(sample)
             if index < skip:

@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import torch
 
-from unidist.network.processes import start_time
 from unidist.context import current, local_rank
+from unidist.network.processes import start_time
 from unidist.topology import detect
 
 _log = logging.getLogger("unidist")

@@ -1,0 +1,112 @@
+"""The comparison of the ranks' data in the first iteration of a loader."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from unidist.agreement import first_difference
+from unidist.collectives import all_gather
+from unidist.context import current
+from unidist.data.same_stream import differ, first_rows, first_samples
+from unidist.data.stream import ShardStream
+from unidist.errors import MismatchError
+
+T = TypeVar("T")
+
+
+class DataComparison(ABC):
+    """Compares the ranks' data while a loader is iterated for the first time."""
+
+    @abstractmethod
+    def at(self, batch: int, *, end: bool) -> None:
+        """Called when a batch has come, from 0, and at the end. Collective for batch 0."""
+
+    def compared(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches, with a comparison at the first one, or at the end where there is none."""
+        end = object()
+        iterator, number = iter(batches), 0
+        while (batch := next(iterator, end)) is not end:
+            self.at(number, end=False)
+            number += 1
+            yield batch  # type: ignore[misc]  # not the end
+        self.at(number, end=True)
+
+
+class HubRows(DataComparison):
+    """Of a map-style dataset of Hugging Face, of which nothing else tells that it is split."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def at(self, batch: int, *, end: bool) -> None:
+        """See ``DataComparison``."""
+        if batch or not current().compares or first_difference([self._dataset._fingerprint]) is None:
+            return  # the fingerprint of a transform that cannot be hashed is random
+        difference = first_difference([str(each) for each in first_rows(self._dataset)])
+        if difference is not None:
+            raise MismatchError(
+                f"shard_loader: the ranks have different rows of this {type(self._dataset).__name__}, so that each "
+                "would skip rows that no other has: is it split by rank already, as by split_dataset_by_node? Leave "
+                "that out, or pass check_stream=False."
+            )
+
+
+class Streams(DataComparison):
+    """Of an iterable dataset."""
+
+    def __init__(self, stream: ShardStream, workers: int) -> None:
+        self._stream = stream
+        self._workers = workers
+
+    def at(self, batch: int, *, end: bool) -> None:
+        """See ``DataComparison``."""
+        if batch == 0:
+            self._compare_ranks()
+        if self._workers > 1 and (batch == self._workers or (end and batch < self._workers)):  # each has begun
+            self._compare_workers()
+            self._stream.table = None
+
+    def _compare_ranks(self) -> None:
+        table, dataset = self._stream.table, self._stream.dataset
+        assert table is not None
+        if not current().compares or not differ(_gathered(table[0])):
+            return
+        # By random numbers? Read again, with fixed seeds.
+        if _differ_when_repeated(_gathered(first_samples(dataset, self._workers)), _gathered(table[0])):
+            raise MismatchError(
+                f"shard_loader: {type(dataset).__name__} yields another stream on each rank, so that each would skip "
+                "samples that no other has: is it split by rank already? Let it yield the whole stream on every rank, "
+                "give it a method set_shard(index, num_shards), or pass check_stream=False if its samples are random."
+            )
+
+    def _compare_workers(self) -> None:
+        table, dataset = self._stream.table, self._stream.dataset
+        assert table is not None
+        if self._stream.worker_split == "dataset":
+            if bool((table == table[0]).all()) and len(set(map(str, table[0].tolist()))) > 1:
+                raise MismatchError(
+                    f"shard_loader(worker_split='dataset'): each worker yields the same samples of "
+                    f"{type(dataset).__name__}, which does not split itself among them: pass worker_split='loader'."
+                )
+        elif differ(table):
+            again = torch.stack([first_samples(dataset, self._workers, i) for i in range(self._workers)])
+            if _differ_when_repeated(again, table):
+                raise MismatchError(
+                    f"shard_loader(worker_split='loader'): each worker yields other samples of "
+                    f"{type(dataset).__name__}, which splits itself among them, so that most of them would be skipped: "
+                    "pass worker_split='dataset'."
+                )
+
+
+def _gathered(table: Tensor) -> Tensor:
+    return all_gather(table.unsqueeze(0))
+
+
+def _differ_when_repeated(again: Tensor, first: Tensor) -> bool:
+    """Whether streams differ in what is not random; what cannot be repeated counts as random."""
+    return bool((again != again[0]).any()) and bool(again.any(2).any(1).sum() == first.any(2).any(1).sum())
