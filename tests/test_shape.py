@@ -47,7 +47,7 @@ BELOW = {
         name: {"errors", "knobs", "context", "network", "tree", "operations", "spans", "backends", *FEATURES}
         for name in FEATURES
     },
-    "elastic": {"errors", "topology", "backends", "context", "membership", *FEATURES, "elastic"},
+    "elastic": {"errors", "topology", "backends", "context", "membership", "network", *FEATURES, "elastic"},
     "launchers": {"knobs", "launchers"},
     "bench": {"launchers", "backends", "context", "agreement", "data", "hvd", "network", "bench"},
     "run": {
