@@ -23,12 +23,12 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 
+from unidist.diagnosis.operations import Entry, OperationRecord, RecentOperations
+from unidist.diagnosis.spans import Collective, spans
 from unidist.errors import CollectiveError, UnidistError
+from unidist.launch.topology import Launch, Topology
 from unidist.network import open_files
 from unidist.network.processes import Process
-from unidist.operations import Entry, OperationRecord, RecentOperations
-from unidist.spans import Collective, spans
-from unidist.topology import Launch, Topology
 
 #: Ample time for a library's thread to release the tensors of the last call.
 _QUIESCE_S = 0.1

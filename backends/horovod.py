@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from unidist.backends import rendezvous
 from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, Start, WrappedModel
-from unidist.backends.data_parallel import BucketedDataParallel
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
-from unidist.backends.reducer import BackendReducer
-from unidist.backends.replica import Replica
+from unidist.diagnosis.spans import Collective
 from unidist.errors import BackendError, UnidistError
+from unidist.gradients.data_parallel import BucketedDataParallel
+from unidist.gradients.reducer import BackendReducer
+from unidist.gradients.replica import Replica
+from unidist.launch.topology import Launch, Slot, Topology, detect, locate
 from unidist.network.addresses import host_id, interface_of
 from unidist.network.rendezvous_server import RendezvousServer
-from unidist.spans import Collective
-from unidist.topology import Launch, Slot, Topology, detect, locate
 
 with suppress(UnidistError):
     # Horovod makes the symbols of its MPI visible to all libraries that are loaded later, so mpi4py must be loaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from unidist.backends.base import Backend, Group, Start
-from unidist.operations import OperationRecord
+from unidist.diagnosis.operations import OperationRecord
 
 
 class Layer(Backend):

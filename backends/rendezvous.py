@@ -24,13 +24,14 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from unidist import knobs, membership
+from unidist import settings
 from unidist.backends.base import Start
 from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, LaunchError, UnidistError
+from unidist.launch import membership
+from unidist.launch.topology import Launch, Slot, Topology, exported_row, locate
 from unidist.network import addresses, open_files
 from unidist.network.addresses import Host, create_server, listen_address, source_address, this_host
-from unidist.topology import Launch, Slot, Topology, exported_row, locate
 
 T = TypeVar("T")
 START_TIMEOUT = timedelta(seconds=300)
@@ -222,7 +223,7 @@ def _claim_rank(store: dist.Store, launch: Launch) -> None:
 def _base_store(launch: Launch, init_method: str | None, timeout: timedelta) -> dist.Store:
     key = (launch, init_method)
     if key not in _stores:
-        if os.environ.get(knobs.ELASTIC):  # the stores of earlier generations are closed
+        if os.environ.get(settings.ELASTIC):  # the stores of earlier generations are closed
             _stores.clear()
         _stores[key] = _open(launch, init_method, timeout)
     return _stores[key]

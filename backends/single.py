@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, Start, WrappedModel
-from unidist.backends.data_parallel import DataParallel
 from unidist.backends.device import default_device
-from unidist.backends.replica import Replica
-from unidist.topology import Slot, locate
+from unidist.gradients.data_parallel import DataParallel
+from unidist.gradients.replica import Replica
+from unidist.launch.topology import Slot, locate
 
 
 class SingleBackend(Backend):

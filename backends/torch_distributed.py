@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unidist.backends import rendezvous
-from unidist.backends.backward_pass import BackwardPass, BackwardPasses, current_pass
 from unidist.backends.base import (
     Backend,
     Group,
@@ -33,22 +32,23 @@ from unidist.backends.base import (
     Start,
     WrappedModel,
 )
-from unidist.backends.buckets import by_device, flatten_bytes, unflatten_bytes
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
 from unidist.backends.mpi import watch as mpi_watch
 from unidist.backends.process_groups import GlooSockets, LazyProcessGroup, ProcessGroups, abort
-from unidist.backends.reducer import BackendReducer
 from unidist.backends.rendezvous import Rendezvous
-from unidist.backends.replica import Replica
-from unidist.backends.watch import flight_recorder
-from unidist.backends.wrapper import TrainedParameters, Wrapper, frozen_parameters, unused_parameters
+from unidist.diagnosis.operations import OperationRecord
+from unidist.diagnosis.spans import NEVER, spans
+from unidist.diagnosis.watch import flight_recorder
 from unidist.errors import BackendError, CollectiveError, MismatchError, UnidistError
+from unidist.gradients.backward_pass import BackwardPass, BackwardPasses, current_pass
+from unidist.gradients.buckets import by_device, flatten_bytes, unflatten_bytes
+from unidist.gradients.reducer import BackendReducer
+from unidist.gradients.replica import Replica
+from unidist.gradients.wrapper import TrainedParameters, Wrapper, frozen_parameters, unused_parameters
+from unidist.launch.topology import Launch, Topology
 from unidist.network import open_files
 from unidist.network.addresses import interface_of
-from unidist.operations import OperationRecord
-from unidist.spans import NEVER, spans
-from unidist.topology import Launch, Topology
 from unidist.tree import tensors_in
 
 _OPS = {

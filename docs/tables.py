@@ -10,10 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import unidist.hvd
-from unidist import knobs
+from unidist import settings
+from unidist.launch.topology import LAUNCHERS, Launcher
 from unidist.launchers.table import COMMANDS
 from unidist.run import options
-from unidist.topology import LAUNCHERS, Launcher
 
 
 def write(directory: Path) -> None:
@@ -37,8 +37,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def environment() -> str:
-    """unidist's variables, by the list of ``unidist.knobs``, and those of Horovod that the drop-in reads."""
-    own = re.findall(r"^(UNIDIST_\w+)\s+(.+)$", knobs.__doc__ or "", re.MULTILINE)
+    """unidist's variables, by the list of ``unidist.settings``, and those of Horovod that the drop-in reads."""
+    own = re.findall(r"^(UNIDIST_\w+)\s+(.+)$", settings.__doc__ or "", re.MULTILINE)
     horovod = [[f"`{each.variable}`", f"`{each.flag}`", each.help] for each in options.SETTINGS if each.drop_in]
     return (
         table(["variable", "meaning"], ([f"`{name}`", text.replace("``", "`")] for name, text in own))

@@ -20,7 +20,7 @@ from tests.support.worlds import IN_WORLD, LEGACY, PROJECTS, run_world, shown
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: What starts worlds, here and in the product.
-STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.multiprocessing.start_processes")
+STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.run.spawn.start_processes")
 # What runs inside a world is collected only there.
 collect_ignore = [] if IN_WORLD in os.environ else ["contract", "gpu", "hvd", "process_group"]
 

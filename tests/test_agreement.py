@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unidist.agreement import digest, digests
+from unidist.collectives.agreement import digest, digests
 
 pytestmark = pytest.mark.unit
 #: Less than a chunk, and several with a rest.

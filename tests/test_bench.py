@@ -11,12 +11,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks import control, machine, memory, startup
+from benchmarks.collectives import bus_factor, size_name
+from benchmarks.measure import Case
+from benchmarks.report import amount, plot, tables
+from benchmarks.scale import laws
 from tests.support.worlds import PYTHON, ROOT, environment, run_world, shown
-from unidist.bench import control, machine, memory, startup
-from unidist.bench.collectives import bus_factor, size_name
-from unidist.bench.measure import Case
-from unidist.bench.report import amount, plot, tables
-from unidist.bench.scale import laws
 from unidist.cli import main
 
 PEERS = {"ignite": "ignite", "accelerate": "Accelerate", "lightning_fabric": "Fabric"}
@@ -136,7 +136,7 @@ def test_inside_a_world(tmp_path: Path) -> None:
 
 def test_raw_calls_under_mpi() -> None:
     code = (
-        "import torch, unidist; from unidist.bench.peers import collectives; unidist.init(); "
+        "import torch, unidist; from benchmarks.peers import collectives; unidist.init(); "
         "found = [(op, name, call()) for op in ('all_reduce', 'all_gather', 'broadcast') "
         "for name, call in collectives(op, torch.ones(4))]; "
         "print([(op, name) for op, name, _ in found], flush=True) if unidist.is_main() else None; unidist.shutdown()"
@@ -207,5 +207,5 @@ def test_a_contender_that_is_missing_in_a_row_leaves_a_gap(tmp_path: Path) -> No
 
 @pytest.mark.unit
 def test_help_does_not_need_the_peers() -> None:
-    code = "import sys, unidist.cli.bench; assert not {'ignite', 'accelerate', 'matplotlib'} & set(sys.modules)"
+    code = "import sys, benchmarks.command; assert not {'ignite', 'accelerate', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment("python", {}))

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from unidist import archive
-from unidist import checkpoint_files as files
-from unidist.backends import shards
+from unidist.checkpoint import archive, files, shards
 
 pytestmark = pytest.mark.unit
 STATE = {"weights": torch.arange(7.0), "deep": {"a": [1, 2.5, "π", None]}, "half": torch.ones(300).bfloat16()}

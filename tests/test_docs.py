@@ -22,9 +22,9 @@ from docs import tables
 from tests.support import documents
 from tests.support.errors import first_words
 from tests.support.worlds import ROOT, environment, run_world, shown
-from unidist import knobs
+from unidist import settings
+from unidist.launch.topology import LAUNCHERS
 from unidist.run import options
-from unidist.topology import LAUNCHERS
 
 #: Programs that are parts of one, by their first lines: they are compiled.
 FRAGMENTS = {
@@ -166,7 +166,7 @@ def test_every_command_is_in_the_reference() -> None:
 
 @pytest.mark.unit
 def test_the_tables_have_everything() -> None:
-    variables = {value for value in vars(knobs).values() if isinstance(value, str) and value.startswith("UNIDIST_")}
+    variables = {value for value in vars(settings).values() if isinstance(value, str) and value.startswith("UNIDIST_")}
     assert all(f"| `{name}` |" in tables.environment() for name in variables)
     assert all(f"| `{row.name}` |" in tables.launchers() for row in LAUNCHERS)
 

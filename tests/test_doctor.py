@@ -15,8 +15,8 @@ from tests.support.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, ru
 from tests.test_topology import HOROVODRUN_MPI
 from unidist.cli import checkup, main
 from unidist.cli.doctor import attempt, reason
+from unidist.launch.topology import LAUNCHERS
 from unidist.launchers.table import BACKENDS, COMMANDS, known_launchers
-from unidist.topology import LAUNCHERS
 
 
 def doctor(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -25,11 +25,11 @@ from tests.support import slurm
 from tests.support.hosts import NAMES
 from tests.support.worlds import PYTHON, ROOT, environment, free_port, shown
 from tests.test_run import PRINTS, RUN, left
+from unidist.diagnosis.timeline.recorder import path_of_rank
+from unidist.diagnosis.timeline.trace import read_all
+from unidist.diagnosis.timeline.waiting import waits
 from unidist.launchers.process import kill
 from unidist.launchers.table import HOROVODRUN, TORCHRUN, missing
-from unidist.tracing.recorder import path_of_rank
-from unidist.tracing.trace import read_all
-from unidist.tracing.waiting import waits
 
 ENGINES = str(ROOT / "tests/programs/on_every_engine.py")
 TOLERANCE = 1e-5

@@ -1,6 +1,7 @@
 """The shape of the code: names, imports, optional packages, docs."""
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -15,69 +16,103 @@ from tests.support.worlds import ROOT, environment
 from unidist.context import BACKENDS
 
 pytestmark = pytest.mark.unit
-FEATURES = {
-    "agreement", "model", "uneven", "data", "metric_reduction", "running_metrics", "checkpoint", "checkpoint_files",
-    "archive", "console", "collectives", "consistency", "batch_norm", "multiprocessing", "preparation",
-}  # fmt: skip
-#: What each module of the package may import of it.
-BELOW = {
+#: What the modules of each directory may import of the package; its own ones, too.
+BELOW: dict[str, set[str]] = {
     "errors": set(),
     "tree": set(),
-    "operations": set(),
-    "seed": set(),
-    "scripts": set(),
-    "spans": set(),
-    "knobs": {"errors"},
-    "topology": {"errors", "knobs"},
-    "backends": {
-        "errors", "knobs", "membership", "network", "operations", "spans", "topology", "tree", "backends",
-    },
-    "mpi": {"errors", "operations", "topology", "backends"},
-    "watch": {"errors", "membership", "network", "operations", "backends"},
-    "tracing": {"errors", "network", "spans", "backends", "tracing"},
-    "membership": {"errors", "knobs", "network"},
-    "network": {"errors", "network"},
-    "torchrun_env": {"errors", "knobs", "network", "scripts", "topology", "backends"},
-    "world": {"backends", "tracing"},
+    "moved": set(),
+    "settings": {"errors"},
+    "network": {"errors"},
+    "launch": {"errors", "settings", "network", "backends"},
+    "diagnosis": {"errors", "launch", "network", "backends"},
+    "backends": {"errors", "settings", "tree", "network", "launch", "diagnosis", "gradients"},
+    "mpi": {"errors", "launch", "diagnosis", "backends"},
+    "gradients": {"errors", "tree", "diagnosis", "backends"},
+    "world": {"backends", "diagnosis"},
     "context": {
-        "__version__", "errors", "knobs", "network", "operations", "topology", "seed", "backends", "membership",
-        "torchrun_env", "tracing", "world",
+        "__version__",
+        "errors",
+        "settings",
+        "network",
+        "launch",
+        "backends",
+        "diagnosis",
+        "world",
+        "training",
     },
-    **{
-        name: {"errors", "knobs", "context", "network", "tree", "operations", "spans", "backends", *FEATURES}
-        for name in FEATURES
+    "console": {"context", "tree"},
+    "collectives": {"errors", "tree", "settings", "launch", "diagnosis", "backends", "gradients", "context"},
+    "training": {"errors", "tree", "diagnosis", "backends", "gradients", "context", "collectives", "data"},
+    "data": {"errors", "tree", "diagnosis", "backends", "context", "collectives"},
+    "checkpoint": {"errors", "tree", "backends", "context", "collectives", "training"},
+    "elastic": {
+        "errors",
+        "network",
+        "launch",
+        "backends",
+        "context",
+        "collectives",
+        "training",
+        "data",
+        "checkpoint",
     },
-    "elastic": {"errors", "topology", "backends", "context", "membership", "network", *FEATURES, "elastic"},
-    "launchers": {"knobs", "launchers"},
-    "bench": {"launchers", "backends", "context", "agreement", "data", "hvd", "network", "bench"},
-    "run": {
-        "errors", "knobs", "membership", "network", "operations", "topology", "backends", "launchers", "run",
-    },
+    "launchers": {"settings", "launch"},
+    "run": {"errors", "settings", "network", "launch", "diagnosis", "backends", "launchers", "context"},
     "cli": {
-        "__version__", "errors", "knobs", "topology", "context", "backends", "launchers", "bench", "compare", "migrate",
-        "hvd", "run", "torchrun_env", "tracing", "cli",
+        "__version__",
+        "errors",
+        "settings",
+        "network",
+        "launch",
+        "context",
+        "backends",
+        "launchers",
+        "compare",
+        "migrate",
+        "hvd",
+        "run",
+        "diagnosis",
     },
-    "migrate": {"hvd", "migrate"},
-    "rules": {"migrate"},
-    "ddp": {"migrate"},
-    "compare": {"topology", "seed", "scripts", "hvd", "compare"},
+    "migrate": {"hvd"},
+    "compare": {"launch", "training", "hvd"},
     "hvd": {
-        "errors", "knobs", "network", "operations", "topology", "context", "backends", "agreement", "collectives",
-        "model", "tree", "scripts", "batch_norm", "multiprocessing", "tracing", "membership", "elastic", "hvd",
+        "errors",
+        "settings",
+        "tree",
+        "network",
+        "launch",
+        "diagnosis",
+        "backends",
+        "gradients",
+        "context",
+        "collectives",
+        "training",
+        "elastic",
+        "run",
     },
-    "hvd/elastic": {"context", "elastic", "hvd"},
-    "common": {"errors", "elastic", "hvd"},
-    "horovod": {"hvd"},
-    "__main__": {"cli", "torchrun_env"},
-    "__init__": {"errors", "context", "seed", "backends", "elastic", "hvd", *FEATURES},
-}  # fmt: skip
+    "__main__": {"cli", "launch"},
+    "__init__": {
+        "errors",
+        "moved",
+        "console",
+        "context",
+        "run",
+        "backends",
+        "collectives",
+        "training",
+        "data",
+        "checkpoint",
+        "elastic",
+        "hvd",
+    },
+}
 #: The only files, or directories, that import a library.
 LIBRARIES = {
     "torch.distributed": {
         "backends/torch_distributed.py",
         "backends/process_groups.py",
         "backends/rendezvous.py",
-        "backends/shards.py",
+        "unidist/checkpoint/shards.py",
         "backends/mpi",
     },
     "horovod": {"backends/horovod.py"},
@@ -89,7 +124,9 @@ PRIVATE = {
     r"_storage_Use_Count": {"buckets.py"},
 }
 #: These measure and look at the libraries themselves.
-LOOKING = {"bench/peers.py", "bench/startup.py", "bench/memory.py", "cli/bench.py", "cli/checkup.py"}
+LOOKING = {
+    "unidist/cli/checkup.py",
+}  # fmt: skip
 SOURCES = [*(ROOT / "unidist").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]
 SOURCES = [path for path in SOURCES if not path.is_relative_to(ROOT / "unidist/backends")]  # a link
 
@@ -107,19 +144,17 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_imports_point_down(path: Path) -> None:
-    directory = path.parent.name
-    layer = path.stem if directory == "unidist" else directory
-    inner = f"{path.parent.parent.name}/{directory}"
-    layer = inner if inner in BELOW else layer
-    home = str(path.relative_to(ROOT))
+    home = path.relative_to(ROOT)
+    room = next((part for part in home.parts[:-1] if part != "unidist"), path.stem)
+    allowed = BELOW["mpi" if home.is_relative_to("backends/mpi") else room] | {room}
     for name in imported(path):
         if name.startswith("unidist."):
-            assert name.split(".")[1] in BELOW[layer], f"{path.name} imports {name}"
+            assert name.split(".")[1] in allowed, f"{home} imports {name}"
         for library, homes in LIBRARIES.items():
-            if f"{directory}/{path.name}" in LOOKING:
+            if str(home) in LOOKING:
                 continue
             if name == library or name.startswith(f"{library}."):
-                assert home.startswith(tuple(homes)), f"{home} imports {name}"
+                assert str(home).startswith(tuple(homes)), f"{home} imports {name}"
 
 
 def test_private_functions_of_torch_are_called_in_one_place() -> None:
@@ -201,6 +236,22 @@ def test_public_names() -> None:
         unidist.wrap_modl  # noqa: B018
     for name in unidist.__all__:
         assert inspect.getdoc(getattr(unidist, name)), f"{name} has no docstring"
+
+
+def test_modules_are_found_by_their_earlier_names() -> None:
+    from unidist.moved import _NEW_NAMES
+
+    assert len(_NEW_NAMES) > 20
+    for old, new in _NEW_NAMES.items():
+        sys.modules.pop(old, None)
+        with pytest.warns(DeprecationWarning, match=f"the module {old} is {new} now"):
+            assert importlib.import_module(old) is importlib.import_module(new)
+    from unidist.training.model import wrap_model
+
+    del sys.modules["unidist.model"]
+    with pytest.warns(DeprecationWarning):
+        from unidist.model import wrap_model as found  # type: ignore[import-not-found]
+    assert found is wrap_model is unidist.wrap_model
 
 
 def test_import_needs_torch_alone_and_changes_no_environment() -> None:

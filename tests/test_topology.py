@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unidist.errors import LaunchError
-from unidist.topology import LAUNCHERS, Launch, Slot, Topology, detect, first_host, locate
+from unidist.launch.topology import LAUNCHERS, Launch, Slot, Topology, detect, first_host, locate
 
 pytestmark = pytest.mark.unit
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.support.worlds import environment
+from unidist.diagnosis.timeline.recorder import path_of_rank
+from unidist.diagnosis.timeline.trace import RankTrace, merged, read_all
+from unidist.diagnosis.timeline.waiting import verdict, waits
 from unidist.errors import UnidistError
-from unidist.tracing.recorder import path_of_rank
-from unidist.tracing.trace import RankTrace, merged, read_all
-from unidist.tracing.waiting import verdict, waits
 
 pytestmark = pytest.mark.unit
 ZERO = 1_700_000_000_000_000_000

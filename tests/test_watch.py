@@ -16,16 +16,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from unidist.backends.watch import flight_recorder, jobs, places
-from unidist.backends.watch.rank_state import RankState
-from unidist.backends.watch.report import findings, report
-from unidist.backends.watch.server import Peer, Server, ask
-from unidist.backends.watch.signals import ReportSignal
-from unidist.backends.watch.watch import states
 from unidist.cli import main
+from unidist.diagnosis.operations import JOIN, OperationRecord, RecentOperations, format_ranks
+from unidist.diagnosis.watch import flight_recorder, jobs, places
+from unidist.diagnosis.watch.rank_state import RankState
+from unidist.diagnosis.watch.report import findings, report
+from unidist.diagnosis.watch.server import Peer, Server, ask
+from unidist.diagnosis.watch.signals import ReportSignal
+from unidist.diagnosis.watch.watch import states
 from unidist.network.connection import frame, new_secret
 from unidist.network.processes import Process, start_time
-from unidist.operations import JOIN, OperationRecord, RecentOperations, format_ranks
 
 pytestmark = pytest.mark.unit
 
@@ -378,7 +378,7 @@ def test_sigusr1_reaches_the_pipe_and_has_its_default_action_afterwards() -> Non
     waited.clear()
     assert not select.select([waited.pipe], [], [], 0.0)[0]
     waited.close()
-    code = "import os, signal; from unidist.backends.watch.signals import ReportSignal; ReportSignal.open().close(); "
+    code = "import os, signal; from unidist.diagnosis.watch.signals import ReportSignal; ReportSignal.open().close(); "
     ended = subprocess.run([sys.executable, "-c", code + "os.kill(os.getpid(), signal.SIGUSR1)"])
     assert ended.returncode == -signal.SIGUSR1
 

@@ -4,6 +4,8 @@ import ast
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from unidist import moved
+
 # The public names, here and nowhere else. A module is imported when one of its names is first asked for: the command
 # line answers without importing torch.
 if TYPE_CHECKING:
@@ -11,19 +13,24 @@ if TYPE_CHECKING:
     from unidist import hvd as hvd
     from unidist.backends.base import Group as Group
     from unidist.backends.base import WrappedModel as WrappedModel
-    from unidist.checkpoint import latest_checkpoint as latest_checkpoint
-    from unidist.checkpoint import load_checkpoint as load_checkpoint
-    from unidist.checkpoint import save_checkpoint as save_checkpoint
-    from unidist.collectives import all_gather as all_gather
-    from unidist.collectives import all_gather_object as all_gather_object
-    from unidist.collectives import all_reduce as all_reduce
-    from unidist.collectives import all_reduce_ as all_reduce_
-    from unidist.collectives import all_to_all as all_to_all
-    from unidist.collectives import barrier as barrier
-    from unidist.collectives import broadcast as broadcast
-    from unidist.collectives import broadcast_object as broadcast_object
-    from unidist.collectives import new_group as new_group
-    from unidist.collectives import reduce_scatter as reduce_scatter
+    from unidist.checkpoint.checkpoint import latest_checkpoint as latest_checkpoint
+    from unidist.checkpoint.checkpoint import load_checkpoint as load_checkpoint
+    from unidist.checkpoint.checkpoint import save_checkpoint as save_checkpoint
+    from unidist.collectives.metric_reduction import allreduce_metric as allreduce_metric
+    from unidist.collectives.operations import all_gather as all_gather
+    from unidist.collectives.operations import all_gather_object as all_gather_object
+    from unidist.collectives.operations import all_reduce as all_reduce
+    from unidist.collectives.operations import all_reduce_ as all_reduce_
+    from unidist.collectives.operations import all_to_all as all_to_all
+    from unidist.collectives.operations import barrier as barrier
+    from unidist.collectives.operations import broadcast as broadcast
+    from unidist.collectives.operations import broadcast_object as broadcast_object
+    from unidist.collectives.operations import new_group as new_group
+    from unidist.collectives.operations import reduce_scatter as reduce_scatter
+    from unidist.collectives.running_metrics import Accuracy as Accuracy
+    from unidist.collectives.running_metrics import Mean as Mean
+    from unidist.collectives.running_metrics import Sum as Sum
+    from unidist.collectives.running_metrics import wrap_metric as wrap_metric
     from unidist.console import RankFilter as RankFilter
     from unidist.console import print as print
     from unidist.console import progress as progress
@@ -50,23 +57,18 @@ if TYPE_CHECKING:
     from unidist.errors import NotInitializedError as NotInitializedError
     from unidist.errors import UnidistError as UnidistError
     from unidist.errors import WorldSizeError as WorldSizeError
-    from unidist.metric_reduction import allreduce_metric as allreduce_metric
-    from unidist.model import assert_in_sync as assert_in_sync
-    from unidist.model import broadcast_model_state as broadcast_model_state
-    from unidist.model import broadcast_optimizer_state as broadcast_optimizer_state
-    from unidist.model import global_mean as global_mean
-    from unidist.model import no_sync as no_sync
-    from unidist.model import replicate as replicate
-    from unidist.model import unwrap as unwrap
-    from unidist.model import wrap_model as wrap_model
-    from unidist.multiprocessing import spawn as spawn
-    from unidist.preparation import prepare as prepare
-    from unidist.running_metrics import Accuracy as Accuracy
-    from unidist.running_metrics import Mean as Mean
-    from unidist.running_metrics import Sum as Sum
-    from unidist.running_metrics import wrap_metric as wrap_metric
-    from unidist.seed import set_seed as set_seed
-    from unidist.uneven import join as join
+    from unidist.run.spawn import spawn as spawn
+    from unidist.training.join import join as join
+    from unidist.training.model import assert_in_sync as assert_in_sync
+    from unidist.training.model import broadcast_model_state as broadcast_model_state
+    from unidist.training.model import broadcast_optimizer_state as broadcast_optimizer_state
+    from unidist.training.model import global_mean as global_mean
+    from unidist.training.model import no_sync as no_sync
+    from unidist.training.model import replicate as replicate
+    from unidist.training.model import unwrap as unwrap
+    from unidist.training.model import wrap_model as wrap_model
+    from unidist.training.prepare import prepare as prepare
+    from unidist.training.seed import set_seed as set_seed
 
 __version__ = "0.1.0"
 
@@ -98,6 +100,7 @@ def _warn_of_another_unidist() -> None:
 
 
 _warn_of_another_unidist()
+moved.find()
 
 
 if not TYPE_CHECKING:  # for which an unknown name is an error

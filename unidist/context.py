@@ -17,22 +17,23 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from unidist import knobs, membership
+from unidist import settings
 from unidist.backends.base import Backend, Start
 from unidist.backends.joined import Joined
-from unidist.backends.watch.watch import Watch
+from unidist.diagnosis.operations import format_ranks
+from unidist.diagnosis.watch.watch import Watch
 from unidist.errors import BackendError, NotInitializedError, UnidistError, WorldSizeError
+from unidist.launch import membership
+from unidist.launch.topology import EXPLICIT, Launch, allocated_tasks, detect
+from unidist.launch.topology import NONE as NO_LAUNCHER
 from unidist.network import open_files
 from unidist.network.connection import new_secret
 from unidist.network.processes import Process
-from unidist.operations import format_ranks
-from unidist.seed import set_seed
-from unidist.topology import EXPLICIT, Launch, allocated_tasks, detect
-from unidist.topology import NONE as NO_LAUNCHER
+from unidist.training.seed import set_seed
 from unidist.world import World, hook_of_no_world
 
 if TYPE_CHECKING:
-    from unidist.tracing.recorder import Timeline
+    from unidist.diagnosis.timeline.recorder import Timeline
 
 
 class BackendEntry(NamedTuple):
@@ -109,7 +110,7 @@ def init(
     _init(backend, init_method, rank, world_size, timeout, device, export_env, default_group=True)
     if seed is not None:
         set_seed(seed)
-    path = knobs.timeline(os.environ, of_horovod=current().name != "horovod")
+    path = settings.timeline(os.environ, of_horovod=current().name != "horovod")
     if path and _running().timeline is None:
         timeline(path)
 
@@ -146,8 +147,8 @@ def _init(
     if _world is not None:
         _refuse_change(arguments, _world)
     else:
-        stall, is_checked = knobs.stall(os.environ), knobs.check(os.environ)
-        name = backend if backend != "auto" else knobs.backend(os.environ)
+        stall, is_checked = settings.stall(os.environ), settings.check(os.environ)
+        name = backend if backend != "auto" else settings.backend(os.environ)
         wanted = None if device is None else torch.device(device)
         hook_before = hook_of_no_world()
         start, started, why = _meet(name, init_method, rank, world_size, _timeout(timeout), wanted, default_group)
@@ -175,7 +176,7 @@ def _init(
                 "this process trains alone in a Slurm allocation of %d tasks: start the script with 'srun python "
                 "script.py', or set %s=none if a single process is intended.",
                 tasks,
-                knobs.LAUNCHER,
+                settings.LAUNCHER,
             )
         if started.topology.rank == 0:
             _warn_of_horovod(started, launch)
@@ -264,7 +265,7 @@ def _warn_of_horovod(backend: Backend, launch: Launch) -> None:
 
 def _export(backend: Backend, start: Start) -> Callable[[], None]:
     """Set torchrun's variables; the result takes them back. Collective."""
-    from unidist.torchrun_env import export
+    from unidist.launch.torchrun_env import export
 
     return export(start.launch, backend.topology, lambda text: backend.exchange(text, _seconds(start)))
 
@@ -323,7 +324,7 @@ def timeline(path: str | os.PathLike[str]) -> Timeline:
     Args:
         path: the file's name without the rank. A file that cannot be written is logged, and training goes on.
     """
-    from unidist.tracing.recorder import Timeline, path_of_rank
+    from unidist.diagnosis.timeline.recorder import Timeline, path_of_rank
 
     world = _running()
     if world.timeline is not None:
@@ -409,7 +410,7 @@ def watch() -> Watch | None:
 def timeout() -> timedelta | None:
     """The timeout that ``init`` was given, or ``UNIDIST_TIMEOUT``; None without one."""
     given = None if _world is None else _world.arguments["timeout"]
-    return given if isinstance(given, timedelta) else knobs.timeout(os.environ)
+    return given if isinstance(given, timedelta) else settings.timeout(os.environ)
 
 
 def in_join() -> bool:
@@ -494,7 +495,7 @@ def _declared(init_method: str | None, rank: int | None, world_size: int | None)
 
 def _timeout(timeout: float | timedelta | None) -> timedelta | None:
     if timeout is None:
-        return knobs.timeout(os.environ)
+        return settings.timeout(os.environ)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if not 0 < seconds < 1e9:
         raise ValueError(f"init(timeout={timeout}) must be a number of seconds above 0 and below 1e9.")
@@ -552,7 +553,7 @@ def _guard(backend: Backend, launch: Launch) -> None:
     raise WorldSizeError(
         f"{backend.name} made a world of {real}, but {launch.launcher.name} declared {declared} ({launch.evidence}): "
         f"each process would train alone. Let unidist.init() start the backend, use a library built for this "
-        f"launcher, or set {knobs.LAUNCHER}=none if a single process is intended."
+        f"launcher, or set {settings.LAUNCHER}=none if a single process is intended."
     )
 
 

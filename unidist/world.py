@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from unidist.backends.base import Backend
 from unidist.backends.mpi import launch as mpi
-from unidist.backends.watch.watch import Watch
+from unidist.diagnosis.watch.watch import Watch
 
 if TYPE_CHECKING:
-    from unidist.tracing.recorder import Timeline
+    from unidist.diagnosis.timeline.recorder import Timeline
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 #: The excepthook of the last world, and the one before it.

@@ -18,8 +18,8 @@ from unidist.backends.mpi.call import Call
 from unidist.backends.mpi.collectives import Requests
 from unidist.backends.mpi.progress import CollectiveQueue, Message, MessageQueue
 from unidist.backends.mpi.work import Work
-from unidist.backends.watch.watch import running_watch
-from unidist.operations import OperationRecord, dtype_name, format_ranks
+from unidist.diagnosis.operations import OperationRecord, dtype_name, format_ranks
+from unidist.diagnosis.watch.watch import running_watch
 
 #: Collectives that are remembered.
 _REMEMBERED = 32

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from unidist.errors import BackendError, UnidistError, WorldSizeError
-from unidist.topology import EXPLICIT, NONE, Launch
+from unidist.launch.topology import EXPLICIT, NONE, Launch
 
 #: Of a start, unless ``init`` has one.
 _TIMEOUT = timedelta(seconds=300)

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from unidist.backends.mpi import launch
-from unidist.operations import OperationRecord
+from unidist.diagnosis.operations import OperationRecord
 
 #: Interval of the checks.
 _PERIOD_S = 0.25

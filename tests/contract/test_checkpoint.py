@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 
 import unidist
 from tests.contract.models import assert_same, make_model, my_batch, train
-from unidist import checkpoint, checkpoint_files
+from unidist.checkpoint import files as checkpoint_files
+from unidist.checkpoint.checkpoint import checkpoint
 
 
 @pytest.fixture

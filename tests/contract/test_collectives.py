@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import unidist
-from unidist.collectives import ReduceOp
+from unidist.collectives.operations import ReduceOp
 from unidist.context import current
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -9,7 +9,7 @@ from torch import nn
 
 import unidist
 from tests.contract.models import Batch, assert_gradient, make_model, my_batch, train
-from unidist.agreement import first_difference
+from unidist.collectives.agreement import first_difference
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch.compile imports it

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unidist
 from tests.contract.models import make_model
-from unidist.model import is_wrapped
+from unidist.training.model import is_wrapped
 
 
 def test_prepare_is_wrap_model_and_shard_loader() -> None:

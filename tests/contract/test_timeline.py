@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import unidist
-from unidist.tracing.trace import read_all
-from unidist.tracing.waiting import waits
+from unidist.diagnosis.timeline.trace import read_all
+from unidist.diagnosis.timeline.waiting import waits
 
 
 def test_it_shows_who_is_late(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from torch import nn
 
 import unidist
 from tests.support.worlds import free_port
-from unidist import checkpoint_files
+from unidist.checkpoint import files as checkpoint_files
 
 #: Seconds in which a process must have ended that loads, or that saves once.
 TIMEOUT = 60

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import unidist
-from unidist.topology import detect
+from unidist.launch.topology import detect
 
 PLAN = json.loads(os.environ["FAULT"])
 RANK = detect(os.environ).rank

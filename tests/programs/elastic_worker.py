@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from unidist import membership
 from unidist.errors import CollectiveError
+from unidist.launch import membership
 
 DIRECTORY = Path(sys.argv[1])
 WHAT = sys.argv[2] if len(sys.argv) > 2 else ""

@@ -12,7 +12,7 @@ import torch
 
 import unidist
 from unidist.backends.base import Backend
-from unidist.backends.watch.watch import Watch
+from unidist.diagnosis.watch.watch import Watch
 
 hook = sys.excepthook
 

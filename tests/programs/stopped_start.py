@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import unidist.hvd as hvd
-from unidist.topology import detect
+from unidist.launch.topology import detect
 
 where, victim = sys.argv[1], int(sys.argv[2])
 rank = detect(os.environ).rank

@@ -10,7 +10,7 @@ import psutil
 import unidist
 from unidist.backends import rendezvous
 from unidist.context import current
-from unidist.topology import detect
+from unidist.launch.topology import detect
 
 if sys.argv[1:] and detect({**__import__("os").environ}).rank == 1:
     unidist.__version__ = sys.argv[1]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from unidist.backends import rendezvous
 from unidist.backends.base import Start
 from unidist.backends.mpi import launch as mpi
-from unidist.topology import detect
+from unidist.launch.topology import detect
 
 #: Seconds that one test may take on all ranks together.
 LIMIT = 120

@@ -12,8 +12,6 @@ ROOT = Path(__file__).parents[2]
 GAP = "…"
 #: What a user never sees: they are caught where they are called, or end in another error's text.
 INTERNAL = {"NotImplementedError", "AssertionError", "StopIteration", "KeyError", "ConnectionResetError"}
-#: Measurements and the tools of the tests.
-ASIDE = ("unidist/bench/",)
 
 
 def first_words() -> dict[str, str]:
@@ -21,7 +19,7 @@ def first_words() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted([*(ROOT / "unidist").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]):
         home = str(path.relative_to(ROOT))
-        if home.startswith(("unidist/backends/", *ASIDE)):  # the former is a link
+        if home.startswith("unidist/backends/"):  # the former is a link
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and _is_error(node.func):

@@ -23,7 +23,7 @@ from typing import TextIO
 
 import click
 
-from unidist import knobs
+from unidist import settings
 from unidist.cli.toolchain import Target, find_mpi, find_target, last_line, missing_modules, missing_tools, remedy
 
 VERSION = "0.28.1"
@@ -280,7 +280,9 @@ def controllers() -> str:
 @click.option("--force", is_flag=True, help="Build even if the cache has the wheel.")
 @click.option("--jobs", type=click.IntRange(min=1), default=min(os.cpu_count() or 1, 16), help="Parallel compilers.")
 @click.option("--without-mpi", is_flag=True, help="Gloo only, even if mpicxx is found.")
-@click.option("--cache-dir", type=click.Path(path_type=Path), help=f"Where wheels are kept. [default: ${knobs.CACHE}]")
+@click.option(
+    "--cache-dir", type=click.Path(path_type=Path), help=f"Where wheels are kept. [default: ${settings.CACHE}]"
+)
 def command(wanted: bool, force: bool, jobs: int, without_mpi: bool, cache_dir: Path | None) -> None:
     """Build Horovod for the installed PyTorch.
 
@@ -289,7 +291,7 @@ def command(wanted: bool, force: bool, jobs: int, without_mpi: bool, cache_dir: 
     and NCCL's headers allow it. The wheel is kept and found again; the last line printed is its path.
     """
     try:
-        wheel = get_wheel(force, jobs, "" if without_mpi else find_mpi(), (cache_dir or knobs.cache_dir(os.environ)))
+        wheel = get_wheel(force, jobs, "" if without_mpi else find_mpi(), (cache_dir or settings.cache_dir(os.environ)))
         click.echo(f"Horovod {VERSION} is installed with: {install(wheel)}" if wanted else wheel)
     except (OSError, zipfile.BadZipFile) as error:
         raise click.ClickException(str(error)) from error

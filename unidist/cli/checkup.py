@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 
 import unidist
-from unidist import knobs
+from unidist import settings
 from unidist.cli.build_horovod import CONTROLLERS_CODE
 from unidist.cli.toolchain import last_line
 from unidist.context import BACKENDS
 from unidist.errors import UnidistError
+from unidist.launch.topology import LAUNCHERS, NONE, detect
 from unidist.launchers.process import output_of
 from unidist.launchers.table import COMMANDS, missing
 from unidist.launchers.world import environment, usable_cores
-from unidist.topology import LAUNCHERS, NONE, detect
 
 State = Literal["ok", "none", "warning", "error"]
 
@@ -177,7 +177,7 @@ def here(env: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("launched by", "ok", "no launcher: init() starts one process")
     else:
         rank = f"rank {launch.rank} of {launch.world_size}"
-        forced = f", forced by {knobs.LAUNCHER}" if env.get(knobs.LAUNCHER) else ""
+        forced = f", forced by {settings.LAUNCHER}" if env.get(settings.LAUNCHER) else ""
         yield Finding("launched by", "ok", f"{launch.launcher.name}: {rank} ({launch.evidence}{forced})")
         others = [
             row.name for row in LAUNCHERS if row.name != "env" and row.rank != launch.launcher.rank and row.started(env)
@@ -192,16 +192,16 @@ def here(env: Mapping[str, str]) -> Iterator[Finding]:
     if launch.launcher is NONE and env.get("SLURM_JOB_ID"):
         text = "this is a batch script or a shell of Slurm, one process"
         yield Finding("launched by", "warning", text, "start the ranks with srun")
-    wanted = knobs.backend(env)
+    wanted = settings.backend(env)
     if wanted not in ("auto", *BACKENDS):
-        yield Finding("backend", "error", f"{knobs.BACKEND}={wanted} is unknown", f"use auto, {', '.join(BACKENDS)}")
+        yield Finding("backend", "error", f"{settings.BACKEND}={wanted} is unknown", f"use auto, {', '.join(BACKENDS)}")
     elif wanted == "horovod" and launch.launcher is NONE:
-        text = f"{knobs.BACKEND}=horovod needs a launcher"
+        text = f"{settings.BACKEND}=horovod needs a launcher"
         yield Finding("backend", "error", text, "horovodrun -np 2 python script.py, or torchrun")
     elif wanted != "auto":
-        yield Finding("backend", "ok", f"{knobs.BACKEND}={wanted}")
+        yield Finding("backend", "ok", f"{settings.BACKEND}={wanted}")
     try:
-        knobs.timeout(env)
+        settings.timeout(env)
     except UnidistError as error:
         yield Finding("timeout", "error", str(error))
 
@@ -217,9 +217,9 @@ def network(env: Mapping[str, str]) -> Iterator[Finding]:
     ]
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
     chosen = {name: env[name] for name in names if env.get(name)}
-    settings = [f"{name}={value}" for name, value in chosen.items()]
+    chosen_here = [f"{name}={value}" for name, value in chosen.items()]
     yield Finding(
-        "network", "ok" if shown else "error", "; ".join([", ".join(shown) or "no interface is up", *settings])
+        "network", "ok" if shown else "error", "; ".join([", ".join(shown) or "no interface is up", *chosen_here])
     )
     for name, value in chosen.items():
         # NCCL: a list of prefixes, "=" before it for exact names, "^" for those to leave out.

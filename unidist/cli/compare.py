@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from unidist.bench.machine import describe
+from unidist.cli.machine import describe
 from unidist.cli.options import BackendAtLauncher
 from unidist.cli.status import status
 from unidist.compare.comparison import Comparison, Side, notes, tables, verdict

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from unidist import knobs
+from unidist import settings
 from unidist.cli.checkup import Finding, State, findings
 from unidist.cli.options import BackendAtLauncher
 from unidist.cli.status import status
@@ -79,7 +79,7 @@ def attempt(launcher: str, backend: str) -> Finding:
     subject = f"{backend} under {launcher}"
     if why := unavailable(launcher, backend, RANKS):
         return Finding(subject, "none", why)
-    extra = {knobs.TIMEOUT: str(TIMEOUT_S / 2)}
+    extra = {settings.TIMEOUT: str(TIMEOUT_S / 2)}
     try:
         result = run_world(launcher, backend, RANKS, ["-m", "unidist.cli.probe"], timeout=TIMEOUT_S, extra=extra)
     except TimeoutError as error:

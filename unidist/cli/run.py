@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import click
 
-from unidist import __version__, knobs
+from unidist import __version__, settings
 from unidist.errors import LaunchError
 from unidist.launchers.table import BACKENDS, COMMANDS, missing, unavailable
 from unidist.run import driver, elastic_driver, hosts, mpirun, options
@@ -107,7 +107,9 @@ def _job(given: argparse.Namespace, placements: list[hosts.Placement]) -> driver
         timestamps=given.prefix_output_with_timestamp,
         verbose=given.verbose,
         grace_period=given.grace_period,
-        horovod=not given.hvd and knobs.backend(os.environ) in ("auto", "horovod") and find_spec("horovod") is not None,
+        horovod=not given.hvd
+        and settings.backend(os.environ) in ("auto", "horovod")
+        and find_spec("horovod") is not None,
     )
 
 

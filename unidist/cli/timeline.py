@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from unidist.tracing.picture import plot
-from unidist.tracing.trace import merged, read_all
-from unidist.tracing.waiting import Waits, verdict, waits
+from unidist.diagnosis.timeline.picture import plot
+from unidist.diagnosis.timeline.trace import merged, read_all
+from unidist.diagnosis.timeline.waiting import Waits, verdict, waits
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 

@@ -6,9 +6,9 @@ import json
 
 import click
 
-from unidist.backends.watch import jobs
-from unidist.backends.watch.report import findings, report
-from unidist.backends.watch.watch import states
+from unidist.diagnosis.watch import jobs
+from unidist.diagnosis.watch.report import findings, report
+from unidist.diagnosis.watch.watch import states
 
 
 @click.command("where", short_help="Show what each rank of a running job does.")

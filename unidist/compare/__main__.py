@@ -9,10 +9,10 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from unidist import scripts
 from unidist.compare.recorder import Recorder
-from unidist.seed import set_seed
-from unidist.topology import detect
+from unidist.launch import scripts
+from unidist.launch.topology import detect
+from unidist.training.seed import set_seed
 
 
 def main(argv: list[str]) -> None:

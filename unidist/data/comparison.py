@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from unidist.agreement import first_difference
-from unidist.collectives import all_gather
+from unidist.collectives.agreement import first_difference
+from unidist.collectives.operations import all_gather
 from unidist.context import current
 from unidist.data.same_stream import differ, first_rows, first_samples
 from unidist.data.stream import ShardStream

@@ -16,7 +16,7 @@ from unidist.data.same_stream import empty_table, own_split
 from unidist.data.sampler import Permutation, ShardSampler, StatefulShardSampler, is_shuffle
 from unidist.data.sharding import Position, Sharding, mix_seeds
 from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit, shards_itself
-from unidist.spans import spans
+from unidist.diagnosis.spans import spans
 
 T = TypeVar("T")
 #: Samples that a worker reads for one that it keeps, above which there is a warning.

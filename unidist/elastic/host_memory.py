@@ -17,8 +17,8 @@ from typing import IO, Any
 import torch
 
 from unidist.context import current, local_rank
+from unidist.launch.topology import detect
 from unidist.network.processes import start_time
-from unidist.topology import detect
 
 _log = logging.getLogger("unidist")
 _NAME = "unidist-commits"

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from unidist import membership
-from unidist.collectives import all_gather_object, broadcast_object
+from unidist.collectives.operations import all_gather_object, broadcast_object
 from unidist.elastic import host_memory
 from unidist.errors import HostsUpdatedInterrupt
-from unidist.model import broadcast_model_state, broadcast_optimizer_state, is_wrapped
+from unidist.launch import membership
+from unidist.training.model import broadcast_model_state, broadcast_optimizer_state, is_wrapped
 
 
 class State:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Concatenate, ParamSpec, TypeVar
 
-from unidist import context, membership
+from unidist import context
 from unidist.elastic import host_memory
 from unidist.elastic.state import State
 from unidist.errors import BackendError, CollectiveError, HostsUpdatedInterrupt, NotInitializedError, UnidistError
+from unidist.launch import membership
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=State)

@@ -9,7 +9,7 @@ import os
 import sys
 
 from unidist.hvd import alias
-from unidist.scripts import run
+from unidist.launch.scripts import run
 
 USAGE = "usage: python -m unidist.hvd [-m] SCRIPT [ARGUMENT ...]"
 

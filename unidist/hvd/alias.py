@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from unidist.errors import LaunchError
-from unidist.topology import NONE, Launch, detect
+from unidist.launch.topology import NONE, Launch, detect
 
 #: Horovod's modules, and those of the drop-in; longer names first.
 _MODULES = {

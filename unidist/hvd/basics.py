@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from unidist import context, knobs
+from unidist import context, settings
 from unidist.errors import BackendError
 from unidist.hvd import alias
 from unidist.hvd.process_sets import ProcessSet, add_process_set
 from unidist.hvd.session import close_session, is_open, not_initialized, open_session, timeline
-from unidist.topology import NONE, Topology, detect
+from unidist.launch.topology import NONE, Topology, detect
 
 #: The reduction operations, by Horovod's numbers.
 Average, Sum, Adasum, Min, Max, Product = range(6)
@@ -59,10 +59,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def _backend() -> str:
-    wanted = knobs.backend(os.environ)
+    wanted = settings.backend(os.environ)
     if wanted == "horovod" and alias.is_installed():
         raise BackendError(
-            f"{knobs.BACKEND}=horovod: in this process `horovod` means the drop-in, so Horovod itself cannot be the "
+            f"{settings.BACKEND}=horovod: in this process `horovod` means the drop-in, so Horovod itself cannot be the "
             "backend. Unset the variable, or start the script without `-m unidist.hvd`."
         )
     if wanted != "auto":

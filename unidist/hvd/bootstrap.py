@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from unidist import membership
 from unidist.backends.base import Backend
 from unidist.errors import BackendError
 from unidist.hvd.control import (
@@ -22,6 +21,7 @@ from unidist.hvd.control import (
     parents,
 )
 from unidist.hvd.negotiation import Coordinator, format_ranks
+from unidist.launch import membership
 from unidist.network import addresses, open_files
 from unidist.network.connection import Accepted, Acceptor, Connection, Hello, connect, refuse
 from unidist.network.processes import Process

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from unidist.backends.base import Backend, Group, Op
-from unidist.backends.buckets import flatten_bytes, unflatten_bytes
 from unidist.backends.reductions import WIDER, neutral_element
-from unidist.collectives import transport_device
+from unidist.collectives.operations import transport_device
+from unidist.gradients.buckets import flatten_bytes, unflatten_bytes
 from unidist.hvd.adasum import adasum
 from unidist.hvd.messages import Signature
 from unidist.hvd.operation import Operation

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unidist import model as models
-from unidist.collectives import unpickled
+from unidist.collectives.operations import unpickled
 from unidist.hvd.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
 from unidist.hvd.process_sets import ProcessSet, global_process_set
+from unidist.training import model as models
 
 try:  # it takes lambdas and what a script defines
     from cloudpickle import dumps as dumps

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unidist import collectives
-from unidist.agreement import first_difference
-from unidist.backends.backward_pass import watch_gradients
 from unidist.backends.base import Group, Op
-from unidist.backends.buckets import (
+from unidist.collectives import operations as collectives
+from unidist.collectives.agreement import first_difference
+from unidist.errors import UnidistError
+from unidist.gradients.backward_pass import watch_gradients
+from unidist.gradients.buckets import (
     Bucket,
     BucketReductions,
     Wait,
@@ -23,7 +24,6 @@ from unidist.backends.buckets import (
     empty_sparse_gradient,
     split_into_buckets,
 )
-from unidist.errors import UnidistError
 from unidist.hvd.basics import Average, Max, Min, Product, Sum
 from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.compression import Compressor, FP16Compressor, NoneCompressor

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unidist import membership
 from unidist.hvd.adasum import adasum
 from unidist.hvd.basics import Adasum, Average
 from unidist.hvd.common.exceptions import HorovodInternalError
@@ -19,6 +18,7 @@ from unidist.hvd.gradient_reducer import GradientReducer, ReduceOptions, horovod
 from unidist.hvd.operation import GLOBAL_SET
 from unidist.hvd.process_sets import ProcessSet, global_process_set
 from unidist.hvd.session import current_session
+from unidist.launch import membership
 
 
 def DistributedOptimizer(

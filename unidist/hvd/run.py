@@ -8,7 +8,7 @@ from typing import Any
 
 from unidist.hvd import alias
 from unidist.hvd.functions import dumps
-from unidist.multiprocessing import start
+from unidist.run.spawn import start
 
 
 def run(

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unidist import context, knobs
+from unidist import context, settings
 from unidist.backends.base import Backend, Group
+from unidist.diagnosis.operations import JOIN, OperationRecord
 from unidist.errors import CollectiveError
 from unidist.hvd import execution
 from unidist.hvd.bootstrap import open_control
@@ -48,7 +49,6 @@ from unidist.hvd.operation import GLOBAL_SET, Operation
 from unidist.hvd.response_cache import ResponseCache
 from unidist.hvd.rounds import GradientRounds
 from unidist.hvd.timeline import TensorTimeline
-from unidist.operations import JOIN, OperationRecord
 
 #: How long a session that closes waits for the operation that is being executed.
 _CLOSE_TIMEOUT_S = 5.0
@@ -511,19 +511,19 @@ def open_session() -> None:
     env = os.environ
     timeout = context.timeout()
     seconds = None if timeout is None else timeout.total_seconds()
-    warn = knobs.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", knobs.stall(env))
+    warn = settings.horovod_number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", settings.stall(env))
     stall = StallTimeouts(
-        0.0 if knobs.horovod_flag(env, "HOROVOD_STALL_CHECK_DISABLE") else warn,
-        knobs.horovod_number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", seconds + _LATER_S if seconds else 0),
+        0.0 if settings.horovod_flag(env, "HOROVOD_STALL_CHECK_DISABLE") else warn,
+        settings.horovod_number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", seconds + _LATER_S if seconds else 0),
     )
-    fusion = knobs.horovod_number(env, "HOROVOD_FUSION_THRESHOLD", 64 * 2**20, whole=True)
-    cycle = knobs.horovod_number(env, "HOROVOD_CYCLE_TIME", 1) / 1000
-    start = seconds or knobs.horovod_number(env, "HOROVOD_GLOO_TIMEOUT_SECONDS", 0) or _START_S
+    fusion = settings.horovod_number(env, "HOROVOD_FUSION_THRESHOLD", 64 * 2**20, whole=True)
+    cycle = settings.horovod_number(env, "HOROVOD_CYCLE_TIME", 1) / 1000
+    start = seconds or settings.horovod_number(env, "HOROVOD_GLOO_TIMEOUT_SECONDS", 0) or _START_S
     options = ControlOptions(cycle, stall, seconds or _DEADLINE_S, start)
     _session = Session(context.current(), fusion, options, timeline)
     # DYNAMIC means: at start_timeline(), which is always possible here.
     if _session.topology.rank == 0 and (path := env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
-        timeline.open(path, knobs.horovod_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
+        timeline.open(path, settings.horovod_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
 
 
 @context.before_leaving

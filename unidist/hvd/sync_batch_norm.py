@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from unidist import batch_norm
+from unidist.training import batch_norm
 
 
 class SyncBatchNorm(batch_norm.SyncBatchNorm):

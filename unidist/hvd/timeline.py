@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from unidist.tracing.trace_file import Event, TraceFile
+from unidist.diagnosis.timeline.trace_file import Event, TraceFile
 
 #: Row, phase, activity, time.
 _Item = tuple[str, str, str, float]

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from unidist import knobs
+from unidist import settings
 from unidist.launchers.process import Result, run
 from unidist.launchers.table import command_line
 
@@ -34,8 +34,8 @@ def environment(env: Mapping[str, str], ranks: int, backend: str | None = None) 
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    kept = {name: value for name, value in env.items() if name != knobs.BACKEND and not OUTER.fullmatch(name)}
-    return {**defaults, **kept, **({knobs.BACKEND: backend} if backend else {})}
+    kept = {name: value for name, value in env.items() if name != settings.BACKEND and not OUTER.fullmatch(name)}
+    return {**defaults, **kept, **({settings.BACKEND: backend} if backend else {})}
 
 
 def run_world(

@@ -17,17 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from unidist.diagnosis.operations import format_ranks
 from unidist.errors import LaunchError
+from unidist.launch.topology import EXPORTED, RUN_ID
 from unidist.launchers.world import OUTER
 from unidist.network import open_files
 from unidist.network.addresses import LOOPBACK, Host, create_server, listen_address, this_host
-from unidist.operations import format_ranks
 from unidist.run import hosts, transport
 from unidist.run.agent import GRACE_S
 from unidist.run.agents import MESSAGE, HostAgent, how_ended
 from unidist.run.hosts import Place, Placement
 from unidist.run.output import Output, say
-from unidist.topology import EXPORTED, RUN_ID
 
 #: Variables that other hosts do not get: of the shell, of this host, of its GPUs and of its ssh session.
 _OF_THIS_HOST = re.compile(r"BASH_FUNC_.*|OLDPWD|PWD|_|SHLVL|HOSTNAME|SSH_.*|.*CUDA_VISIBLE_DEVICES")

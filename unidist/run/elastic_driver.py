@@ -1,6 +1,6 @@
 """The driver of an elastic job: it starts and ends workers, and tells them their places, as ``elastic.py`` decides.
 
-Each worker has a connection to it (``unidist.membership``). Each generation has a key-value store of its own: when it
+Each worker has a connection to it (``launch.membership``). Each generation has a key-value store of its own: when it
 ends by a loss, the store is closed, so that no worker waits in it for one that is lost.
 """
 
@@ -18,9 +18,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from unidist import knobs
+from unidist import settings
 from unidist.errors import LaunchError, UnidistError
-from unidist.membership import PURPOSE
+from unidist.launch.membership import PURPOSE
 from unidist.network import open_files
 from unidist.network.addresses import create_server
 from unidist.network.connection import Accepted, Acceptor, Connection, frame, new_secret
@@ -221,7 +221,7 @@ class _ElasticDriver(Driver):
         env = {
             **place,
             "HOROVOD_ELASTIC": "1",
-            knobs.ELASTIC: f"{endpoint[0]} {endpoint[1]} {worker.number} {self.secret.hex()}",
+            settings.ELASTIC: f"{endpoint[0]} {endpoint[1]} {worker.number} {self.secret.hex()}",
         }
         message = self.start_message(self.variables(), endpoint, [agent.host])
         agent.send(start={**message, "ranks": [(worker.number, env)], "slots": slots, "stay": True})

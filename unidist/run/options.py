@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from unidist import knobs
+from unidist import settings
 from unidist.errors import LaunchError
 from unidist.run.elastic import Limits
 
@@ -281,14 +281,14 @@ def elastic_limits(options: argparse.Namespace, env: Mapping[str, str]) -> Limit
         raise LaunchError(f"--blacklist-cooldown-range {cooldown[0]} {cooldown[1]}: from 1 to 3600 seconds, MIN first.")
     if options.reset_limit is not None and options.reset_limit < 0:
         raise LaunchError(f"--reset-limit {options.reset_limit} is not a number from 0 up.")
-    timeout = options.elastic_timeout or knobs.horovod_number(env, "HOROVOD_ELASTIC_TIMEOUT", 0) or 600
+    timeout = options.elastic_timeout or settings.horovod_number(env, "HOROVOD_ELASTIC_TIMEOUT", 0) or 600
     return Limits(
         min_np=least,
         max_np=options.max_num_proc,
         num_proc=at_start,
         reset_limit=options.reset_limit,
         timeout=timeout,
-        grace=knobs.grace(env),
+        grace=settings.grace(env),
         cooldown=None if cooldown is None else (cooldown[0], cooldown[1]),
     )
 

@@ -1,0 +1,561 @@
+"""Collective calls with the same semantics on every backend.
+
+Backends differ in the dtypes that they support, in whether they change their arguments, and in the shapes that they
+allow. Here results are new tensors with the dtype, device and (0-d) shape of the input; bool, complex, half precision,
+empty and non-contiguous tensors work; CPU tensors work with NCCL; reductions are computed in at least 32 bits.
+
+Every function is collective: each rank of ``group`` must call it, in the same order. ``group`` is
+what ``new_group`` returned, or None for the world. On an input that requires grad, ``all_reduce``,
+``all_gather``, ``broadcast``, ``all_to_all`` and ``reduce_scatter`` carry gradients: ``backward()``
+is then collective too, and the input must require grad on every rank of the group or on none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from operator import index
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from unidist.backends.base import Backend, Group, Op
+from unidist.backends.reductions import WIDER
+from unidist.collectives.consistency import compare, compare_gathered, compare_received, described, digest
+from unidist.context import current
+from unidist.diagnosis.operations import format_ranks
+from unidist.gradients.buckets import split_into_buckets
+
+T = TypeVar("T")
+#: Bytes of a payload that is sent along with its size, in one all_gather: at first, and at most.
+_INLINE_BYTES, _LARGEST_INLINE_BYTES = 256, 2**16
+#: Of a broadcast.
+_HEADER_BYTES = 16
+#: MiB of small tensors that are broadcast together.
+_BUCKET_MB = 64
+ReduceOp = Literal["sum", "mean", "min", "max", "product", "and", "or"]
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
+    """Reduce the ranks' tensors element by element. Collective.
+
+    Args:
+        tensor: the same shape and dtype on every rank.
+        op: ``sum``, ``mean`` (floating and complex), ``min``, ``max``, ``product``; ``and`` or ``or`` on bool.
+            Integer sums wrap around as in torch. Half precision is reduced in float32 and rounded once.
+        group: the ranks that take part.
+
+    Returns:
+        A new tensor, equal on every rank. ``sum`` and ``mean`` carry gradients.
+
+    Raises:
+        TypeError: the dtype has no such ``op``.
+        ValueError: unknown ``op``, or one without a gradient on a tensor that requires grad.
+    """
+    backend = _member(group)
+    _check_op(tensor, op)
+    compare(backend, group, "all_reduce", tensor, op)
+
+    def run(data: Tensor) -> Tensor:
+        sent = _widened(backend, data, op)
+        if sent.numel():
+            backend.all_reduce(sent.view(-1), _backend_op(op), group)
+        return _narrowed(sent, data, op)
+
+    return _apply(tensor, run, lambda grad: all_reduce(grad, op, group))
+
+
+def all_reduce_(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
+    """``all_reduce`` in place: no second tensor is allocated where the backend takes this one as it is. Collective.
+
+    It does so for contiguous float32, float64, int32 and int64 on a device of the backend; of floats, not ``min`` and
+    ``max``. Others are reduced in a copy.
+
+    Args:
+        tensor: overwritten; the same shape and dtype on every rank. Without a gradient: pass ``tensor.detach()``.
+        op: as for ``all_reduce``.
+        group: the ranks that take part.
+
+    Returns:
+        The tensor itself.
+
+    Raises:
+        TypeError: the dtype has no such ``op``.
+        ValueError: unknown ``op``, or the tensor requires grad.
+    """
+    backend = _member(group)
+    if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError("all_reduce_ of a tensor that requires grad: pass tensor.detach(), or use all_reduce.")
+    _check_op(tensor, op)
+    data = tensor.detach()
+    is_ordered = data.dtype.is_floating_point and op in ("min", "max")
+    if data.dtype in backend.reducible and not is_ordered and _is_flat(backend, data):
+        compare(backend, group, "all_reduce", data, op)
+        if data.numel():
+            backend.all_reduce(data.view(-1), _backend_op(op), group)
+    else:
+        data.copy_(all_reduce(data, op, group))
+    return tensor
+
+
+def all_gather(tensor: Tensor, group: Group | None = None) -> Tensor:
+    """Concatenate the ranks' tensors along dim 0, in rank order. Collective.
+
+    Args:
+        tensor: any dtype. The first dimension may differ between ranks (0 included), the others may not.
+            A 0-d tensor counts as one row.
+        group: the ranks that take part.
+
+    Returns:
+        A new tensor of shape ``(sum of first dims, *tensor.shape[1:])``, equal on every rank.
+
+    Raises:
+        MismatchError: on every rank, when dtypes or trailing dimensions differ.
+    """
+    backend = _member(group)
+    _check_dense(tensor)
+    rows, gathered = _gather(backend, group, "all_gather", tensor.detach(), tensor)
+    me = backend.ranks(group).index(backend.topology.rank)
+
+    def run(data: Tensor) -> Tensor:
+        return _from_bytes(gathered, data, sum(rows))
+
+    def transpose(grad: Tensor) -> Tensor:
+        mine = all_reduce(grad, "sum", group).narrow(0, sum(rows[:me]), rows[me])
+        return mine.reshape(tensor.shape)
+
+    return _apply(tensor, run, transpose)
+
+
+def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
+    """Give every rank the tensor of rank ``src``. Collective.
+
+    Args:
+        tensor: the same shape and dtype on every rank; the values of ``src`` are used.
+        src: a global rank of the group.
+        group: the ranks that take part.
+
+    Returns:
+        A new tensor, equal on every rank. Gradients flow, summed, to rank ``src``.
+    """
+    backend = _member(group)
+    _check_src(backend, src, group)
+    _check_dense(tensor)
+    compare(backend, group, "broadcast", tensor, f"from rank {src}")
+    text, header = _header(tensor.dtype, tensor.shape, src)
+
+    def run(data: Tensor) -> Tensor:
+        sent = _to_bytes(backend, data)
+        sent = torch.cat([header.to(sent.device), sent])
+        backend.broadcast(sent, src, group)
+        compare_received(backend, header, sent[:_HEADER_BYTES].cpu(), src, text)
+        return _from_bytes(sent[_HEADER_BYTES:], data, _rows(data)).reshape(data.shape)
+
+    def transpose(grad: Tensor) -> Tensor:
+        total = all_reduce(grad, "sum", group)
+        # Zeros that hang on the sum: a second backward pass is as collective as the first, on every rank.
+        return total if backend.topology.rank == src else total.masked_fill(torch.ones_like(total, dtype=torch.bool), 0)
+
+    return _apply(tensor, run, transpose)
+
+
+@lru_cache(maxsize=1024)
+def _header(dtype: torch.dtype, shape: torch.Size, src: int) -> tuple[str, Tensor]:
+    """A broadcast as errors name it, and 16 bytes that tell it from others."""
+    text = described("broadcast", torch.empty(shape, dtype=dtype, device="meta"), f"from rank {src}")
+    return text, torch.tensor([digest(text), 0]).view(torch.uint8)
+
+
+def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | None = None) -> None:
+    """Overwrite tensors with those of rank ``src``: one broadcast per dtype, device and bucket. Collective.
+
+    Args:
+        tensors: dense, of the same shapes and dtypes on every rank.
+        src: a global rank of the group.
+        group: the ranks that take part.
+    """
+    backend = _member(group)
+    _check_src(backend, src, group)
+    for tensor in tensors:
+        _check_dense(tensor)
+    shapes = ", ".join(described("", tensor) for tensor in tensors)
+    compare(backend, group, f"broadcast_tensors_ from rank {src}{shapes}", always=True)
+    for same in split_into_buckets((t for t in tensors if t.numel()), _BUCKET_MB):
+        in_place = len(same) == 1 and _is_flat(backend, same[0])
+        parts = [tensor.detach().reshape(-1) for tensor in same]
+        flat = parts[0] if in_place else torch.cat(parts)
+        sent = flat.to(transport_device(backend, flat))
+        backend.broadcast(sent.view(torch.uint8), src, group)
+        if backend.topology.rank != src and not in_place:
+            sizes = [tensor.numel() for tensor in same]
+            received = torch.split(sent.to(flat.device), sizes)
+            torch._foreach_copy_(
+                [tensor.detach() for tensor in same], [part.view(tensor.shape) for part, tensor in zip(received, same)]
+            )
+
+
+def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group | None = None) -> Tensor:
+    """Send rows of ``tensor`` to each rank and receive rows from each. Collective.
+
+    Args:
+        tensor: the rows for the group's first rank, then those for its second, ... The first dimension
+            may differ between ranks, the others and the dtype may not.
+        splits: number of rows for each rank of the group, in rank order (default: equal parts).
+        group: the ranks that take part.
+
+    Returns:
+        A new tensor: the rows that the group's first rank sent to this rank, then those of its second, ...
+
+    Raises:
+        ValueError: ``splits`` does not fit the tensor or the group.
+        MismatchError: on every rank, when dtypes or trailing dimensions differ.
+    """
+    backend = _member(group)
+    _check_dense(tensor)
+    ranks = backend.ranks(group)
+    send = _splits(tensor, splits, len(ranks))
+    me = ranks.index(backend.topology.rank)
+    counts = _gather(backend, group, "all_to_all", torch.tensor(send), tensor)[1]
+    receive = counts.view(torch.int64)[me :: len(ranks)].tolist()
+
+    def run(data: Tensor) -> Tensor:
+        row = _row_bytes(data)
+        flat = backend.all_to_all(_to_bytes(backend, data), [n * row for n in send], [n * row for n in receive], group)
+        return _from_bytes(flat, data, sum(receive))
+
+    return _apply(tensor, run, lambda grad: all_to_all(grad, receive, group))
+
+
+def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
+    """Reduce the ranks' tensors and leave one part of the result on each rank. Collective.
+
+    Args:
+        tensor: the same shape and dtype on every rank; dim 0 a multiple of the group's size.
+        op: as for ``all_reduce``.
+        group: the ranks that take part.
+
+    Returns:
+        A new tensor of shape ``(tensor.shape[0] // size, *tensor.shape[1:])``: the i-th part on the i-th rank.
+
+    Raises:
+        ValueError: dim 0 is not a multiple of the group's size.
+    """
+    backend = _member(group)
+    _check_op(tensor, op)
+    size = len(backend.ranks(group))
+    if tensor.dim() == 0 or tensor.shape[0] % size:
+        raise ValueError(
+            f"reduce_scatter over {size} ranks cannot split shape {tuple(tensor.shape)} along dim 0: pad it to a "
+            f"multiple of {size} rows."
+        )
+    compare(backend, group, "reduce_scatter", tensor, op, always=True)
+
+    def run(data: Tensor) -> Tensor:
+        sent = _widened(backend, data, op)
+        part = sent.new_empty((sent.shape[0] // size, *sent.shape[1:]))
+        if sent.numel():
+            part = backend.reduce_scatter(sent.view(-1), _backend_op(op), group).view(part.shape)
+        return _narrowed(part, data, op)
+
+    def transpose(grad: Tensor) -> Tensor:
+        whole = all_gather(grad, group)
+        return whole / size if op == "mean" else whole
+
+    return _apply(tensor, run, transpose)
+
+
+def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
+    """Every rank's object, in rank order; any object that can be pickled. Collective."""
+    backend = _member(group)
+    sizes, flat = _gather(backend, group, "all_gather_object", _pickled(obj))
+    return [unpickled(part) for part in torch.split(flat, sizes)]
+
+
+def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
+    """The object of global rank ``src`` on every rank; any object that can be pickled. Collective.
+
+    The other ranks' ``obj`` is ignored.
+    """
+    backend = _member(group)
+    _check_src(backend, src, group)
+    is_src = backend.topology.rank == src
+    data = _pickled(obj) if is_src else torch.empty(0, dtype=torch.uint8)
+    text = described("broadcast_object", None, f"from rank {src}")
+    sizes, payloads = _exchange(backend, group, text, text, data.numel(), data)
+    size = max(sizes)
+    if size <= payloads.shape[1]:
+        data = payloads[backend.ranks(group).index(src), :size]
+    else:
+        data = data if is_src else torch.empty(size, dtype=torch.uint8)
+        backend.broadcast(data, src, group)
+    return obj if is_src else unpickled(data)
+
+
+def barrier(group: Group | None = None) -> None:
+    """Wait until every rank of the group has made this call. Collective."""
+    backend = _member(group)
+    compare(backend, group, "barrier")
+    backend.barrier(group)
+
+
+def new_group(ranks: Sequence[int]) -> Group:
+    """Make a group of some ranks, for the argument ``group`` of the other calls.
+
+    Collective over the **world**: ranks that are not in the group call it too. A second call with the same ranks
+    returns the same group.
+
+    Args:
+        ranks: global ranks, in any order; a group's ranks are sorted.
+
+    Raises:
+        TypeError: no sequence of integers.
+        ValueError: no rank, a rank twice, or one outside the world.
+    """
+    backend = current()
+    try:
+        key = tuple(sorted(map(index, ranks)))
+    except TypeError:
+        raise TypeError(f"new_group({ranks!r}): pass global ranks as integers, such as new_group([0, 1]).") from None
+    if backend.compares_all:
+        compare(backend, None, "new_group", option=f"ranks {format_ranks(key)}")
+    if not key or len(set(key)) < len(key) or key[0] < 0 or key[-1] >= backend.topology.world_size:
+        raise ValueError(
+            f"new_group({list(ranks)}) needs at least one rank, none twice, all from 0 to "
+            f"{backend.topology.world_size - 1}."
+        )
+    if key not in backend.groups:
+        backend.groups[key] = backend.new_group(key)
+    return backend.groups[key]
+
+
+# --------------------------------------------------------------------------------- gradients
+class _Collective(torch.autograd.Function):
+    """A linear collective: ``run`` forward, its transpose backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, run: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.transpose = transpose
+        return run(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transpose(grad), None, None
+
+
+def _apply(tensor: Tensor, run: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]) -> Tensor:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        result: Tensor = _Collective.apply(tensor, run, transpose)  # type: ignore[no-untyped-call]
+        return result
+    return run(tensor.detach())
+
+
+# --------------------------------------------------------------------------------- arguments
+def _member(group: Group | None) -> Backend:
+    backend = current()
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group={group!r} is not a group: pass what new_group(ranks) returned.")
+    if group is not None and backend.topology.rank not in group.ranks:
+        raise ValueError(
+            f"rank {backend.topology.rank} is not in the group of ranks {list(group.ranks)}, and only its members may "
+            "make this call."
+        )
+    return backend
+
+
+def _check_src(backend: Backend, src: int, group: Group | None) -> None:
+    if src not in backend.ranks(group):
+        raise ValueError(f"src={src} is not one of the ranks {list(backend.ranks(group))} that take part.")
+
+
+def _check_dense(tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"collectives take tensors, not {type(tensor).__name__}: pass torch.as_tensor(...), or use "
+            "allreduce_metric or all_gather_object."
+        )
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{tensor.layout} tensors are not supported: pass tensor.to_dense().")
+
+
+def _check_op(tensor: Tensor, op: str) -> None:
+    if op not in get_args(ReduceOp):
+        raise ValueError(f"op={op!r} is unknown: use one of {', '.join(get_args(ReduceOp))}.")
+    _check_dense(tensor)
+    dtype = tensor.dtype
+    if (dtype == torch.bool) != (op in ("and", "or")):
+        raise TypeError(
+            f"{op!r} of {dtype}: 'and' and 'or' are for bool tensors only, which take no other operation: convert with "
+            ".int() or .bool()."
+        )
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"the mean of {dtype} is not an integer: convert with .float() or .double(), or use op='sum'.")
+    if dtype.is_complex and op not in ("sum", "mean"):
+        raise TypeError(f"{op!r} of {dtype}: complex tensors take 'sum' and 'mean'.")
+    if op not in ("sum", "mean") and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op!r} over ranks has no gradient here: pass tensor.detach(), or use 'sum' or 'mean'.")
+
+
+def _backend_op(op: ReduceOp) -> Op:
+    if op == "and":
+        return "min"
+    return "max" if op == "or" else op
+
+
+def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if splits is None:
+        if tensor.dim() == 0 or rows % size:
+            raise ValueError(
+                f"shape {tuple(tensor.shape)} cannot be split into {size} equal parts along dim 0: pass splits=."
+            )
+        return [rows // size] * size
+    counts = [int(n) for n in splits]
+    if tensor.dim() == 0 or len(counts) != size or min(counts) < 0 or sum(counts) != rows:
+        raise ValueError(
+            f"splits={counts} must be {size} counts, none negative, that add up to the {rows} rows of shape "
+            f"{tuple(tensor.shape)}."
+        )
+    return counts
+
+
+# ------------------------------------------------------------------------------ conversion for the backend
+def transport_device(backend: Backend, tensor: Tensor) -> torch.device:
+    """The device on which a tensor is sent: its own if the backend supports that, else the CPU."""
+    return tensor.device if tensor.device.type in backend.device_types else torch.device("cpu")
+
+
+def _is_flat(backend: Backend, tensor: Tensor) -> bool:
+    """Whether the backend takes the tensor's own memory."""
+    # One expanded element counts as contiguous with stride 0, which no byte view takes.
+    is_dense = tensor.is_contiguous() and tensor.stride()[-1:] != (0,) and not tensor.is_conj() and not tensor.is_neg()
+    return is_dense and transport_device(backend, tensor) == tensor.device
+
+
+def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
+    """A contiguous copy in a dtype that the backend reduces."""
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    dtype = torch.int32 if tensor.dtype == torch.bool else tensor.dtype
+    if dtype not in backend.reducible:
+        if dtype not in WIDER:
+            raise TypeError(
+                f"{op!r} of {dtype} is not supported: convert it first, for example with .float() or .long()."
+            )
+        dtype = WIDER[dtype]
+    sent = torch.empty(tensor.shape, dtype=dtype, device=transport_device(backend, tensor)).copy_(tensor)
+    return to_ordered(sent, op) if dtype.is_floating_point and op in ("min", "max") else sent
+
+
+def _narrowed(sent: Tensor, like: Tensor, op: str) -> Tensor:
+    if like.dtype.is_floating_point and op in ("min", "max"):
+        sent = from_ordered(sent, op)
+    if like.dtype.is_complex:
+        sent = torch.view_as_complex(sent)
+    return sent.to(dtype=like.dtype, device=like.device)
+
+
+def to_ordered(numbers: Tensor, op: str) -> Tensor:
+    """float32 or float64 as integers of the same order, with nan as the value that ``op`` returns.
+
+    Backends compare floats with ``<``, so their min and max with a nan depend on its rank; torch's are nan.
+    """
+    ordered = _flip_negative(numbers.view(torch.int32 if numbers.dtype == torch.float32 else torch.int64))
+    limits = torch.iinfo(ordered.dtype)
+    return ordered.masked_fill_(numbers.isnan(), limits.max if op == "max" else limits.min)
+
+
+def from_ordered(ordered: Tensor, op: str) -> Tensor:
+    """The inverse of ``to_ordered``."""
+    limits = torch.iinfo(ordered.dtype)
+    nan = ordered == (limits.max if op == "max" else limits.min)
+    numbers = _flip_negative(ordered).view(torch.float32 if ordered.dtype == torch.int32 else torch.float64)
+    return numbers.masked_fill_(nan, torch.nan)
+
+
+def _flip_negative(bits: Tensor) -> Tensor:
+    # IEEE 754: sign and magnitude; two's complement counts the other way below zero.
+    return bits ^ ((bits >> (bits.element_size() * 8 - 1)) & torch.iinfo(bits.dtype).max)
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.element_size()
+
+
+def _to_bytes(backend: Backend, tensor: Tensor) -> Tensor:
+    sent = tensor.resolve_conj().resolve_neg().to(device=transport_device(backend, tensor)).reshape(-1)
+    # One expanded element counts as contiguous with stride 0, which no byte view takes.
+    if not sent.is_contiguous() or sent.stride(0) != 1:
+        sent = sent.clone(memory_format=torch.contiguous_format)
+    return sent.view(torch.uint8)
+
+
+def _from_bytes(flat: Tensor, like: Tensor, rows: int) -> Tensor:
+    return flat.view(like.dtype).reshape(rows, *like.shape[1:]).to(like.device)
+
+
+def _gather(
+    backend: Backend, group: Group | None, call: str, tensor: Tensor, of: Tensor | None = None
+) -> tuple[list[int], Tensor]:
+    """Every rank's number of rows, and the bytes of all rows; raises on every rank when calls, dtypes or trailing
+    dimensions differ.
+
+    Args:
+        call: the function's name.
+        tensor: whose rows are sent.
+        of: the call's argument, for the comparison; None: it is no tensor.
+    """
+    data = _to_bytes(backend, tensor)
+    text = call if of is None else f"{call} of {of.dtype} (*, {of.shape[1:]})"
+    rows, payloads = _exchange(backend, group, text, described(call, of), _rows(tensor), data)
+    sizes = [count * _row_bytes(tensor) for count in rows]
+    if max(sizes) > payloads.shape[1]:
+        return rows, backend.all_gather(data, sizes, group)
+    return rows, torch.cat([row[:size] for row, size in zip(payloads, sizes)])
+
+
+def _exchange(
+    backend: Backend, group: Group | None, text: str, shown: str, count: int, data: Tensor
+) -> tuple[list[int], Tensor]:
+    """Compare a call, and exchange ``count`` and, where they fit, the bytes of ``data``, a row each. Collective.
+
+    A row has as many bytes as the largest of the last call needed. A second call must follow where those of any rank
+    do not fit: all ranks know all counts, and so decide alike.
+    """
+    compare(backend, group, text, shown=shown)
+    inline = backend.inline_bytes.get(group, _INLINE_BYTES)
+    header = torch.tensor([digest(text), count, data.numel()]).view(torch.uint8)
+    sent = torch.zeros(len(header) + inline, dtype=torch.uint8)
+    sent[: len(header)] = header
+    if data.numel() <= inline:
+        sent[len(header) : len(header) + data.numel()] = data
+    size = len(backend.ranks(group))
+    rows = backend.all_gather(sent, [sent.numel()] * size, group).view(size, -1)
+    table = rows[:, : len(header)].contiguous().view(torch.int64).tolist()
+    compare_gathered(backend, group, [row[0] for row in table], shown)
+    longest = max(row[2] for row in table)
+    backend.inline_bytes[group] = max(_INLINE_BYTES, _power_of_2(longest)) if longest <= _LARGEST_INLINE_BYTES else 0
+    return [row[1] for row in table], rows[:, len(header) :]
+
+
+def _power_of_2(number: int) -> int:
+    """The next one from a number up."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _pickled(obj: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def unpickled(data: Tensor) -> Any:
+    """The object that was pickled into bytes."""
+    # Tensor.numpy() would need NumPy, which torch does not.
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

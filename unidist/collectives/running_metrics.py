@@ -1,0 +1,170 @@
+"""Metrics that accumulate on each rank, and are reduced over all ranks when they are computed."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from unidist.collectives.metric_reduction import allreduce_metric
+from unidist.collectives.operations import all_gather_object
+from unidist.context import current
+
+M = TypeVar("M")
+
+
+class Metric:
+    """Totals of this rank. ``update`` is local and does not wait for the device; ``compute`` is collective."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the totals back to zero."""
+        self._totals: dict[torch.device, list[Tensor | float]] = {}
+
+    def _add(self, *amounts: Tensor | float) -> None:
+        # Totals per device, so that no update waits for a GPU.
+        device = next((amount.device for amount in amounts if isinstance(amount, Tensor)), torch.device("cpu"))
+        before = self._totals.get(device, [0.0] * len(amounts))
+        self._totals[device] = [total + amount for total, amount in zip(before, amounts)]
+
+    def _reduce(self, length: int) -> list[float]:
+        """The totals over all ranks, in one collective."""
+        mine = [0.0] * length
+        for row in self._totals.values():
+            mine = [total + float(amount) for total, amount in zip(mine, row)]
+        return allreduce_metric(mine, op="sum")
+
+
+class Mean(Metric):
+    """The weighted mean of all values of all ranks.
+
+    ::
+
+        mean_loss = unidist.Mean()
+        for inputs, targets in loader:
+            ...
+            mean_loss.update(loss, len(inputs))
+        loss = mean_loss.compute()
+    """
+
+    def update(self, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        """Add a value, or each element of a tensor, with a weight, such as the number of samples it is the mean of.
+
+        A value of weight 0 does not count, whatever it is.
+        """
+        if isinstance(value, Tensor) or isinstance(weight, Tensor):
+            device = value.device if isinstance(value, Tensor) else None
+            weights = torch.as_tensor(weight, dtype=torch.float64, device=device)
+            values = torch.as_tensor(value, device=weights.device).detach().double()
+            products = torch.where(weights == 0, 0.0, values * weights)
+            self._add(products.sum(), weights.expand_as(products).sum())
+        else:
+            self._add(value * weight if weight else 0.0, weight)
+
+    def compute(self) -> float:
+        """The mean over all ranks; nan without any weight, or if a value was nan. Collective."""
+        total, weight = self._reduce(2)
+        return total / weight if weight else float("nan")
+
+
+class Sum(Metric):
+    """The sum of all values of all ranks, in float64; for exact integers use ``allreduce_metric(n, op="sum")``."""
+
+    def update(self, value: float | Tensor) -> None:
+        """Add a value, or each element of a tensor."""
+        self._add(value.detach().double().sum() if isinstance(value, Tensor) else value)
+
+    def compute(self) -> float:
+        """The sum over all ranks; 0 without any value. Collective."""
+        return self._reduce(1)[0]
+
+
+class Accuracy(Metric):
+    """The fraction of correct predictions over all ranks.
+
+    Args:
+        top_k: a prediction is correct if the target is among the ``top_k`` highest scores.
+        ignore_index: targets of this value do not count, as in ``torch.nn.functional.cross_entropy``.
+    """
+
+    def __init__(self, top_k: int = 1, ignore_index: int | None = None) -> None:
+        super().__init__()
+        if top_k < 1:
+            raise ValueError(f"Accuracy(top_k={top_k}) must be 1 or more.")
+        self.top_k = top_k
+        self.ignore_index = ignore_index
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        """Add a batch of predictions.
+
+        Args:
+            output: scores of shape ``(N, C, ...)`` with 2 classes or more, or predicted classes of the shape of
+                ``target``.
+            target: classes of shape ``(N, ...)``, integers or bool. With one score per sample, pass ``scores >
+                threshold``.
+
+        Raises:
+            ValueError: the shapes do not fit, or there are fewer classes than ``top_k``.
+        """
+        output, target = output.detach(), target.detach().to(output.device)
+        classes = not (output.dtype.is_floating_point or target.dtype.is_floating_point)
+        fits = output.dim() == target.dim() + 1 and output.shape[:1] + output.shape[2:] == target.shape
+        if output.shape == target.shape and classes and self.top_k == 1:
+            correct = output == target
+        elif fits and output.shape[1] >= max(2, self.top_k) and not target.dtype.is_floating_point:
+            correct = (output.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(1)
+        else:
+            raise ValueError(
+                f"Accuracy(top_k={self.top_k}) takes (N, C, ...) scores of 2 classes or more with (N, ...) classes, "
+                "or classes of "
+                f"one shape, not {output.dtype} {tuple(output.shape)} with {target.dtype} {tuple(target.shape)}."
+            )
+        counted = torch.ones_like(correct) if self.ignore_index is None else target != self.ignore_index
+        self._add((correct & counted).sum().double(), counted.sum().double())
+
+    def compute(self) -> float:
+        """From 0 to 1; nan without any prediction. Collective."""
+        correct, counted = self._reduce(2)
+        return correct / counted if counted else float("nan")
+
+
+def wrap_metric(metric: M) -> M:
+    """Make a torchmetrics metric, or a collection of them, compute over all ranks, on any backend.
+
+    Not collective itself; afterwards ``metric.compute()`` is. A rank without samples contributes nothing.
+    What ``metric(...)`` returns for a batch stays this rank's own, as in torchmetrics.
+
+    Returns:
+        The metric that was passed.
+
+    Raises:
+        TypeError: not a torchmetrics ``Metric`` or ``MetricCollection``.
+    """
+    if hasattr(metric, "items") and hasattr(metric, "compute"):
+        for _, part in metric.items(keep_base=True, copy_state=False):
+            wrap_metric(part)
+        return metric
+    if not hasattr(metric, "dist_sync_fn"):
+        raise TypeError(
+            f"wrap_metric takes a torchmetrics metric, not {type(metric).__name__}: unidist.Mean and the like need no "
+            "wrapping."
+        )
+    own: Any = metric
+    own.dist_sync_fn = _gather
+    own.distributed_available_fn = _has_peers
+    for child in own.modules() if hasattr(own, "modules") else ():
+        if child is not own and hasattr(child, "dist_sync_fn"):
+            wrap_metric(child)
+    return metric
+
+
+def _gather(tensor: Tensor, group: object = None) -> list[Tensor]:
+    """torchmetrics' ``dist_sync_fn``: every rank's tensor, of any shapes."""
+    return [part.to(tensor.device) for part in all_gather_object(tensor.detach().cpu())]
+
+
+def _has_peers() -> bool:
+    return current().topology.world_size > 1

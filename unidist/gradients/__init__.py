@@ -1,0 +1,1 @@
+"""Gradients in buckets, averaged during the backward pass."""
