@@ -2,7 +2,7 @@
 # make docs: the site, in build/site.
 # make unit: the tests that start no world, in under a minute.  make test: everything that CI runs, with Horovod's build.
 # make faults N=200: kills, stops and breaks ranks of the drop-in, and counts what became of the others (tests/faults).
-# make mishaps N=300: kills, full disks, damaged and hostile files at checkpoints, and counts what was lost or ran.
+# make mishaps N=300: kills, full disks, damaged and hostile files, hostile bytes on ports; counts what was lost or ran.
 # make test-torch TORCH=2.15.0: what another PyTorch may break, in an environment of its own, which takes some gigabytes.
 # make test-interop: scripts of more libraries than `make test` installs, in an environment of its own.
 VENV ?= .venv

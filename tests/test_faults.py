@@ -15,6 +15,6 @@ def test_survivors_of_faults_end_and_name_the_victim() -> None:
 
 
 def test_mishaps_lose_nothing_and_run_nothing() -> None:
-    result = run_world("python", 1, ["-m", "tests.faults.mishaps", "-n", "8", "--seed", str(SEED)])
+    result = run_world("python", 1, ["-m", "tests.faults.mishaps", "-n", "9", "--seed", str(SEED)])
     assert result.returncode == 0, result.output
     shown.setdefault("mishaps of checkpoints", []).append(result.output.splitlines()[-1])

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 import unidist
+from tests.faults.ports import hostile_to_ports
 from tests.support.worlds import free_port
 from unidist.checkpoint import files as checkpoint_files
 
@@ -336,6 +337,12 @@ def in_the_way(dice: random.Random, directory: Path) -> Iterator[str]:
         yield f"{kind}: it was replaced, or something is left"
 
 
+def attacked(dice: random.Random, directory: Path) -> Iterator[str]:
+    """A job of ``unidist run`` goes on, whatever is sent to its ports."""
+    if found := hostile_to_ports(dice, directory):
+        yield found
+
+
 #: By name: what happens in an empty directory. It yields what is wrong afterwards.
 MISHAPS: dict[str, Callable[[random.Random, Path], Iterator[str]]] = {
     "SIGKILL in a save": lambda dice, directory: killed(dice, directory, signal.SIGKILL),
@@ -346,6 +353,7 @@ MISHAPS: dict[str, Callable[[random.Random, Path], Iterator[str]]] = {
     "times out of order": out_of_order,
     "a full disk": full,
     "something in the way": in_the_way,
+    "hostile bytes on the ports": attacked,
 }
 #: Those that only root can make.
 ROOTS = {"a full disk", "something in the way"}

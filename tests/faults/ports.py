@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import struct
 import subprocess
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -73,62 +71,45 @@ def attack(draw: random.Random, processes: list[psutil.Process], end: float) -> 
     return count
 
 
-def hostile(seed: int, name: str | None = None) -> str:
+def hostile_to_ports(draw: random.Random, directory: Path) -> str:
     """Attack a job; what was wrong, or an empty text."""
-    draw = random.Random(seed)
-    name = name or draw.choice(list(JOBS))
+    name = draw.choice(list(JOBS))
     options, what = JOBS[name]
-    with tempfile.TemporaryDirectory() as directory:
-        stop = Path(directory) / "stop"
-        argv = [
-            PYTHON,
-            "-m",
-            "unidist",
-            "run",
-            *options,
-            PYTHON,
-            str(ROOT / "tests/programs/steady.py"),
-            str(stop),
-            what,
-        ]
-        job = subprocess.Popen(
-            argv,
-            env=environment("unidist-run", {}),
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        printed: list[str] = []
-        errors: list[str] = []
-        readers = [
-            threading.Thread(target=lambda stream=stream, to=to: to.extend(stream), daemon=True)
-            for stream, to in ((job.stdout, printed), (job.stderr, errors))
-        ]
-        for reader in readers:
-            reader.start()
-        try:
-            early = draw.random() < 0.3  # while the ranks start
-            while sum("up" in line for line in list(printed)) < 2 and not early and job.poll() is None:
-                time.sleep(0.05)
-            processes = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
-            count = attack(draw, processes, time.monotonic() + _ATTACK_S)
-            while sum("up" in line for line in list(printed)) < 2 and job.poll() is None:
-                time.sleep(0.05)
-            largest = max(map(_megabytes, processes))
-            stop.touch()
-            status = job.wait(60)
-        except subprocess.TimeoutExpired:
-            return f"{name}: hangs\n{''.join(errors)}"
-        finally:
-            job.kill()  # the ranks end with it
-        for reader in readers:
-            reader.join(10)
+    stop = directory / "stop"
+    argv = [PYTHON, "-m", "unidist", "run", *options, PYTHON, PROGRAM, str(stop), what]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    job = subprocess.Popen(argv, env=environment("unidist-run", {}), cwd=ROOT, **pipes)
+    printed: list[str] = []
+    errors: list[str] = []
+    readers = [
+        threading.Thread(target=lambda stream=stream, to=to: to.extend(stream), daemon=True)
+        for stream, to in ((job.stdout, printed), (job.stderr, errors))
+    ]
+    for reader in readers:
+        reader.start()
+
+    def wait_for_ranks() -> None:
+        while sum("up" in line for line in list(printed)) < 2 and job.poll() is None:
+            time.sleep(0.05)
+
+    try:
+        if draw.random() < 0.7:  # else while the ranks start
+            wait_for_ranks()
+        processes = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+        count = attack(draw, processes, time.monotonic() + _ATTACK_S)
+        wait_for_ranks()
+        largest = max(map(_megabytes, processes))
+        stop.touch()
+        status = job.wait(60)
+    except subprocess.TimeoutExpired:
+        return f"{name}: hangs\n{''.join(errors)}"
+    finally:
+        job.kill()  # the ranks end with it
+    for reader in readers:
+        reader.join(10)
     text = "".join(errors)
-    if status != 0:
+    if status != 0 or "Traceback" in text:
         return f"{name}: status {status} after {count} connections\n{text}"
-    if "Traceback" in text:
-        return f"{name}: a traceback after {count} connections\n{text}"
     return f"{name}: a process has {largest} MB" if largest > _MOST_MB else ""
 
 
@@ -136,8 +117,3 @@ def _megabytes(process: psutil.Process) -> int:
     with suppress(psutil.Error):
         return int(process.memory_info().rss >> 20)
     return 0
-
-
-if __name__ == "__main__":
-    for number in range(int(os.environ.get("N", "4"))):
-        print(number, hostile(number, list(JOBS)[number % len(JOBS)]) or "well", flush=True)
