@@ -118,15 +118,12 @@ LIBRARIES = {
     "horovod": {"backends/horovod.py"},
     "mpi4py": {"backends/mpi"},
 }
-#: Private functions of torch, and the only files that call them.
-PRIVATE = {
-    r"torch\.autograd\._is_checkpoint|_current_graph_task|_execution_engine": {"backward_pass.py"},
-    r"_storage_Use_Count": {"buckets.py"},
-}
+#: Of other libraries, and beginning with "_" though they are documented.
+DOCUMENTED = {"_asdict", "_exit", "_fields_", "_getframe", "_current_frames", "_replace"}
+#: Names of other modules, by which a private name is theirs whatever this package has.
+FOREIGN = ("torch", "dist.", "cst.", "hvd.")
 #: These measure and look at the libraries themselves.
-LOOKING = {
-    "unidist/cli/checkup.py",
-}  # fmt: skip
+LOOKING = {"unidist/cli/checkup.py"}
 SOURCES = [*(ROOT / "unidist").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]
 SOURCES = [path for path in SOURCES if not path.is_relative_to(ROOT / "unidist/backends")]  # a link
 
@@ -157,9 +154,27 @@ def test_imports_point_down(path: Path) -> None:
                 assert str(home).startswith(tuple(homes)), f"{home} imports {name}"
 
 
-def test_private_functions_of_torch_are_called_in_one_place() -> None:
-    for pattern, homes in PRIVATE.items():
-        assert {path.name for path in SOURCES if re.search(pattern, path.read_text())} == homes, pattern
+def test_private_names_of_other_libraries_are_in_a_table() -> None:
+    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    used = {
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("unidist")
+        for alias in node.names
+    }
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    own |= {
+        node.attr
+        for node in attributes
+        if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls")
+    }
+    used |= {node.attr for node in attributes if node.attr not in own or ast.unparse(node.value).startswith(FOREIGN)}
+    private = {name for name in used if re.match(r"_[^_]", name)} - DOCUMENTED
+    table = set(re.findall(r"^\| `(_\w+)` \|", (ROOT / "docs/upgrading.md").read_text(), re.MULTILINE))
+    assert len(table) > 20 and private - table == set() and table - private == set()
 
 
 def test_the_contract_stands_alone() -> None:
