@@ -299,6 +299,25 @@ def test_a_model_that_is_converted_afterwards() -> None:
         torch.testing.assert_close(param.grad, grad.double(), rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_that_are_given_other_memory_are_averaged_all_the_same() -> None:
+    def clip(model: nn.Module) -> None:
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.data = param.grad.data.clamp(-1, 1)
+
+    for make_parallel in (unidist.replicate, unidist.wrap_model):
+        for change in (clip, lambda model: model.double().float()):
+            model = make_parallel(nn.Linear(3, 1))
+            for step in range(3):
+                inputs = inputs_of(unidist.rank())
+                model.zero_grad(set_to_none=step == 1)
+                model(inputs).pow(2).sum().backward()
+                for param in model.parameters():  # whose gradients nobody keeps
+                    assert param.grad is not None and torch.equal(param.grad, unidist.broadcast(param.grad))
+                if make_parallel is unidist.replicate or change is clip:
+                    change(model)
+
+
 def test_sparse_gradients() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:

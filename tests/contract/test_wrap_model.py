@@ -614,6 +614,17 @@ def test_parameters_that_are_converted_or_replaced_after_wrapping_are_an_error(c
     unidist.assert_in_sync(model)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch.compile's
+def test_a_conversion_after_wrapping_and_compiling_is_an_error() -> None:
+    model = unidist.wrap_model(nn.Linear(4, 3))
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(2, 4)).sum().backward()
+    model.zero_grad()
+    model.double()
+    with pytest.raises(unidist.UnidistError, match=r"were converted"):
+        compiled(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+
+
 def test_conversions_that_change_nothing_are_none() -> None:
     model = unidist.wrap_model(make_model())
     for change in (lambda: model.float(), lambda: model.to("cpu"), lambda: model.requires_grad_(True)):

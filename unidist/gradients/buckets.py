@@ -55,12 +55,14 @@ class Bucket:
         """
         sizes = [size for size, _, _ in self._layouts]
         self.flat = torch.zeros(sum(sizes), dtype=self.params[0].dtype, device=self.params[0].device)
-        parts = torch.split(self.flat, sizes)
+        self._parts = torch.split(self.flat, sizes)
         #: Each parameter's gradient in ``flat``.
-        self.views = [
-            part.view(shape) if strides is None else part.as_strided(shape, strides)
-            for part, (_, shape, strides) in zip(parts, self._layouts)
-        ]
+        self.views = [self._view(index) for index in range(len(sizes))]
+        self._addresses = [view.data_ptr() for view in self.views]
+
+    def _view(self, index: int) -> Tensor:
+        part, (_, shape, strides) = self._parts[index], self._layouts[index]
+        return part.view(shape) if strides is None else part.as_strided(shape, strides)
 
     def fits(self) -> bool:
         """Whether the parameters still have the dtype and the device of the storage."""
@@ -69,8 +71,8 @@ class Bucket:
 
     def is_referenced(self) -> bool:
         """Whether anything but this bucket and its parameters refers to the storage or a view."""
-        # The bucket's own references: flat and its views; here the storage's name.
-        if torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) > len(self.views) + 2:
+        # The bucket's own references: flat, its parts and its views; here the storage's name.
+        if torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) > 2 * len(self.views) + 2:
             return True
         return max(_reference_counts(self.views), default=0) > _UNSHARED
 
@@ -83,8 +85,10 @@ class Bucket:
                 return self.copy_in(indices, prescale)
         grads, views, in_place = [], [], []
         for index in indices:
-            param, view = self.params[index], self.views[index]
-            grad = param.grad
+            param, grad = self.params[index], self.params[index].grad
+            if self.views[index].data_ptr() != self._addresses[index]:  # p.grad.data = ..., model.double().float()
+                self.views[index] = self._view(index)
+            view = self.views[index]
             if grad is view:
                 in_place.append(view)
             elif grad is None:

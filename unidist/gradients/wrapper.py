@@ -64,13 +64,17 @@ class TrainedParameters:
             self._remember()
         if list(map(Tensor.data_ptr, self._params)) == self._memory:
             return False
-        if any(param.dtype is not dtype or param.device != device for _, _, param, dtype, device in self._slots):
+        if self.of_other_kind():
             return True
         nodes, found = self._nodes, self._found_nodes()
         if len(nodes) == len(found) and any(node is not now for node, now in zip(nodes, found)):
             return True
         self._remember()
         return False
+
+    def of_other_kind(self) -> bool:
+        """Whether a parameter has another dtype or device than at first."""
+        return any(param.dtype is not dtype or param.device != device for _, _, param, dtype, device in self._slots)
 
     def replaced(self) -> bool:
         """Whether the model has another object in place of a parameter or of a submodule.
@@ -109,7 +113,11 @@ class Wrapper(WrappedModel[M]):
         if self.require_backward_grad_sync:
             refuse_join(self.options)
         refuse_unfrozen(self.frozen, "model = unidist.wrap_model(unidist.unwrap(model))")
-        if not torch.compiler.is_compiling() and (self.trained.converted() or self.trained.replaced()):
+        if torch.compiler.is_compiling():  # which is when a dtype is new; a raise here ends in a call without it
+            changed = self.trained.of_other_kind()
+        else:
+            changed = self.trained.converted() or self.trained.replaced()
+        if changed:
             raise replaced_parameters("wrap_model")
 
     def check_backward(self) -> None:

@@ -338,7 +338,9 @@ class Acceptor:
         try:
             messages = connection.receive()
         except (EOFError, OSError):
-            self._refuse(connection, "it has sent no hello")
+            refuse(
+                connection, self._forget(connection)[1], "it has sent no hello", logging.DEBUG
+            )  # a probe of the port
             return None
         if not messages:
             return None
