@@ -115,6 +115,25 @@ def test_below_min_np_and_up_again() -> None:
     assert "2 workers are needed (--min-np), and 1 are left" in str(run.elastic.why_over(run.now))
 
 
+def test_slots_that_leave_and_come_back_end_nothing() -> None:
+    run = Run("a:4", min_np=1)
+    assert run.begin() == [0, 1, 2, 3]
+    run.hosts("a:2")
+    run.ask(0, 1, 2, 3)
+    assert [worker.number for worker in run.elastic.dismiss()] == [2, 3] and run.form() == [0, 1]
+    run.hosts("a:4")  # 2 and 3 are ending
+    assert run.start() == [] and not run.elastic.changes(run.now)
+    assert not run.elastic.end(2, 0, run.now) and not run.elastic.end(3, 0, run.now) and not run.elastic.finishing
+    run.ask(*run.start())
+    run.ask(0, 1)
+    assert run.form() == [0, 1, 4, 5]
+    # All leave: one stays until others have the state.
+    run.hosts("b:2")
+    run.ask(0, 1, 4, 5)
+    assert run.elastic.dismiss() == [] and run.begin() == [0, 6, 7]
+    assert [worker.number for worker in run.elastic.dismiss()] == [1, 4, 5] and run.elastic.changes(run.now)
+
+
 def test_newcomers_come_together() -> None:
     run = Run("a:1", min_np=1)
     run.begin()
@@ -474,7 +493,7 @@ class ElasticRun(RuleBasedStateMachine):
         for _ in range(100):
             self.go_well(1)
             training = [number for number, process in self.processes.items() if process.state == "training"]
-            calm = training == self.members == list(self.processes) and not self.held and not self.broken
+            calm = training == sorted(self.members) == list(self.processes) and not self.held and not self.broken
             all_come = set(training) == set(self._left()) and len(training) >= min(self.most, 4)
             fixed = limit is not None and self.elastic.generation > limit and not self.broken
             if self.ended or (self.finished and not self.processes) or (calm and all_come) or fixed:
