@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import unidist
 from tests.support.worlds import ROOT
@@ -21,6 +25,20 @@ from unidist.run.elastic import STRIKES, Elastic, Limits, Worker
 from unidist.run.hosts import HostSlots, Place, discovered_hosts, rank_variables
 
 pytestmark = pytest.mark.unit
+
+#: What discovery prints in a run of any events.
+HOSTS = ["a:2,b:2", "a:4", "a:2", "b:2", "a:1,b:3", "a:1", "", "b:1,c:1"]
+#: The options of such a run.
+LIMITS: dict[str, list[Any]] = {
+    "min_np": [1, 2, 3],
+    "more": [None, 0, 1, 3],
+    "num_proc": [None, None, 1, 3],
+    "reset_limit": [None, None, None, 0, 2],
+    "cooldown": [None, (1, 4), (30, 100)],
+    "hosts": HOSTS,
+}
+#: Its events, and their arguments.
+EVENTS: list[tuple[str, dict[str, Sequence[Any]]]] = []
 
 
 class Run:
@@ -86,7 +104,7 @@ def test_below_min_np_and_up_again() -> None:
     run.hosts("b:1")
     assert run.elastic.changes(run.now)
     run.ask(0, 1, 2)
-    assert [worker.number for worker in run.elastic.leavers()] == [0, 1] and run.form() is None
+    assert [worker.number for worker in run.elastic.dismiss()] == [0, 1] and run.form() is None
     assert not run.elastic.end(0, 0, run.now) and not run.elastic.end(1, 0, run.now)  # no failure, and no end
     run.hosts("b:1,c:2")
     assert run.begin() == [2, 3, 4]
@@ -95,6 +113,25 @@ def test_below_min_np_and_up_again() -> None:
     run.form()
     run.now += 101
     assert "2 workers are needed (--min-np), and 1 are left" in str(run.elastic.why_over(run.now))
+
+
+def test_slots_that_leave_and_come_back_end_nothing() -> None:
+    run = Run("a:4", min_np=1)
+    assert run.begin() == [0, 1, 2, 3]
+    run.hosts("a:2")
+    run.ask(0, 1, 2, 3)
+    assert [worker.number for worker in run.elastic.dismiss()] == [2, 3] and run.form() == [0, 1]
+    run.hosts("a:4")  # 2 and 3 are ending
+    assert run.start() == [] and not run.elastic.changes(run.now)
+    assert not run.elastic.end(2, 0, run.now) and not run.elastic.end(3, 0, run.now) and not run.elastic.finishing
+    run.ask(*run.start())
+    run.ask(0, 1)
+    assert run.form() == [0, 1, 4, 5]
+    # All leave: one stays until others have the state.
+    run.hosts("b:2")
+    run.ask(0, 1, 4, 5)
+    assert run.elastic.dismiss() == [] and run.begin() == [0, 6, 7]
+    assert [worker.number for worker in run.elastic.dismiss()] == [1, 4, 5] and run.elastic.changes(run.now)
 
 
 def test_newcomers_come_together() -> None:
@@ -222,40 +259,272 @@ def test_a_member_that_does_not_come_is_hung_while_others_wait() -> None:
     assert [worker.number for worker in run.elastic.hung(run.now)] == [1]
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_any_sequence_of_events(draw: random.Random) -> None:
-    least = draw.randint(1, 3)
-    run = Run("a:2,b:2", min_np=least, max_np=draw.choice([None, 4, 5]), cooldown=(1, 4))
-    before: list[Worker] = []
-    for _ in range(60):
-        run.now += draw.random() * 2
-        elastic = run.elastic
-        workers = list(elastic.workers)
-        what = draw.choice(["start", "start", "ask", "ask all", "ask all", "fail", "hosts", "form", "form"])
-        if what == "start":
-            run.start()
-        elif what == "ask" and workers:
-            run.ask(draw.choice(workers))
-        elif what == "ask all":
-            run.ask(*workers)
-        elif what == "fail" and workers:
-            elastic.end(draw.choice(workers), 9, run.now)
-        elif what == "hosts":
-            run.hosts(draw.choice(["a:2,b:2", "a:1,b:3", "b:2", "a:2,c:4", "b:1,c:1"]))
-        for worker in elastic.leavers():
-            elastic.end(worker.number, 0, run.now)
-        if run.form() is not None:
-            members = elastic.members
-            assert least <= len(members) <= (elastic.limits.max_np or math.inf)
-            assert all(elastic.workers[member.number] is member and not member.leaving for member in members)
-            old = [member for member in members if member in before]
-            # Someone has the state, on the lowest ranks, in the same order.
-            assert elastic.generation == 1 or old
-            assert members[: len(old)] == old == [member for member in before if member in members]
-            assert len({member.place for member in members}) == len(members)
-            before = list(members)
-        assert not elastic.finishing
+@dataclass
+class Process:
+    """A worker as it is, whatever ``Elastic`` believes of it."""
+
+    place: Place
+    state: str = "starting"
+    #: What the driver has sent it.
+    lost: bool = False
+    dismissed: float | None = None
+
+
+def sampled(arguments: dict[str, Sequence[Any]]) -> dict[str, st.SearchStrategy[Any]]:
+    return {name: st.sampled_from(values) for name, values in arguments.items()}
+
+
+def event(**arguments: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        EVENTS.append((function.__name__, arguments))
+        return rule(**sampled(arguments))(function)
+
+    return decorate
+
+
+class ElasticRun(RuleBasedStateMachine):
+    """Processes, hosts and a driver around ``Elastic``, in any order of events; at the end all goes well."""
+
+    @initialize(**sampled(LIMITS))
+    def begin(self, min_np: int, more: int | None, num_proc: int | None, hosts: str, **limits: Any) -> None:
+        self.needed = max(min_np, num_proc or 0)
+        self.most = math.inf if more is None else self.needed + more
+        max_np = None if more is None else self.needed + more
+        self.elastic = Elastic(Limits(min_np, max_np, num_proc, **limits))
+        self.now = 0.0
+        self.processes: dict[int, Process] = {}
+        self.members: list[int] = []  # of the last generation, alive or not
+        self.held = self.broken = self.finished = self.failed = self.ended = False
+        self.over_since: float | None = None
+        self.strikes: dict[Place, list[float]] = {}
+        self.blacklisted: dict[str, tuple[int, float]] = {}
+        self.seen: set[str] = set()
+        self.change_hosts(hosts)
+        self.go_well(2)
+
+    # ------------------------------------------------------------------------------------ events
+    @event(hosts=HOSTS)
+    def change_hosts(self, hosts: str) -> None:
+        found = discovered_hosts(hosts.replace(",", "\n"), 1)
+        self.seen |= {host.name for host in found}
+        self.slots = {Place(host.name, local) for host in found for local in range(host.slots)}
+        self.elastic.set_hosts(found)
+
+    @event(hosts=HOSTS, ticks=range(4))
+    def flap(self, hosts: str, ticks: int) -> None:
+        before = [HostSlots(name, count) for name, count in Counter(place.host for place in self.slots).items()]
+        self.change_hosts(hosts)
+        self.go_well(ticks, leave=False)
+        self.slots = {Place(host.name, local) for host in before for local in range(host.slots)}
+        self.elastic.set_hosts(before)
+
+    @event(seconds=[0, 0.1, 1, 1, 11, 61, 700])
+    def decide(self, seconds: float) -> None:
+        self.now += seconds
+        if not self.ended:
+            self._decide()
+
+    @event(ticks=[1, 2, 3, 8, 15], leave=[True, False])
+    def go_well(self, ticks: int, leave: bool = True) -> None:
+        for _ in range(ticks):
+            for number in list(self.processes):
+                self._act(number, leave)
+            self.decide(1)
+
+    @event(index=range(8))
+    def act(self, index: int) -> None:
+        if self.processes:
+            self._act(list(self.processes)[index % len(self.processes)])
+
+    @event(index=range(8), status=[1, -9])
+    def fail(self, index: int, status: int) -> None:
+        if self.processes:
+            self._end(list(self.processes)[index % len(self.processes)], status)
+
+    @event(host="ab")
+    def fail_often(self, host: str) -> None:
+        for _ in range(STRIKES):
+            for number in [number for number, process in self.processes.items() if process.place == Place(host, 0)]:
+                self._end(number, 1)
+            self.decide(1)
+
+    @event(index=range(8), likely=range(4))
+    def return_from_training(self, index: int, likely: int) -> None:
+        training = [number for number, process in self.processes.items() if process.state == "training"]
+        if likely == 3 and training and len(training) == len(self.members) and not self.ended:
+            self._end(training[index % len(training)], 0)
+
+    # ------------------------------------------------------------------------- what a process does
+    def _act(self, number: int, leave: bool = True) -> None:
+        process = self.processes.get(number)
+        if process is None or self.ended:
+            return
+        if process.dismissed is not None:
+            if leave:
+                self._end(number, 0)
+        elif process.state == "starting":
+            self._ask(number, failed=False)
+        elif process.state == "training":
+            if process.lost:
+                self._ask(number, failed=True)
+            elif self.finished and not self.broken:
+                self._end(number, 0)
+            elif self.held and not self.broken:  # all have come to the check on which they have agreed
+                self._ask(number, failed=False)
+
+    def _ask(self, number: int, *, failed: bool) -> None:
+        if number in self.members or not self.elastic.generation:
+            self.over_since = self.now if self.over_since is None else self.over_since
+        self.processes[number].state = "asking"
+        self.elastic.ask(number, self.now, failed=failed)
+
+    def _end(self, number: int, status: int) -> None:
+        if self.ended:
+            return
+        process, is_member = self.processes.pop(number), number in self.members
+        away = process.dismissed is not None and not self.finished
+        well = away or (status == 0 and (is_member or self.finished or not self.elastic.generation))
+        self.finished = self.finished or (well and not away)
+        if is_member and not well:
+            self.broken, self.over_since = True, self.now
+        if away:
+            self.failed = False
+        elif not well and process.place in self.slots:
+            self.failed = True
+            self._strike(process.place)
+        if self.elastic.end(number, status, self.now):
+            assert not well
+            self.ended = self.finished  # with its status
+            if is_member:
+                for other in self.elastic.members:
+                    self.processes[other.number].lost = True
+        assert self.elastic.finishing == self.finished
+
+    def _strike(self, place: Place) -> None:
+        self.strikes[place] = [at for at in self.strikes.get(place, []) if self.now - at < 600] + [self.now]
+        if len(self.strikes[place]) == STRIKES:
+            times = self.blacklisted.get(place.host, (0, 0))[0]
+            least, longest = self.elastic.limits.cooldown or (math.inf, math.inf)
+            self.blacklisted[place.host] = times + 1, self.now + min(least * 2**times, longest)
+            self.strikes = {other: at for other, at in self.strikes.items() if other.host != place.host}
+
+    # ------------------------------------------------------------------------- what the driver does
+    def _decide(self) -> None:
+        elastic, now = self.elastic, self.now
+        for number, process in list(self.processes.items()):
+            if process.dismissed is not None and now - process.dismissed > 30:
+                self._end(number, -15)
+        for worker in elastic.dismiss():
+            self._dismiss(worker)
+        if why := elastic.why_over(now):
+            self.ended = True
+            self._check_end(why)
+            return
+        for worker in elastic.start(now):
+            assert worker.place in self.slots and worker.place not in [other.place for other in self.processes.values()]
+            assert self.blacklisted.get(worker.place.host, (0, 0))[1] <= now and not self.finished
+            self.processes[worker.number] = Process(worker.place)
+        for worker in elastic.hung(now):
+            assert self.processes[worker.number].state == "training"
+            self._end(worker.number, -9)
+        self.held = self.held or elastic.changes(now)
+        before = list(self.members)
+        if (members := elastic.form(now)) is not None:
+            self._check_members(members, before)
+
+    def _dismiss(self, worker: Worker) -> None:
+        process = self.processes[worker.number]
+        assert process.state == "asking" and process.dismissed is None
+        process.dismissed = self.now
+        if not self.finished:
+            assert process.place not in self.slots
+            # Who has the state goes only when another one who has it stays.
+            assert worker.number not in self.members or [who for who in self._left() if who in self.members]
+
+    def _check_members(self, members: Sequence[Worker], before: Sequence[int]) -> None:
+        numbers = [worker.number for worker in members]
+        found = [self.processes[number] for number in numbers]  # none has ended
+        assert all(process.state == "asking" and process.dismissed is None for process in found)
+        assert len({process.place for process in found}) == len(found)
+        old = [number for number in before if number in numbers]
+        assert numbers[: len(old)] == old and (old or not before)  # one has the state, and they keep their order
+        gone = [process for process in found if process.place not in self.slots]
+        assert not gone or gone == found[:1] == [self.processes[number] for number in old]
+        assert self.needed <= len(found) - len(gone) <= self.most and not self.finished
+        for process in found:
+            process.state, process.lost = "training", False
+        self.members, self.held, self.broken, self.over_since = numbers, False, False, None
+        self.needed = self.elastic.limits.min_np
+
+    def _left(self) -> list[int]:
+        return [
+            number
+            for number, process in self.processes.items()
+            if process.place in self.slots and process.dismissed is None
+        ]
+
+    def _check_end(self, why: str) -> None:
+        """The run ends only if it cannot go on."""
+        here, limit = self._left(), self.elastic.limits.reset_limit
+        asking = [number for number in here if self.processes[number].state == "asking"]
+        state = [number for number in self.members if number in self.processes]
+        state = [number for number in state if self.processes[number].dismissed is None]
+        assert not self.finished, why
+        if self.members and not state:
+            assert "no worker of generation" in why
+        elif "all workers have failed" in why:
+            assert not self.processes and not self.members and self.failed
+        elif "--reset-limit" in why:
+            assert limit is not None and self.elastic.generation > limit and self.over_since is not None
+        elif "blacklisted" in why:
+            assert all(self.blacklisted[host][1] == math.inf for host in self.seen) and len(here) < self.needed
+        else:
+            assert self.over_since is None or self.now - self.over_since > 600, why
+            all_late = all(self.processes[number].state == "training" for number in state)
+            assert len(asking) < self.needed or (state and all_late), why
+
+    # ------------------------------------------------------------------------------------ the end
+    def teardown(self) -> None:
+        """When all goes well, and hosts come that have not failed, all slots train within a minute."""
+        if not hasattr(self, "elastic"):
+            return
+        limit = self.elastic.limits.reset_limit
+        self.change_hosts("a:1,z:4")
+        for _ in range(100):
+            self.go_well(1)
+            training = [number for number, process in self.processes.items() if process.state == "training"]
+            calm = training == sorted(self.members) == list(self.processes) and not self.held and not self.broken
+            all_come = set(training) == set(self._left()) and len(training) >= min(self.most, 4)
+            fixed = limit is not None and self.elastic.generation > limit and not self.broken
+            if self.ended or (self.finished and not self.processes) or (calm and all_come) or fixed:
+                return
+        raise AssertionError(f"it does not go on: {self.processes}, generation {self.elastic.generation}")
+
+
+TestElasticRun = ElasticRun.TestCase
+TestElasticRun.settings = settings(max_examples=50, stateful_step_count=15, deadline=None)
+
+
+def test_many_sequences_of_events() -> None:
+    """As above, ten times as many in a second: ``UNIDIST_TEST_SEQUENCES=100000 pytest -k many_sequences`` for more.
+
+    Each is repeated by its seed.
+    """
+    for seed in range(int(os.environ.get("UNIDIST_TEST_SEQUENCES", "500"))):
+        draw, run, done = random.Random(seed), ElasticRun(), list[str]()
+
+        def do(name: str, arguments: dict[str, Sequence[Any]]) -> None:
+            drawn = {key: draw.choice(values) for key, values in arguments.items()}  # noqa: B023
+            done.append(f"{name} {drawn}")  # noqa: B023
+            getattr(run, name)(**drawn)  # noqa: B023
+
+        try:
+            do("begin", LIMITS)
+            for _ in range(draw.randint(1, 40)):
+                do(*draw.choice(EVENTS))
+            run.teardown()
+        except Exception as error:
+            raise AssertionError("\n".join([f"seed {seed}:", *done])) from error
 
 
 def test_variables_of_a_host_with_a_hole() -> None:

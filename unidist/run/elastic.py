@@ -49,6 +49,8 @@ class Worker:
     asked: float | None = None
     #: Whether its host or slot is not there any more.
     leaving: bool = False
+    #: Whether it has been sent away: it ends, also when its slot comes back.
+    dismissed: bool = False
 
 
 @dataclass
@@ -91,8 +93,11 @@ class Elastic:
         """The hosts that there are; those that were there before come first."""
         order = {host.name: index for index, host in enumerate(self._slots)}
         self._slots = sorted(hosts, key=lambda host: order.get(host.name, len(order)))
+        for host in hosts:
+            self._hosts.setdefault(host.name, _Host())
+        places = self._places()
         for worker in self.workers.values():
-            worker.leaving = worker.place not in self._places()
+            worker.leaving = worker.place not in places or (worker.leaving and worker.dismissed)
 
     def start(self, now: float) -> list[Worker]:
         """New workers, for slots that have none; the caller starts them."""
@@ -127,14 +132,20 @@ class Elastic:
         was_member = worker in self.members
         if was_member:
             self.members.remove(worker)
-        if worker.leaving or (status == 0 and (self.finishing or was_member or not self.generation)):
-            self.finishing = self.finishing or not worker.leaving
+        if worker.leaving and worker.dismissed:
+            self._failed = False  # it had come to its init()
             return False
-        self._failed = True
-        self._strike(worker.place, now)
+        if status == 0 and (self.finishing or was_member or not self.generation):
+            self.finishing = True
+            return False
+        if worker.leaving and not was_member:
+            return False
         if was_member:
-            self._over = True
+            self._over, self._waiting_since = True, None
             self._failed_at = now if self._failed_at is None else self._failed_at
+        if not worker.leaving:
+            self._failed = True
+            self._strike(worker.place, now)
         return True
 
     # ------------------------------------------------------------------------------ what follows
@@ -150,6 +161,8 @@ class Elastic:
         if not self.generation and self._gathers(ready[self._needed - 1 :], now):
             return None
         ready = ready[: self.limits.max_np]
+        if self.members and not any(worker in self.members for worker in ready):
+            ready.insert(0, self.members[0])  # all leave: one does so when the new ones have the state from it
         # Those that have been there keep their order, and the lowest ranks: the new ranks get the state from them.
         hosts = list(dict.fromkeys(place.host for place in self._places()))
         news = [worker for worker in ready if worker not in self.members]
@@ -161,10 +174,17 @@ class Elastic:
         self._over, self._waiting_since, self._failed_at = False, None, None
         return self.members
 
-    def leavers(self) -> list[Worker]:
-        """Workers that wait, and for which there is no next generation."""
-        asked = [worker for worker in self.workers.values() if worker.asked is not None]
-        return [worker for worker in asked if worker.leaving or self.finishing]
+    def dismiss(self) -> list[Worker]:
+        """Workers that wait, and for which there is no next generation; the caller tells them."""
+        stays = any(not member.leaving for member in self.members)
+        found = []
+        for worker in self.workers.values():
+            goes = self.finishing or (worker.leaving and (stays or worker not in self.members))
+            if goes and worker.asked is not None and not worker.dismissed:
+                worker.dismissed = True
+                found.append(worker)
+        self.members = [member for member in self.members if not (member.leaving and member.dismissed)]
+        return found
 
     def changes(self, now: float) -> bool:
         """Whether the running generation is to end, so that workers come or leave."""
@@ -190,7 +210,7 @@ class Elastic:
         left = self._left()
         if self.generation and not self.members:
             return f"no worker of generation {self.generation} is left, and with them what they had committed"
-        if not self.generation and self._failed and not left:
+        if not self.generation and self._failed and not self.workers:
             return "all workers have failed"
         if not self._over:
             return None
@@ -199,15 +219,18 @@ class Elastic:
                 f"generation {self.generation} is over, and --reset-limit {self.limits.reset_limit} allows no further "
                 "change of the workers"
             )
-        blacklisted = [host for host in self._slots if self.is_blacklisted(host.name, math.inf)]
         need = (
             f"{self._needed} workers are needed ({'--min-np' if self.generation else '-np'}), and {len(left)} are left"
         )
-        if len(left) < self._needed and self._slots and len(blacklisted) == len(self._slots):
+        if len(left) < self._needed and self._hosts and all(map(self._is_for_ever, self._hosts)):
             return f"all hosts are blacklisted after {STRIKES} failures of a slot: {need}"
-        if self._waiting_since is not None and now - self._waiting_since > self.limits.timeout:
+        ready = self._ready()
+        late = [member for member in self.members if member.asked is None]
+        # For members that are late while others wait, see ``hung``.
+        stuck = len(late) == len(self.members) if late else len(ready) < self._needed
+        if stuck and self._waiting_since is not None and now - self._waiting_since > self.limits.timeout:
             return (
-                f"{need}: {len(self._ready())} were ready within {self.limits.timeout:g} s. Are there enough hosts and "
+                f"{need}: {len(ready)} were ready within {self.limits.timeout:g} s. Are there enough hosts and "
                 "slots? --elastic-timeout is how long they are waited for, --min-np how many are needed"
             )
         return None
@@ -252,7 +275,7 @@ class Elastic:
         return bool(starting) and now - min(worker.asked for worker in ready if worker.asked is not None) < GATHER_S
 
     def _strike(self, place: Place, now: float) -> None:
-        host = self._hosts.setdefault(place.host, _Host())
+        host = self._hosts[place.host]
         recent = [at for at in host.failures.get(place.local_rank, []) if now - at < STRIKES_WITHIN_S]
         host.failures[place.local_rank] = [*recent, now]
         if len(host.failures[place.local_rank]) < STRIKES:

@@ -108,7 +108,6 @@ class _ElasticDriver(Driver):
         self.told_of_loss = False
         #: The first worker that has ended well.
         self.finished: int | None = None
-        self.dismissed: set[int] = set()
 
     async def work(self) -> None:
         found = await self.discovery.find()
@@ -141,7 +140,7 @@ class _ElasticDriver(Driver):
     def _decide(self, now: float) -> None:
         """Do what follows from what has happened."""
         elastic = self.elastic
-        for worker in elastic.leavers():
+        for worker in elastic.dismiss():
             self._dismiss(worker)
         if why := elastic.why_over(now):
             text, status = self.last_failure or ("", 1)
@@ -298,9 +297,6 @@ class _ElasticDriver(Driver):
             task.result().send(signal=int(number), ranks=[worker.number], grace=GRACE_S)
 
     def _dismiss(self, worker: Worker) -> None:
-        if worker.number in self.dismissed:
-            return
-        self.dismissed.add(worker.number)
         well = worker.leaving or worker not in self.elastic.members
         why = (
             f"worker {self.finished} has ended with status 0, so the training is over: there is no next generation for "
