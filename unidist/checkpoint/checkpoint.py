@@ -11,10 +11,10 @@ import pickle
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import IO, Any, Generic, TypeVar, cast
@@ -106,7 +106,10 @@ def save_checkpoint(
     is_first = current().ranks(group)[0] == current().topology.rank
 
     def collect() -> dict[str, Any]:
-        state = {name: _state_of(thing) for name, thing in objects.items()}
+        state = {}
+        for name, thing in objects.items():
+            with _naming(name):
+                state[name] = _state_of(thing)
         return (
             state
             if wait or not is_first or any(map(shards.is_sharded, _leaves(state)))
@@ -180,7 +183,9 @@ def load_checkpoint(
     def restore(names: Iterable[str]) -> None:
         for name in names:
             # What keeps a tensor must not keep one that is mapped: a file system may lose the file.
-            _restore(objects[name], state.pop(name) if name in fitting else _copy_to_cpu(state.pop(name)))
+            saved = state.pop(name) if name in fitting else _copy_to_cpu(state.pop(name))
+            with _naming(name):
+                _restore(objects[name], saved)
 
     def restore_kept() -> None:
         restore(kept)
@@ -469,6 +474,15 @@ def _send_file(call: str, file: IO[bytes] | None, size: int, group: Group | None
 
 
 # ------------------------------------------------------------------------------------ states
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Errors inside say which object it is."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{name}=: {type(error).__name__}: {error}") from error
+
+
 def _state_of(thing: Any) -> Any:
     if isinstance(thing, nn.Module):
         return unwrap(thing).state_dict()
