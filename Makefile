@@ -71,6 +71,7 @@ lint: $(VENV)/pip.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --config setup.cfg
 
 clean:
 	rm -rf $(VENV) .venv-torch-* .venv-interop build dist *.egg-info

@@ -29,7 +29,7 @@ from unidist.launch.topology import NONE as NO_LAUNCHER
 from unidist.network import open_files
 from unidist.network.connection import new_secret
 from unidist.network.processes import Process
-from unidist.training.seed import set_seed
+from unidist.seed import set_seed
 from unidist.world import Feature, World, hook_of_no_world
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _warn_of_horovod(backend: Backend, launch: Launch) -> None:
 
 def _export(backend: Backend, start: Start) -> Callable[[], None]:
     """Set torchrun's variables; the result takes them back. Collective."""
-    from unidist.launch.torchrun_env import export
+    from unidist.torchrun_env import export
 
     return export(start.launch, backend.topology, lambda text: backend.exchange(text, _seconds(start)))
 

@@ -20,8 +20,8 @@ from unidist.gradients.backward_pass import watch_gradients
 from unidist.gradients.buckets import Bucket
 from unidist.gradients.reducer import GradientReducer, empty_sparse_gradient
 from unidist.hvd.basics import Average, Max, Min, Product, Sum
-from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.compression import Compressor, FP16Compressor, NoneCompressor
+from unidist.hvd.errors import HorovodInternalError
 from unidist.hvd.mpi_ops import sparse_allreduce_async
 from unidist.hvd.operation import GLOBAL_SET
 from unidist.hvd.process_sets import ProcessSet

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from unidist.hvd.adasum import adasum
 from unidist.hvd.basics import Adasum, Average
-from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.compression import Compression, Compressor
+from unidist.hvd.errors import HorovodInternalError
 from unidist.hvd.gradients import OptimizerGradients, ReduceOptions, horovod_errors
 from unidist.hvd.operation import GLOBAL_SET
 from unidist.hvd.process_sets import ProcessSet, global_process_set

@@ -25,8 +25,8 @@ from unidist.diagnosis.operations import JOIN, OperationRecord
 from unidist.errors import CollectiveError
 from unidist.hvd import execution
 from unidist.hvd.bootstrap import open_control
-from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.control import ControlOptions, StallTimeouts
+from unidist.hvd.errors import HorovodInternalError
 from unidist.hvd.messages import (
     AllJoined,
     AnnounceRounds,

@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
-from unidist.backends.base import Backend
 from unidist.diagnosis.operations import OperationRecord
 from unidist.diagnosis.watch import jobs, places
 from unidist.diagnosis.watch.rank_state import RankState
@@ -28,6 +27,9 @@ from unidist.diagnosis.watch.signals import ReportSignal
 from unidist.errors import BackendError
 from unidist.launch import membership
 from unidist.network.processes import Process
+
+if TYPE_CHECKING:
+    from unidist.backends.base import Backend
 
 _log = logging.getLogger("unidist")
 #: Time for the answers of all ranks, and for that of one.
