@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 #: What starts worlds, here and in the product.
 STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.run.spawn.start_processes")
 # What runs inside a world is collected only there.
-collect_ignore = [] if IN_WORLD in os.environ else ["contract", "gpu", "hvd", "process_group"]
+collect_ignore = [] if IN_WORLD in os.environ else ["gpu", "hvd", "process_group"]
 
 
 @pytest.hookimpl(wrapper=True)

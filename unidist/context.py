@@ -51,6 +51,7 @@ BACKENDS = {
     "nccl": BackendEntry("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
     "mpi": BackendEntry("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
     "horovod": BackendEntry("unidist.backends.horovod", "HorovodBackend", "horovod.torch"),
+    "threads": BackendEntry("unidist.backends.threads", "ThreadsBackend", "unidist.testing"),
 }
 
 #: The reason for the choice of a backend that runs already.
@@ -145,6 +146,7 @@ def _init(
         "export_env": export_env or None,
     }
     if _world is not None:
+        _world.arguments = _world.arguments or arguments
         _refuse_change(arguments, _world)
     else:
         stall, is_checked = settings.stall(os.environ), settings.check(os.environ)
@@ -163,7 +165,7 @@ def _init(
         try:
             if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
                 world.restore_env = _export(started, start)
-            if started.topology.world_size > 1:
+            if started.topology.world_size > 1 and started.watch is None:
                 _introduce(started, _seconds(start))
                 world.watch = Watch(started, stall, _seconds(start))
         except BaseException:
@@ -409,7 +411,7 @@ def watch() -> Watch | None:
 
 def timeout() -> timedelta | None:
     """The timeout that ``init`` was given, or ``UNIDIST_TIMEOUT``; None without one."""
-    given = None if _world is None else _world.arguments["timeout"]
+    given = None if _world is None else _world.arguments.get("timeout")
     return given if isinstance(given, timedelta) else settings.timeout(os.environ)
 
 
@@ -546,8 +548,8 @@ def _pick(start: Start) -> tuple[str, str]:
 def _guard(backend: Backend, launch: Launch) -> None:
     """Refuse N jobs of one rank: the backend must have the world size that the launcher declared."""
     real, declared = backend.world_size(), launch.world_size
-    adopted_alone = launch.launcher is NO_LAUNCHER
-    if real == declared or adopted_alone:
+    # A backend that runs already may be another launcher's, or none's.
+    if real == declared or launch.launcher is NO_LAUNCHER or backend.topology.launcher != launch.launcher.name:
         return
     backend.shutdown()
     raise WorldSizeError(

@@ -1,9 +1,30 @@
-"""Fixtures of the contract suite."""
+"""The contract suite runs on every rank of a world: of processes that ``tests/test_contract.py`` starts, or of threads."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+import unidist.testing
+from tests.support.worlds import IN_WORLD
+
+SIZES = (1, 2, 3, 8)
+
+if IN_WORLD not in os.environ:
+
+    def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+        metafunc.fixturenames.append("world_size")
+        metafunc.parametrize("world_size", SIZES, ids=lambda size: f"{size} ranks")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        torch.manual_seed(0)
+        with unidist.testing.world(pyfuncitem.callspec.params["world_size"], timeout=60) as world:
+            world.run(pyfuncitem.obj, **arguments)
+        return True
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from unidist.checkpoint import files as checkpoint_files
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    return unidist.broadcast_object(tmp_path)
+    """One folder for all ranks, which share it if they are threads."""
+    return unidist.broadcast_object(tmp_path) if unidist.is_initialized() else tmp_path
 
 
 def on_first(action: Any) -> Any:
