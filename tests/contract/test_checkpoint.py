@@ -299,6 +299,7 @@ def test_nothing_that_was_loaded_needs_the_file(folder: Path) -> None:
     unidist.save_checkpoint(path, **run, x=torch.ones(10_000))
     found = unidist.load_checkpoint(path, **run)
     gc.collect()
+    unidist.barrier()
     assert str(path) not in Path("/proc/self/maps").read_text() and found["x"].sum() == 10_000
 
 
