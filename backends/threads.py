@@ -10,8 +10,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import cache, reduce
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,10 @@ from unidist.gradients.replica import Replica
 from unidist.launch.topology import Launch, Launcher, Slot, locate
 from unidist.network.processes import Process
 
-_REDUCTIONS = {"sum": torch.add, "mean": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul}
+_REDUCTIONS: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add, "mean": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul
+}  # fmt: skip
+T = TypeVar("T")
 _LAUNCHER = Launcher("threads", rank="", world_size="")
 _this_process = cache(Process.current)
 
@@ -73,7 +76,9 @@ class Ranks:
         self.all_ended.clear()
         self._until = {rank: lambda: True for rank in range(self.size)}
         for rank in range(self.size):
-            threading.Thread(target=self._run, args=(rank, call), name=f"rank {rank}", daemon=True).start()
+            thread = threading.Thread(target=self._run, args=(rank, call), name=f"rank {rank}", daemon=True)
+            thread.start()
+            self.threads[rank] = thread.ident or 0
         self._pass_on(self.size - 1)
 
     def wait(self, rank: int, until: Callable[[], bool]) -> None:
@@ -95,7 +100,6 @@ class Ranks:
                 self._pass_on(self.turn)
 
     def _run(self, rank: int, call: Callable[[int], object]) -> None:
-        self.threads[rank] = threading.get_ident()
         self._take_turn(rank)
         error: BaseException | None = None
         try:
@@ -162,7 +166,7 @@ class ThreadsBackend(Backend):
 
     @classmethod
     def adopt(cls, start: Start) -> ThreadsBackend | None:
-        return None if Ranks.running is None else _of_this_rank()
+        return None if Ranks.running is None or Ranks.running.turn is None else _of_this_rank()
 
     def shutdown(self) -> None:
         pass
@@ -208,24 +212,22 @@ class ThreadsBackend(Backend):
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
         with self.errors_of("all_gather", tensor, group):
-            whole: Tensor = self._start(("all_gather", *sizes, tensor.dtype), tensor, torch.cat, group)()
-            return whole.clone()
+            return self._start(("all_gather", *sizes, tensor.dtype), tensor, torch.cat, group)().clone()
 
     def all_to_all(
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None = None
     ) -> Tensor:
-        def exchange(given: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        def exchanged(given: list[tuple[Tensor, ...]]) -> list[Tensor]:
             return [torch.cat(parts) for parts in zip(*given)]
 
-        parts = torch.split(tensor, list(send))
         with self.errors_of("all_to_all", tensor, group):
-            received = self._start(("all_to_all", tensor.dtype), parts, exchange, group)()
-            return received[self._index(group)]
+            parts = torch.split(tensor, list(send))
+            return self._start(("all_to_all", tensor.dtype), parts, exchanged, group)()[self._index(group)]
 
     def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
         signature = ("reduce_scatter", op, tensor.dtype, tensor.numel())
         with self.errors_of("reduce_scatter", tensor, group):
-            whole: Tensor = self._start(signature, tensor, lambda given: _reduced(given, op), group)()
+            whole = self._start(signature, tensor, lambda given: _reduced(given, op), group)()
             return whole.view(len(self.ranks(group)), -1)[self._index(group)].clone()
 
     def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
@@ -239,8 +241,8 @@ class ThreadsBackend(Backend):
         return self.ranks(group).index(self.topology.rank)
 
     def _start(
-        self, call: Hashable, mine: Any, combine: Callable[[list[Any]], Any], group: Group | None
-    ) -> Callable[[], Any]:
+        self, call: Hashable, mine: Any, combine: Callable[[list[Any]], T], group: Group | None
+    ) -> Callable[[], T]:
         """Give this rank's part to the next operation of a group; what is returned waits for the result.
 
         Args:
@@ -266,14 +268,15 @@ class ThreadsBackend(Backend):
             ended = f"rank {absent[0]} has ended" if absent else ""
             return operation.error or self._aborted or ended
 
-        def wait() -> Any:
+        def wait() -> T:
             self._ranks.wait(rank, lambda: bool(operation.left or reason()))
             if not operation.left:
                 raise RuntimeError(reason() or self._ranks.failure)
             operation.left -= 1
             if not operation.left:
                 del self._ranks.operations[key]
-            return operation.result
+            result: T = operation.result
+            return result
 
         return wait
 
@@ -292,10 +295,8 @@ class ThreadsBackend(Backend):
         if error is None:
             after = f", after {state.last_done}" if state.last_done else ""
             return replace(state, silence=f"has ended without an exception{after}")
-        at = places.place_in(error.__traceback__)
-        return replace(
-            state, silence="has ended", error=f"{type(error).__name__}: {error}, at {at}", follows=self.follows(error, None)
-        )
+        text = f"{type(error).__name__}: {error}, at {places.place_in(error.__traceback__)}"
+        return replace(state, silence="has ended", error=text, follows=self.follows(error, None))
 
 
 def _of_this_rank() -> ThreadsBackend:
@@ -306,5 +307,7 @@ def _of_this_rank() -> ThreadsBackend:
 
 
 def _reduced(tensors: Sequence[Tensor], op: Op) -> Tensor:
-    result = reduce(_REDUCTIONS[op], tensors[1:], tensors[0].clone())
+    result = tensors[0].clone()
+    for tensor in tensors[1:]:
+        result = _REDUCTIONS[op](result, tensor)
     return result.div_(len(tensors)) if op == "mean" else result

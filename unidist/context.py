@@ -57,7 +57,7 @@ BACKENDS = {
 #: The reason for the choice of a backend that runs already.
 _ADOPTED = "already initialised"
 #: What ``init`` and ``spawn`` take for ``backend``.
-BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod"]
+BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod", "threads"]
 
 _log = logging.getLogger("unidist")
 _world: World | None = None
@@ -87,10 +87,11 @@ def init(
     and the reason for it to the logger ``unidist`` at level INFO.
 
     Args:
-        backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, or ``auto``: the value of
-            ``UNIDIST_BACKEND`` if set; else a process group or Horovod that is already initialised; else Horovod under
-            horovodrun if it is installed; else ``nccl`` where CUDA is available and ``gloo`` elsewhere; ``single``
-            without a launcher. A backend that is named is never replaced by another one.
+        backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, ``threads`` (inside
+            ``unidist.testing.world``), or ``auto``: the value of ``UNIDIST_BACKEND`` if set; else a process group or
+            Horovod that is already initialised; else Horovod under horovodrun if it is installed; else ``nccl`` where
+            CUDA is available and ``gloo`` elsewhere; ``single`` without a launcher. A backend that is named is never
+            replaced by another one.
         init_method: the rendezvous, as for ``torch.distributed.init_process_group``: ``env://``, ``tcp://host:port`` or
             ``file:///path``. Default: that of the launcher.
         rank, world_size: both or neither. Default: from the launcher.

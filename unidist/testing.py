@@ -119,12 +119,13 @@ class ThreadWorld:
                 self._begin()
         for rank, error in ranks.ended.items():
             if error is not None:
-                if sys.version_info >= (3, 11):
+                if hasattr(error, "add_note"):  # Python 3.11
                     error.add_note(f"(rank {rank} of {self.size})")
                 raise error
         if ranks.lost is not None:
             raise TimeoutError(
-                f"rank {ranks.lost} of {self.size} did not end within {self._timeout:g} s: it was at {ranks.lost_place}."
+                f"rank {ranks.lost} of {self.size} did not end within {self._timeout:g} s; it was at "
+                f"{ranks.lost_place}. Pass a longer timeout to unidist.testing.world if it needs one."
             )
         return [results[rank] for rank in range(self.size)]
 

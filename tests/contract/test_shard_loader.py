@@ -392,7 +392,9 @@ def test_samples_over_all_ranks() -> None:
     size = unidist.world_size()
     loader = unidist.shard_loader(DataLoader(Numbers(10), 2), pad=False)
     assert loader.global_samples == 10
-    assert unidist.all_reduce(torch.tensor(float(sum(map(len, loader))) / loader.global_samples)).item() == pytest.approx(1.0)
+    assert unidist.all_reduce(
+        torch.tensor(float(sum(map(len, loader))) / loader.global_samples)
+    ).item() == pytest.approx(1.0)
     assert unidist.shard_loader(DataLoader(Numbers(10), 2)).global_samples == 10
     dropping = unidist.shard_loader(DataLoader(Numbers(10), 2, drop_last=True))
     assert dropping.global_samples == sum(map(len, dropping)) * size == 10 // (2 * size) * 2 * size

@@ -427,7 +427,7 @@ def test_a_step_and_a_wrapped_model_are_freed(compression: Any) -> None:
     for _ in range(3):
         loss_of(model, unidist.rank()).backward()
     unidist.barrier()
-    kept = [type(each).__name__ for each in gc.get_objects()]
+    kept = {type(each).__name__ for each in gc.get_objects()}
     assert "AveragingPass" not in kept and "BucketReductions" not in kept
     wrapper, module = weakref.ref(model), weakref.ref(net)
     del model, net
