@@ -106,8 +106,13 @@ def test_the_options_exist(command: str) -> None:
 def test_program(name: str, tmp_path: Path) -> None:
     """Complete programs, as they stand."""
     (tmp_path / "program.py").write_text(PROGRAMS[name])
-    output = run("python program.py 2>&1", tmp_path)
-    expected = {"notebook.md": "[5.0, 5.0]", "resume.md": "done after step 12", "logging.md": "rank 0 printed once"}
+    output = run(f"python {'-m pytest' if name.startswith('testing.md') else ''} program.py 2>&1", tmp_path)
+    expected = {
+        "notebook.md": "[5.0, 5.0]",
+        "resume.md": "done after step 12",
+        "logging.md": "rank 0 printed once",
+        "testing.md": "2 passed",
+    }
     assert expected[name.split(":")[0]] in output
 
 

@@ -90,6 +90,7 @@ BELOW: dict[str, set[str]] = {
         "elastic",
         "run",
     },
+    "testing": {"errors", "diagnosis", "backends", "gradients", "world", "context", "checkpoint"},
     "__main__": {"cli", "launch"},
     "__init__": {
         "errors",

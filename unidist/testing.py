@@ -164,7 +164,7 @@ class _States:
     """The states of the ranks and, by None, the caller's; one is loaded."""
 
     def __init__(self, size: int) -> None:
-        self._states: dict[int | None, _State] = {rank: _State(_values(_OF_A_PROCESS)) for rank in range(size)}
+        self._states: dict[int | None, _State] = {rank: _State(_first_values(_OF_A_PROCESS)) for rank in range(size)}
         self._loaded: int | None = None
 
     def load(self, rank: int | None) -> None:
@@ -179,11 +179,11 @@ class _States:
         """Give each rank the caller's random states and warning filters."""
         for rank, state in self._states.items():
             if rank is not None:
-                self._states[rank] = new = _State({**state.values, **_values(_OF_A_CALLER)})
+                self._states[rank] = new = _State({**state.values, **_first_values(_OF_A_CALLER)})
                 new.numpy = copy.deepcopy(new.numpy)
 
 
-def _values(made: dict[tuple[Any, str], Callable[[Any], Any]]) -> dict[tuple[Any, str], Any]:
+def _first_values(made: dict[tuple[Any, str], Callable[[Any], Any]]) -> dict[tuple[Any, str], Any]:
     return {(owner, name): make(getattr(owner, name)) for (owner, name), make in made.items()}
 
 
