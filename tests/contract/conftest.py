@@ -1,6 +1,7 @@
 """The contract suite runs on every rank of a world.
 
-``tests/test_contract.py`` starts worlds of processes; where none runs, each test makes a world of threads.
+``tests/test_contract.py`` starts worlds of processes; where none runs, each test makes a world of its own: this process,
+or threads.
 """
 
 import gc
@@ -13,17 +14,16 @@ import torch
 import unidist.testing
 from tests.support.worlds import IN_WORLD
 
-SIZES = (1, 2, 3, 8)
+SIZES = ("single", 1, 2, 3, 8)
 
 if IN_WORLD not in os.environ:
 
-    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if not item.get_closest_marker("processes")]
-
     def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-        metafunc.fixturenames.append("world_size")
         sizes = SIZES[:-1] if "workers" in metafunc.fixturenames else SIZES  # each rank starts its loader's processes
-        metafunc.parametrize("world_size", sizes, ids=lambda size: f"{size} ranks")
+        if metafunc.definition.get_closest_marker("processes"):
+            sizes = SIZES[:1]
+        metafunc.fixturenames.append("size")
+        metafunc.parametrize("size", sizes, ids=lambda size: size if size == "single" else f"{size} threads")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
@@ -37,9 +37,17 @@ if IN_WORLD not in os.environ:
             else:
                 pyfuncitem.obj(**arguments)
 
+        size = pyfuncitem.callspec.params["size"]
         torch.manual_seed(0)
-        with unidist.testing.world(pyfuncitem.callspec.params["world_size"], timeout=60) as world:
-            world.run(call)
+        if size == "single":
+            unidist.init("single", timeout=60)
+            try:
+                call()
+            finally:
+                unidist.shutdown()
+        else:
+            with unidist.testing.world(size, timeout=60) as world:
+                world.run(call)
         return True
 
 
