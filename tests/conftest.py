@@ -25,6 +25,16 @@ STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.
 collect_ignore = [] if IN_WORLD in os.environ else ["gpu", "hvd", "process_group"]
 
 
+#: What only `make test-all` runs.
+VARIANTS = tuple(line for line in Path(__file__).with_name("variants.txt").read_text().split("\n") if "::" in line)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(VARIANTS):
+            item.add_marker(pytest.mark.variant)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test that is marked as a unit starts no world, nor do its fixtures."""

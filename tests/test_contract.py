@@ -14,7 +14,7 @@ from tests.support.worlds import BESIDE, run_suite, shown
 WORLDS = [("torchrun", "gloo", 3), ("horovodrun", "horovod", 2), ("openmpi", "mpi", 2)]
 #: Of the suite, what has to do with process groups, and with MPI. The rest uses the same calls.
 GROUPS, CALLS = ["test_wrap_model.py", "test_replicate.py", "test_join.py"], ["test_collectives.py", "test_world.py"]
-#: One rank; and beside torch's default process group, as the drop-in begins. A second MPI library is shown at two ranks.
+#: One rank; and beside torch's default process group, as the drop-in begins, which shows a second MPI library, too.
 VARIANTS = [
     ("torchrun", "gloo", 1, CALLS + GROUPS, ""),
     ("torchrun", "gloo", 3, CALLS + GROUPS, "1"),
