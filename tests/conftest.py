@@ -6,6 +6,7 @@ rank.
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -61,6 +62,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [each.longrepr for each in terminalreporter.stats.get("skipped", [])]
+    for reason, count in Counter(str(each[2]).removeprefix("Skipped: ") for each in reports).items():
+        shown.setdefault("skipped", []).append(f"{count:4}  {reason}")
     for title, lines in shown.items():
         terminalreporter.section(title)
         for line in lines:

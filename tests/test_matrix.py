@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.places import expected, places
-from tests.support.worlds import missing, run_world, shown
+from tests.support.worlds import run_world, shown
 from unidist.launchers.table import COMMANDS
 
 TITLE = "matrix: examples/digits.py, distance of the final weights to one process alone"
@@ -64,8 +64,6 @@ def test_digits(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    if why := missing(launcher):
-        pytest.skip(why)
     detected = {"python": "none"}.get(launcher, launcher.split()[0])
     # A proxy that nobody runs is not asked for the launcher's server on this host.
     env = {"http_proxy": "http://127.0.0.1:9"}

@@ -1,7 +1,7 @@
 """The contract suite runs on every rank of a world.
 
-``tests/test_contract.py`` starts worlds of processes. Where none runs, each test makes a world of its own, which is this
-process or threads.
+``tests/test_contract.py`` starts worlds of processes. Where none runs, each test makes a world of its own: this
+process, or threads.
 """
 
 import gc
