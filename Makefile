@@ -2,6 +2,7 @@
 # make docs: the site, in build/site.
 # make unit: the tests that start no process.  make test: those, and each subject on every engine; builds Horovod once.
 # make test-all: everything that CI runs.
+# make coverage: the lines of the package that make test executes, the least covered files first.
 # make faults N=200: kills, stops and breaks ranks of the drop-in, and counts what became of the others (tests/faults).
 # make mishaps N=300: kills, full disks, damaged and hostile files, hostile bytes on ports; counts what was lost or ran.
 # make test-torch TORCH=2.15.0: what another PyTorch may break, in an environment of its own, which takes some gigabytes.
@@ -20,7 +21,7 @@ TORCH_TESTS := tests/contract $(patsubst %,tests/test_%.py,contract mpi c10d hvd
 # pip beside apt, lint beside the unit tests, and then Horovod's build.
 MAKEFLAGS += -j2
 
-.PHONY: demo docs unit test test-all faults mishaps test-hosts test-torch test-interop test-gpu bench lint system clean
+.PHONY: demo docs unit test test-all coverage faults mishaps test-hosts test-torch test-interop test-gpu bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
@@ -36,6 +37,17 @@ test: TESTS := not unit and not variant
 test-all: TESTS := not unit
 test test-all: lint unit $(VENV)/test.stamp
 	$(BIN)/pytest -m "$(TESTS)" -n 3 --dist loadfile --no-loadscope-reorder --durations=20
+
+# Of `make test`, in all processes that it starts.
+STARTUP = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/unidist_coverage.pth
+coverage: $(VENV)/test.stamp
+	$(BIN)/coverage erase
+	echo "import coverage; coverage.process_startup()" > $(STARTUP)
+	-COVERAGE_PROCESS_START=$(CURDIR)/setup.cfg COVERAGE_FILE=$(CURDIR)/.coverage \
+		$(BIN)/pytest -m "not variant" -n 3 --dist loadfile --no-loadscope-reorder
+	rm $(STARTUP)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report --sort=cover --skip-covered
 
 N ?= 30
 faults: $(VENV)/test.stamp

@@ -284,6 +284,15 @@ def test_jobs_of_kubernetes() -> None:
 
 
 @pytest.mark.unit
+def test_the_workflow_makes_what_there_is() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    commands = " ".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+    targets = set(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    known = {target for line in targets for target in line.split()}
+    assert {"lint", "unit", "test-torch"} <= set(re.findall(r"make ([\w-]+)", commands)) <= known
+
+
+@pytest.mark.unit
 def test_the_image_and_its_containers() -> None:
     lines = re.sub(r"\\\n", " ", template("Dockerfile")).splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
