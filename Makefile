@@ -102,7 +102,7 @@ $(VENV)/docs.stamp: $(BIN)/python setup.cfg constraints.txt
 	touch $@
 
 $(VENV)/pip.stamp: $(BIN)/python setup.cfg constraints.txt
-	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[bench,cli,docs,horovod,mpi,examples,test]"
+	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[bench,cli,docs,horovod,examples,test]" "mpi4py>=4.1"
 	touch $@
 
 # Horovod's wheel is cached outside the checkout (UNIDIST_CACHE, default ~/.cache/unidist).
