@@ -194,21 +194,16 @@ class ThreadsBackend(Backend):
     def start_all_reduce(
         self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce"
     ) -> Callable[[], None]:
-        span = self.began(call, tensor, group)
-        signature = ("all_reduce", op, tensor.dtype, tensor.numel())
-        result = self._start(signature, tensor, lambda given: _reduced(given, op), group)
-
-        def wait() -> None:
-            with self.errors_of(call, tensor, group, span):
-                tensor.copy_(result())
-
-        return wait
+        return self._start_in_place(call, f"all_reduce {op}", tensor, lambda given: _reduced(given, op), group)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
+        self.start_broadcast(tensor, src, group)()
+
+    def start_broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Callable[[], None]:
         index = self.ranks(group).index(src)
-        signature = ("broadcast", src, tensor.dtype, tensor.numel())
-        with self.errors_of("broadcast", tensor, group):
-            tensor.copy_(self._start(signature, tensor, lambda given: given[index].clone(), group)())
+        return self._start_in_place(
+            "broadcast", f"broadcast from {src}", tensor, lambda given: given[index].clone(), group
+        )
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
         with self.errors_of("all_gather", tensor, group):
@@ -239,6 +234,18 @@ class ThreadsBackend(Backend):
     # -------------------------------------------------------------------------------- operations
     def _index(self, group: Group | None) -> int:
         return self.ranks(group).index(self.topology.rank)
+
+    def _start_in_place(
+        self, call: str, signature: str, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor], group: Group | None
+    ) -> Callable[[], None]:
+        span = self.began(call, tensor, group)
+        result = self._start((signature, tensor.dtype, tensor.numel()), tensor, combine, group)
+
+        def wait() -> None:
+            with self.errors_of(call, tensor, group, span):
+                tensor.copy_(result())
+
+        return wait
 
     def _start(
         self, call: Hashable, mine: Any, combine: Callable[[list[Any]], T], group: Group | None
