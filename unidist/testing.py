@@ -119,7 +119,7 @@ class ThreadWorld:
                 self._begin()
         for rank, error in ranks.ended.items():
             if error is not None:
-                if hasattr(error, "add_note"):  # Python 3.11
+                if isinstance(error, Exception) and hasattr(error, "add_note"):  # Python 3.11
                     error.add_note(f"(rank {rank} of {self.size})")
                 raise error
         if ranks.lost is not None:
