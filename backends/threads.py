@@ -14,16 +14,13 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, Start, WrappedModel
+from unidist.backends.base import Backend, Group, Op, Start, Wait
 from unidist.diagnosis.watch import places
 from unidist.diagnosis.watch.rank_state import RankState
 from unidist.diagnosis.watch.report import explanation
 from unidist.errors import BackendError
-from unidist.gradients.data_parallel import BucketedDataParallel
-from unidist.gradients.reducer import BackendReducer
-from unidist.gradients.replica import Replica
 from unidist.launch.topology import Launch, Launcher, Slot, locate
 from unidist.network.processes import Process
 
@@ -156,10 +153,6 @@ class ThreadsBackend(Backend):
         self._numbers = Counter[tuple[int, ...]]()
         self._aborted = ""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or unpickled model averages on the rank that runs then.
-        return _of_this_rank, ()
-
     @classmethod
     def start(cls, name: str, start: Start) -> ThreadsBackend:
         return _of_this_rank()
@@ -177,29 +170,16 @@ class ThreadsBackend(Backend):
     def abort(self) -> None:
         self._aborted = "aborted"
 
-    def world_size(self) -> int:
-        return self._ranks.size
-
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         return Group(ranks, None)
-
-    def barrier(self, group: Group | None = None) -> None:
-        nothing = torch.zeros(1)
-        with self.errors_of("barrier", nothing, group):
-            self._start("barrier", None, lambda given: None, group)()
 
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
         self.start_all_reduce(tensor, op, group)()
 
-    def start_all_reduce(
-        self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce"
-    ) -> Callable[[], None]:
+    def start_all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce") -> Wait:
         return self._start_in_place(call, f"all_reduce {op}", tensor, lambda given: _reduced(given, op), group)
 
-    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
-        self.start_broadcast(tensor, src, group)()
-
-    def start_broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Callable[[], None]:
+    def start_broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Wait:
         index = self.ranks(group).index(src)
         return self._start_in_place(
             "broadcast", f"broadcast from {src}", tensor, lambda given: given[index].clone(), group
@@ -225,19 +205,13 @@ class ThreadsBackend(Backend):
             whole = self._start(signature, tensor, lambda given: _reduced(given, op), group)()
             return whole.view(len(self.ranks(group)), -1)[self._index(group)].clone()
 
-    def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
-        return BucketedDataParallel(model, options, BackendReducer(self, options.compression, group))
-
-    def replicate(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> ReplicatedModel:
-        return Replica(model, options, BackendReducer(self, options.compression, group))
-
     # -------------------------------------------------------------------------------- operations
     def _index(self, group: Group | None) -> int:
         return self.ranks(group).index(self.topology.rank)
 
     def _start_in_place(
         self, call: str, signature: str, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor], group: Group | None
-    ) -> Callable[[], None]:
+    ) -> Wait:
         span = self.began(call, tensor, group)
         result = self._start((signature, tensor.dtype, tensor.numel()), tensor, combine, group)
 

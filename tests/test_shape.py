@@ -91,7 +91,7 @@ BELOW: dict[str, set[str]] = {
         "elastic",
         "run",
     },
-    "testing": {"errors", "diagnosis", "backends", "gradients", "world", "context", "checkpoint"},
+    "testing": {"errors", "diagnosis", "backends", "world", "context"},
     "__main__": {"cli", "launch"},
     "__init__": {
         "errors",

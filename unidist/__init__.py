@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from unidist import elastic as elastic
     from unidist import hvd as hvd
     from unidist.backends.base import Group as Group
-    from unidist.backends.base import WrappedModel as WrappedModel
     from unidist.checkpoint.checkpoint import latest_checkpoint as latest_checkpoint
     from unidist.checkpoint.checkpoint import load_checkpoint as load_checkpoint
     from unidist.checkpoint.checkpoint import save_checkpoint as save_checkpoint
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from unidist.errors import NotInitializedError as NotInitializedError
     from unidist.errors import UnidistError as UnidistError
     from unidist.errors import WorldSizeError as WorldSizeError
+    from unidist.gradients.wrapper import WrappedModel as WrappedModel
     from unidist.run.spawn import spawn as spawn
     from unidist.training.join import join as join
     from unidist.training.model import assert_in_sync as assert_in_sync

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -30,7 +30,7 @@ from unidist.network import open_files
 from unidist.network.connection import new_secret
 from unidist.network.processes import Process
 from unidist.training.seed import set_seed
-from unidist.world import World, hook_of_no_world
+from unidist.world import Feature, World, hook_of_no_world
 
 if TYPE_CHECKING:
     from unidist.diagnosis.timeline.recorder import Timeline
@@ -56,6 +56,7 @@ BACKENDS = {
 
 #: The reason for the choice of a backend that runs already.
 _ADOPTED = "already initialised"
+F = TypeVar("F", bound=Feature)
 #: What ``init`` and ``spawn`` take for ``backend``.
 BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod", "threads"]
 
@@ -65,9 +66,6 @@ _world: World | None = None
 _sessions = 0
 #: The arguments of the last world, for ``rejoin``.
 _last: dict[str, Any] = {}
-#: What features do at the end of each world.
-_closers: list[Callable[[], None]] = []
-_finishers: list[Callable[[], None]] = []
 
 
 def init(
@@ -306,8 +304,8 @@ def shutdown() -> None:
     waits = _world is not None and sys.exc_info()[0] is None
     try:
         if _world is not None and waits:
-            for finish in _finishers:
-                finish()
+            for feature in [*_world.features.values()]:
+                feature.finish()
             _world.current.barrier()
     except BaseException:
         leave()
@@ -336,24 +334,20 @@ def timeline(path: str | os.PathLike[str]) -> Timeline:
     return world.timeline
 
 
-def before_shutdown(finish: Callable[[], None]) -> Callable[[], None]:
-    """A decorator: call the function, on all ranks, each time ``shutdown`` waits for the other ranks."""
-    _finishers.append(finish)
-    return finish
-
-
-def before_leaving(close: Callable[[], None]) -> Callable[[], None]:
-    """A decorator: call the function each time before the backend is shut down."""
-    _closers.append(close)
-    return close
+def of_world(kind: type[F]) -> F:
+    """Return what a feature keeps for the running world: made at its first use, closed with the world."""
+    features = _running().features
+    if kind not in features:
+        features[kind] = kind()
+    return features[kind]  # type: ignore[return-value]  # by its class
 
 
 @atexit.register
 def leave(*, alone: bool = True) -> None:
     """``shutdown`` without waiting for the other ranks; ``alone``: they may go on."""
     global _world
-    for close in _closers:
-        close()
+    for feature in () if _world is None else [*_world.features.values()]:
+        feature.close()
     world, _world = _world, None
     if world is not None:
         _last.update(world.again)
@@ -367,13 +361,14 @@ def rejoin() -> None:
     _init(**_last)
 
 
-def complete_start(step: Callable[[], None]) -> None:
+def complete_start(step: Callable[[], object]) -> None:
     """Call a function that ends a start: again in the next generation if a worker of an elastic run is lost meanwhile.
     Collective.
     """
     while True:
         try:
-            return step()
+            step()
+            return
         except UnidistError as error:
             member = membership.current()
             if member is None or not member.lost(wait=membership.VERDICT_S):

@@ -15,10 +15,8 @@ import torch
 from unidist import context
 from unidist import world as process_world
 from unidist.backends.threads import Ranks
-from unidist.checkpoint import checkpoint
 from unidist.diagnosis.spans import spans
 from unidist.errors import UnidistError
-from unidist.gradients import replica
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,10 +28,6 @@ _OF_A_PROCESS: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (process_world, "_hook"): lambda _: None,
     (process_world, "_hook_before"): lambda before: before,
     (sys, "excepthook"): lambda hook: hook,
-    (checkpoint, "_writing"): lambda _: [],
-    (replica, "_made"): lambda made: type(made)(),
-    (replica, "_running"): lambda _: [],
-    (replica, "_watched"): lambda watched: type(watched)(),
     (spans, "on"): lambda _: False,
     (spans, "_add"): lambda _: None,
     (spans, "_numbers"): lambda numbers: type(numbers)(),
