@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import unidist
+from tests.conftest import VARIANTS
 from tests.support.worlds import ROOT, environment
 from unidist.context import BACKENDS
 
@@ -200,6 +201,12 @@ def test_import_needs_torch_alone_and_changes_no_environment() -> None:
 def test_the_second_name_is_refused() -> None:
     done = subprocess.run([sys.executable, "-c", "import backends"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0 and "import unidist.backends" in done.stderr
+
+
+def test_every_variant_is_a_test() -> None:
+    for variant in VARIANTS:
+        file, name = variant.partition("[")[0].split("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), variant
 
 
 # ------------------------------------------------------------------------------------ docs

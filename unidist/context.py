@@ -51,13 +51,14 @@ BACKENDS = {
     "nccl": BackendEntry("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
     "mpi": BackendEntry("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
     "horovod": BackendEntry("unidist.backends.horovod", "HorovodBackend", "horovod.torch"),
+    "threads": BackendEntry("unidist.backends.threads", "ThreadsBackend", "unidist.testing"),
 }
 
 #: The reason for the choice of a backend that runs already.
 _ADOPTED = "already initialised"
 F = TypeVar("F", bound=Feature)
 #: What ``init`` and ``spawn`` take for ``backend``.
-BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod"]
+BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod", "threads"]
 
 _log = logging.getLogger("unidist")
 _world: World | None = None
@@ -84,10 +85,11 @@ def init(
     and the reason for it to the logger ``unidist`` at level INFO.
 
     Args:
-        backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, or ``auto``: the value of
-            ``UNIDIST_BACKEND`` if set; else a process group or Horovod that is already initialised; else Horovod under
-            horovodrun if it is installed; else ``nccl`` where CUDA is available and ``gloo`` elsewhere; ``single``
-            without a launcher. A backend that is named is never replaced by another one.
+        backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, ``threads`` (inside
+            ``unidist.testing.world``), or ``auto``: the value of ``UNIDIST_BACKEND`` if set; else a process group or
+            Horovod that is already initialised; else Horovod under horovodrun if it is installed; else ``nccl`` where
+            CUDA is available and ``gloo`` elsewhere; ``single`` without a launcher. A backend that is named is never
+            replaced by another one.
         init_method: the rendezvous, as for ``torch.distributed.init_process_group``: ``env://``, ``tcp://host:port`` or
             ``file:///path``. Default: that of the launcher.
         rank, world_size: both or neither. Default: from the launcher.
@@ -143,6 +145,7 @@ def _init(
         "export_env": export_env or None,
     }
     if _world is not None:
+        _world.arguments = _world.arguments or arguments
         _refuse_change(arguments, _world)
     else:
         stall, is_checked = settings.stall(os.environ), settings.check(os.environ)
@@ -161,7 +164,7 @@ def _init(
         try:
             if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
                 world.restore_env = _export(started, start)
-            if started.topology.world_size > 1:
+            if started.topology.world_size > 1 and started.watch is None:
                 _introduce(started, _seconds(start))
                 world.watch = Watch(started, stall, _seconds(start))
         except BaseException:
@@ -404,7 +407,7 @@ def watch() -> Watch | None:
 
 def timeout() -> timedelta | None:
     """The timeout that ``init`` was given, or ``UNIDIST_TIMEOUT``; None without one."""
-    given = None if _world is None else _world.arguments["timeout"]
+    given = None if _world is None else _world.arguments.get("timeout")
     return given if isinstance(given, timedelta) else settings.timeout(os.environ)
 
 
@@ -541,8 +544,8 @@ def _pick(start: Start) -> tuple[str, str]:
 def _guard(backend: Backend, launch: Launch) -> None:
     """Refuse N jobs of one rank: the backend must have the world size that the launcher declared."""
     real, declared = backend.world_size(), launch.world_size
-    adopted_alone = launch.launcher is NO_LAUNCHER
-    if real == declared or adopted_alone:
+    # A backend that runs already may be another launcher's, or none's.
+    if real == declared or launch.launcher is NO_LAUNCHER or backend.topology.launcher != launch.launcher.name:
         return
     backend.shutdown()
     raise WorldSizeError(

@@ -25,8 +25,8 @@ from unidist.checkpoint import files as checkpoint_files
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    return unidist.broadcast_object(tmp_path)
+    """One folder for all ranks, which share it if they are threads."""
+    return unidist.broadcast_object(tmp_path) if unidist.is_initialized() else tmp_path
 
 
 def on_first(action: Any) -> Any:
@@ -300,6 +300,7 @@ def test_nothing_that_was_loaded_needs_the_file(folder: Path) -> None:
     unidist.save_checkpoint(path, **run, x=torch.ones(10_000))
     found = unidist.load_checkpoint(path, **run)
     gc.collect()
+    unidist.barrier()
     assert str(path) not in Path("/proc/self/maps").read_text() and found["x"].sum() == 10_000
 
 
