@@ -40,7 +40,7 @@ __all__ = [
     "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "global_process_set", "grouped_allgather",
     "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
     "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
-    "handle_average_backwards_compatibility", "join", "poll", "reducescatter", "reducescatter_async",
+    "join", "poll", "reducescatter", "reducescatter_async",
     "remove_process_set", "sparse_allreduce_async", "synchronize",
 ]  # fmt: skip
 __all__ += basics.__all__

@@ -15,5 +15,5 @@ class HorovodBasics:
     """
 
     def __init__(self, pkg_path: str = "", *args: str) -> None:
-        for name in basics.__all__:
+        for name in [*basics.__all__, "is_homogeneous"]:
             setattr(self, name, getattr(basics, name))
