@@ -20,6 +20,7 @@ from tests.support.worlds import LEGACY, ROOT
 from unidist.migrate import syntax
 from unidist.migrate.parsing import _parts, parse
 from unidist.migrate.project import Exports, migrate_files
+from unidist.migrate.self_check import fault
 from unidist.migrate.syntax import SyntaxTree, full_name
 from unidist.migrate.workers import results_in_order
 
@@ -177,3 +178,17 @@ def test_a_long_file(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines, megabytes = map(int, done.stdout.split())
     assert lines > 10_000 and megabytes < 400
+
+
+@pytest.mark.parametrize(
+    ("after", "planned", "wrong"),
+    [
+        ("import b\n\ndef f():\n    return b.x + y\n", {1, 4}, None),  # y is not new
+        ("import b\n\ndef f():\n    return a.x + y\n", {1}, "the name a would not be defined"),
+        ("import b\n\ndef f():\n    return b.x + y\n", {1}, "line 4 would change, which no rule has planned"),
+        ("import b\n\ndef f():\nreturn b.x\n", {1, 4}, "it would not parse"),
+        ("import b\n\ndef f(a):\n    with b:\n        return a.x + y\n", {1, 3}, None),  # indented
+    ],
+)
+def test_what_is_wrong_with_a_new_text(after: str, planned: set[int], wrong: str | None) -> None:
+    assert fault("import a\n\ndef f():\n    return a.x + y\n", after, planned) == wrong

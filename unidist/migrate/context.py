@@ -124,6 +124,16 @@ class Context:
         )
         return frozenset(variable for variable in found if variable is not None and not variable.startswith("."))
 
+    @cached_property
+    def renamed_names(self) -> frozenset[str]:
+        """The names of those variables; imports of other scopes that bind one of them get the name, too."""
+        return frozenset(variable.rpartition(".")[2] for variable in self.renamed)
+
+    def is_renamed(self, node: cst.BaseExpression) -> bool:
+        """Whether a name that holds the module gets the name ``unidist``."""
+        imported = isinstance(node, cst.Name) and node.value in self.renamed_names and self.tree.imported(node)
+        return bool(imported) or self.tree.variable(node) in self.renamed
+
     def root(self, use: cst.BaseExpression) -> cst.BaseExpression:
         """What a use starts with: the imported name, or the alias."""
         while isinstance(use, cst.Attribute) and self.tree.variable(use) not in self.names.aliases:
@@ -164,7 +174,7 @@ class Context:
     # -------------------------------------------------------------------------------- code
     def unidist_name_for(self, use: cst.BaseExpression, name: str) -> cst.BaseExpression:
         """``unidist.NAME``, to replace a use: through the same alias, if that holds unidist."""
-        if not self.is_through_alias(use) or self.tree.variable(self.root(use)) in self.renamed:
+        if not self.is_through_alias(use) or self.is_renamed(self.root(use)):
             return dotted(f"unidist.{name}")
         if self.aliases_are_native:
             return cst.Attribute(self.root(use).deep_clone(), cst.Name(name))

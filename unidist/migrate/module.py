@@ -14,12 +14,14 @@ from unidist.migrate.file_report import Remark
 from unidist.migrate.names import Names, find_names, in_import, is_horovod
 from unidist.migrate.reasons import remark_on
 from unidist.migrate.rules import NATIVE_RULES, RULES_OF_ALL_LEVELS
+from unidist.migrate.self_check import fault
 from unidist.migrate.syntax import SyntaxTree
 from unidist.migrate.torch_module import migrate_torch_module, names_torch
 
 Level = Literal["native", "hvd"]
 _USED_ELSEWHERE = "other files call Horovod through this variable, so it holds the drop-in"
 _NAME_IS_TAKEN = "the file uses the name unidist for something of its own, so all calls stay on the drop-in"
+_UNSOUND = "this tool would break the file, and so does not use unidist's own calls in it: {}"
 _ESCAPES = "the module is passed on and cannot be followed, so all variables that hold it hold the drop-in"
 
 
@@ -65,7 +67,13 @@ def migrate_module(
     if level == "native" and after == text and names_torch(text, options) and not _USES_HOROVOD.search(text):
         after, more = migrate_torch_module(text, exported, elsewhere, options)
         remarks = sorted([*remarks, *more], key=lambda remark: remark.line)
+    if wrong := fault(text, after):
+        return text, [_unsound(wrong)]
     return after, remarks
+
+
+def _unsound(wrong: str) -> Remark:
+    return Remark(1, "", _UNSOUND.format(wrong), "migrate it by hand, and report the file as a fault of unidist")
 
 
 def _migrate_horovod(
@@ -128,7 +136,10 @@ def _migrate(
         reasons += _reasons_of_remaining(context)
     for rule in RULES_OF_ALL_LEVELS:
         rule(context)
-    return context.edits.apply(), context.edits.remarks, reasons
+    after = context.edits.apply()
+    if wrong := fault(tree.module.code, after, context.edits.planned_lines()):
+        return tree.module.code, [], [_unsound(wrong)]
+    return after, context.edits.remarks, reasons
 
 
 def _reasons_of_remaining(context: Context) -> Iterator[Remark]:

@@ -38,7 +38,8 @@ def change_imports(context: Context) -> None:
         elif isinstance(node, cst.Name):
             imports.module(node)
     for variable in context.renamed:
-        for node in references(context.tree).get(variable, ()):
+        imported = [node for node in context.names.modules if context.is_renamed(node)]
+        for node in (*references(context.tree).get(variable, ()), *imported):
             context.edits.replace(node, lambda updated: updated.with_changes(value="unidist"))
     imports.finish()
 
@@ -138,7 +139,7 @@ class _Imports:
             return [kept], False
         mixed = bound is not None and bound not in self._context.names.import_only
         if mixed and self._context.aliases_are_native:
-            if self._is_renamed(bound or ""):
+            if bound in self._context.renamed_names:
                 return [cst.ImportAlias(cst.Name("unidist"))], False
             return [alias.with_changes(name=cst.Name("unidist"))], False
         first = bound or name.split(".")[0]
@@ -148,10 +149,6 @@ class _Imports:
         if exported:
             self._remark_reexported(alias, first)
         return [kept] if exported else [], self._is_used(first)
-
-    def _is_renamed(self, bound: str) -> bool:
-        """Whether the variables of this name get the name ``unidist``."""
-        return any(variable.rpartition(".")[2] == bound for variable in self._context.renamed)
 
     def _package(self, node: cst.Import, alias: cst.ImportAlias, first: str) -> tuple[list[cst.ImportAlias], bool]:
         """What replaces ``horovod`` itself, and whether ``import unidist`` is needed beside it."""
@@ -252,7 +249,7 @@ class _Imports:
                 if target is not None:
                     self._remark_reexported(alias, bound)
             elif self._context.aliases_are_native and is_horovod(whole):
-                asname = None if self._is_renamed(bound) else cst.AsName(cst.Name(bound))
+                asname = None if bound in self._context.renamed_names else cst.AsName(cst.Name(bound))
                 return cst.Import([cst.ImportAlias(cst.Name("unidist"), asname)]), False
         if target is None:
             if is_horovod(whole):
