@@ -11,9 +11,10 @@ from unidist.migrate.flow import assignments_of
 from unidist.migrate.syntax import full_name, keyword
 
 _FIRST_STEP = (
-    "if there is no state yet, Horovod's call takes a step with zero gradients (Adam's step count starts at 1, "
-    "weight decay changes weights); unidist's takes none"
+    "on a new optimizer, Horovod's call takes a step with zero gradients (Adam's step count starts at 1, weight decay "
+    "changes weights), which moves the losses; unidist's takes none"
 )
+_OLD_NUMBERS = "for the old numbers `import unidist.hvd`, and here `unidist.hvd.broadcast_optimizer_state({}, {})`"
 
 
 def change_broadcasts(context: Context) -> None:
@@ -35,7 +36,8 @@ def change_broadcasts(context: Context) -> None:
         context.edits.replace(call, _rewritten(context, call, name, arguments))
         context.mark_handled(call.func)
         if name == "broadcast_optimizer_state" and not _is_plain_sgd(context, state):
-            context.remark(call, _FIRST_STEP, "nothing; the losses differ slightly from the legacy ones")
+            root = context.text(arguments["root_rank"]) if "root_rank" in arguments else "0"
+            context.remark(call, _FIRST_STEP, _OLD_NUMBERS.format(context.text(state), root))
 
 
 def _rewritten(context: Context, call: cst.Call, name: str, arguments: Arguments) -> Callable[[cst.Call], cst.Call]:
