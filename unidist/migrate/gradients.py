@@ -61,6 +61,11 @@ def gradient_problems(tree: SyntaxTree) -> Iterator[Problem]:
             yield call, _SKIPPED
 
 
+def assigns_gradients(tree: SyntaxTree) -> bool:
+    """Whether a module assigns gradients by hand."""
+    return any(True for _ in _assigned_by_hand(tree))
+
+
 def _may_be_skipped(tree: SyntaxTree, backward: cst.Call) -> bool:
     """Whether a condition or an exception may skip a backward pass, and not the step that follows it."""
     function = tree.function(backward)
@@ -297,6 +302,8 @@ def _is_converted(tree: SyntaxTree, call: cst.Call) -> bool:
             if above.attr.value in _TO_NUMBERS:
                 return True
             node = outer
+        elif isinstance(above, cst.Attribute) and above.attr.value == "data":
+            return True
         elif isinstance(above, cst.Subscript) and above.value is node:
             node = above
         elif isinstance(above, cst.Arg) and isinstance(outer := tree.parent(above), cst.Call):
