@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,9 +13,19 @@ import libcst as cst
 
 import unidist.hvd
 from unidist.migrate.edits import Edits
-from unidist.migrate.flow import assignments_of
+from unidist.migrate.flow import assignments_of, is_parameter
 from unidist.migrate.names import Names, in_import, symbol_of
 from unidist.migrate.syntax import Statement, SyntaxTree, dotted, full_name
+
+
+@dataclass
+class Refusal(Exception):
+    """Why the optimizers of a module stay Horovod's."""
+
+    node: cst.CSTNode
+    why: str
+    remedy: str = "write unidist.replicate(model) and a plain optimizer by hand, see docs/migrating.md"
+
 
 #: What there is to migrate from.
 ORIGINS = ("horovod", "ddp", "dataparallel", "apex")
@@ -38,8 +49,6 @@ class Options(NamedTuple):
 
     #: A file in which something stays on the drop-in has unidist's own calls, too. Else it stays there as a whole.
     partial: bool = False
-    #: Tensors that are averaged are floating-point, where the file does not show it.
-    assume_average: bool = False
     #: What is migrated from: ``horovod``, ``ddp`` (torch.distributed), ``dataparallel``, ``apex``.
     origins: frozenset[str] = frozenset(ORIGINS)
 
@@ -171,13 +180,22 @@ class Context:
         values = [value for value, _ in assignments_of(self.tree, variable)] if variable else []
         return self._rank_or_size(values[0]) if len(values) == 1 and isinstance(values[0], cst.Call) else None
 
+    def value_of(self, node: cst.BaseExpression | None) -> cst.BaseExpression | None:
+        """What the variable is assigned, if only once and not as a parameter; else the expression itself."""
+        variable = self.tree.variable(node) if isinstance(node, cst.Name) else None
+        values = [value for value, _ in assignments_of(self.tree, variable)] if variable else []
+        return values[0] if len(values) == 1 and not is_parameter(self.tree, variable) else node
+
     # -------------------------------------------------------------------------------- code
     def unidist_name_for(self, use: cst.BaseExpression, name: str) -> cst.BaseExpression:
         """``unidist.NAME``, to replace a use: through the same alias, if that holds unidist."""
         if not self.is_through_alias(use) or self.is_renamed(self.root(use)):
             return dotted(f"unidist.{name}")
         if self.aliases_are_native:
-            return cst.Attribute(self.root(use).deep_clone(), cst.Name(name))
+            node = self.root(use).deep_clone()
+            for part in name.split("."):
+                node = cst.Attribute(node, cst.Name(part))
+            return node
         return self.unidist_name(use, name)
 
     def unidist_name(self, node: cst.CSTNode, name: str) -> cst.BaseExpression:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from unidist.migrate.context import is_constant
-from unidist.migrate.flow import assignments, assignments_of, is_parameter, is_target, references
+from unidist.migrate.flow import assignments, assignments_of, callees, is_parameter, is_target, references
 from unidist.migrate.syntax import Problem, SyntaxTree, argument, full_name
 
 _ASSIGNED = "a gradient is assigned by hand, and unidist does not average it"
@@ -44,8 +44,8 @@ _DETACHING = _TO_NUMBERS | {
 _CONVERSIONS = {"float", "int", "bool", "len"}
 _MAKING = {
     "tensor", "from_numpy", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm",
-    "linspace", "eye", "Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "IntTensor", "zeros_like",
-    "ones_like", "rand_like", "randn_like", "empty_like",
+    "linspace", "eye", "Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "IntTensor", "ByteTensor",
+    "zeros_like", "ones_like", "rand_like", "randn_like", "empty_like",
 }  # fmt: skip
 _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
@@ -320,6 +320,14 @@ def _is_constant(tree: SyntaxTree, node: cst.BaseExpression, depth: int = 8) -> 
     def inner(*parts: cst.BaseExpression) -> bool:
         return all(_is_constant(tree, part, depth - 1) for part in parts)
 
+    def is_constant_to(value: cst.BaseExpression, target: cst.BaseExpression) -> bool:
+        element = tree.parent(target)
+        if not isinstance(element, cst.Element) or isinstance(tree.parent(value), cst.Element):
+            return inner(value)
+        targets = tree.parent(element)
+        assert isinstance(targets, (cst.Tuple, cst.List))
+        return _returns_constants(tree, value, list(targets.elements).index(element), depth - 1)
+
     if isinstance(node, (cst.BaseNumber, cst.BaseString, cst.Comparison)):
         return True
     if isinstance(node, cst.UnaryOperation):
@@ -342,14 +350,10 @@ def _is_constant(tree: SyntaxTree, node: cst.BaseExpression, depth: int = 8) -> 
     if variable is None or is_parameter(tree, variable):
         return False
     values = assignments_of(tree, variable)
-    unpacked = any(
-        isinstance(tree.parent(target), cst.Element) and not isinstance(tree.parent(value), cst.Element)
-        for value, target in values
-    )
     changed = [each.value for each in tree.all(cst.AugAssign) if tree.variable(each.target) == variable]
     bound = {use for use in references(tree).get(variable, ()) if is_target(tree, use)}
     known = {target for _, target in values} | {each.target for each in tree.all(cst.AugAssign)}
-    return bool(values) and not unpacked and bound <= known and inner(*(value for value, _ in values), *changed)
+    return bool(values) and bound <= known and inner(*changed) and all(is_constant_to(*pair) for pair in values)
 
 
 def _is_constant_call(tree: SyntaxTree, call: cst.Call, depth: int) -> bool:
@@ -364,3 +368,15 @@ def _is_constant_call(tree: SyntaxTree, call: cst.Call, depth: int) -> bool:
     elif not of_torch:
         return False
     return not any(each.star for each in call.args) and all(_is_constant(tree, each, depth - 1) for each in values)
+
+
+def _returns_constants(tree: SyntaxTree, call: cst.BaseExpression, index: int, depth: int) -> bool:
+    """Whether an element of the tuples that functions of this module return requires no gradient."""
+    functions = callees(tree, call) if isinstance(call, cst.Call) else []
+    returned = [each.value for function in functions for each in tree.all(cst.Return, function.body)]
+    return bool(returned) and all(
+        isinstance(value, cst.Tuple)
+        and index < len(value.elements)
+        and _is_constant(tree, value.elements[index].value, depth)
+        for value in returned
+    )

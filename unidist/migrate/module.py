@@ -81,10 +81,6 @@ def _migrate_horovod(
 ) -> tuple[str, list[Remark]]:
     tree = SyntaxTree(text)
     names = find_names(tree)
-    elastic = [use for use, symbol in names.symbols.items() if symbol.startswith("elastic")]
-    if elastic:
-        unchanged = Context(tree, names)
-        return text, [remark_on(unchanged, use) for use in elastic]
     migrate = partial(_migrate, tree, names, exported, elsewhere, options)
     if level == "native" and (other := _other_unidist(tree)) is not None:
         after, remarks, _ = migrate("hvd")

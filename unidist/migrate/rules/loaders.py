@@ -144,6 +144,8 @@ def _iterable_of(loop: cst.For) -> cst.BaseExpression:
 def change_loaders(context: Context) -> None:
     """Each sampler that serves one loader and nothing else; others stay, with unidist's rank and world size."""
     gone: list[Statement] = []
+    if any(symbol.startswith("elastic") for symbol in context.names.symbols.values()):
+        return  # a sampler that is made before the world changes keeps its share
     for pair in list(_samplers_with_loaders(context)):
         uses = _uses_of_sampler(context, pair)
         epochs = [use for use in uses or () if _called_method(context, use) == "set_epoch"]

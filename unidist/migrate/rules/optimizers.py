@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
 
 import libcst as cst
 
-from unidist.migrate.context import Arguments, Context, is_constant
+from unidist.migrate.context import Arguments, Context, Refusal, is_constant
 from unidist.migrate.flow import INSPECTING, assignments, assignments_of, follow, references, result_variables
 from unidist.migrate.gradients import gradient_problems
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
+from unidist.migrate.rules.elastic import elastic_models, elastic_uses
 from unidist.migrate.rules.freezing import frozen_later
 from unidist.migrate.rules.replicating import COMPRESSION, METHODS, OptimizerPlan, horovod_method, replace_optimizer
 from unidist.migrate.syntax import Statement, full_name, is_pure
 
 _AVERAGE = "keep it, or use a plain optimizer and unidist.all_reduce(p.grad, 'mean') for each gradient"
-
-
-@dataclass
-class Refusal(Exception):
-    """Why the optimizers of a module stay Horovod's."""
-
-    node: cst.CSTNode
-    why: str
-    remedy: str = field(default="write unidist.replicate(model) and a plain optimizer by hand, see docs/migrating.md")
 
 
 def change_optimizers(context: Context) -> None:
@@ -34,19 +26,27 @@ def change_optimizers(context: Context) -> None:
     """
     try:
         optimizers = [_plan(context, call) for call in context.calls("DistributedOptimizer")]
+        elastic = elastic_models(context, [each.model for each in optimizers])
         _check_together(context, optimizers)
         compressions = _compressions(context, optimizers)
     except Refusal as refusal:
         line = context.tree.line(context.tree.statement(refusal.node) or refusal.node)
-        for use in list(context.uses("DistributedOptimizer")):
+        uses = list(context.uses("DistributedOptimizer"))
+        for use in uses or elastic_uses(context)[:1]:
             here = context.tree.line(context.tree.statement(use) or use) == line
             where = "" if here else f" (line {line}: `{context.first_line(refusal.node)}`)"
-            context.kept[use] = f"this optimizer stays on the drop-in: {refusal.why}{where}", refusal.remedy
-        context.covered.update(context.uses("broadcast_parameters", "broadcast_optimizer_state"))
+            what = "this optimizer stays" if uses else "elastic training stays"
+            context.kept[use] = f"{what} on the drop-in: {refusal.why}{where}", refusal.remedy
+        elastic_rest = [use for use in elastic_uses(context) if use not in context.kept]
+        context.kept.update(dict.fromkeys(elastic_rest, ("", "")))
+        context.covered.update([*context.uses("broadcast_parameters", "broadcast_optimizer_state"), *elastic_rest])
         return
     for index, optimizer in enumerate(optimizers):
         is_first = not any(_is_same_model(context, other, optimizer) for other in optimizers[:index])
-        replace_optimizer(context, optimizer, is_first=is_first)
+        places: list[tuple[Statement, str | None]] = [(optimizer.before, None)]
+        if elastic:
+            places = [*elastic[context.text(optimizer.model)]]
+        replace_optimizer(context, optimizer, places if is_first else [])
     for node in compressions:
         context.edits.replace(node, cst.parse_expression(COMPRESSION[context.names.symbols[node]]))
         context.mark_handled(node)
@@ -174,9 +174,10 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
     Raises:
         Refusal: it cannot be determined, or it is more than one.
     """
-    if any(node.attr.value == "add_param_group" for node in context.tree.all(cst.Attribute)):
-        raise Refusal(call, "add_param_group() may add parameters of another model")
     named = arguments.get("named_parameters")
+    for node in context.tree.all(cst.Attribute):
+        if node.attr.value == "add_param_group" and not (named is not None and _is_before(context, node, call)):
+            raise Refusal(call, "add_param_group() may add parameters of another model")
     if named is not None and not is_constant(named, None):
         found = _owner_of_parameters(context, named)
         if found is None:
@@ -202,6 +203,12 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
             "pass named_parameters=model.named_parameters(), then migrate again",
         )
     return owners[0]
+
+
+def _is_before(context: Context, node: cst.CSTNode, call: cst.Call) -> bool:
+    """Whether a node is before a call in its function: Horovod checks there that all parameters are named."""
+    tree = context.tree
+    return tree.function(node) is tree.function(call) and tree.position(node) < tree.position(call)
 
 
 def _owner_of_parameters(context: Context, named: cst.BaseExpression) -> cst.BaseExpression | None:
@@ -243,7 +250,7 @@ def _broadcast_statement(
         if found is None or context.text(found) != context.text(model):
             continue
         arguments = context.arguments(call) or {}
-        if not is_constant(arguments.get("root_rank"), 0):
+        if not is_constant(context.value_of(arguments.get("root_rank")), 0):
             raise Refusal(
                 optimizer,
                 f"`{context.first_line(call)}` sends the weights of another rank than 0, whose weights replicate sends",
@@ -307,9 +314,10 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
     for use in context.uses("DistributedOptimizer"):
         if not isinstance(context.tree.parent(use), cst.Call):
             raise Refusal(use, "DistributedOptimizer is used without being called")
-    for node, why in gradient_problems(context.tree) if optimizers else ():
-        raise Refusal(node, why, _AVERAGE)
     known = {use for each in optimizers for use in each.flow.uses}
+    averaged_before = _averages_before_steps(context, known)
+    for node, why in gradient_problems(context.tree) if optimizers and not averaged_before else ():
+        raise Refusal(node, why, _AVERAGE)
     for node in context.tree.all(cst.Attribute):
         method = node.attr.value in ("skip_synchronize", "synchronize") and optimizers and node.value not in known
         if (
@@ -332,9 +340,41 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
                 "optimizers have",
                 "remove that call (unidist's gradients are averaged when backward() returns), then migrate again",
             )
-    if optimizers and context.elsewhere.gradient:
+    if optimizers and context.elsewhere.gradient and not averaged_before:
         why = f"{context.elsewhere.gradient}, a file of the same program, assigns gradients by hand"
         raise Refusal(optimizers[0].call, why, _AVERAGE)
+
+
+def _averages_before_steps(context: Context, uses: set[cst.BaseExpression]) -> bool:
+    """Whether each step of some optimizers is in ``skip_synchronize()``, after ``synchronize()`` in the same function.
+
+    Horovod averages nothing there either, so that gradients may have been changed in between, as K-FAC does.
+    """
+    tree = context.tree
+    of_optimizers = [
+        call for call in tree.all(cst.Call) if isinstance(call.func, cst.Attribute) and call.func.value in uses
+    ]
+    synchronized = {
+        tree.function(call): tree.position(call) for call in of_optimizers if _method(call) == "synchronize"
+    }
+    steps = [call for call in of_optimizers if _method(call) == "step"]
+    steps += [call for call in tree.method_calls("step") if any(arg.value in uses for arg in call.args)]
+    return bool(steps) and all(
+        synchronized.get(tree.function(step), (sys.maxsize, 0)) < tree.position(step) and _is_in_skip(context, step)
+        for step in steps
+    )
+
+
+def _method(call: cst.Call) -> str:
+    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+
+
+def _is_in_skip(context: Context, node: cst.CSTNode) -> bool:
+    """Whether a node is in ``with optimizer.skip_synchronize():``."""
+    return any(
+        isinstance(above, cst.With) and any("skip_synchronize" in context.text(item.item) for item in above.items)
+        for above in context.tree.parents(node)
+    )
 
 
 def _is_reachable(context: Context, each: OptimizerPlan) -> bool:
