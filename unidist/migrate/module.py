@@ -14,6 +14,7 @@ from unidist.migrate.file_report import Remark
 from unidist.migrate.names import Names, find_names, in_import, is_horovod
 from unidist.migrate.reasons import remark_on
 from unidist.migrate.rules import NATIVE_RULES, RULES_OF_ALL_LEVELS
+from unidist.migrate.rules.imports import STAYS
 from unidist.migrate.self_check import fault
 from unidist.migrate.syntax import SyntaxTree
 from unidist.migrate.torch_module import migrate_torch_module, names_torch
@@ -88,6 +89,7 @@ def _migrate_horovod(
         return after, [*remarks, Remark(tree.line(other), line, _NAME_IS_TAKEN, "rename it, then migrate again")]
     after, remarks, reasons = migrate(level)
     if (reasons or imports_drop_in(after)) and not options.partial:
+        reasons = reasons or [remark for remark in remarks if remark.why in STAYS]
         after, remarks, _ = migrate("hvd")
     return after, sorted([*remarks, *reasons], key=lambda remark: remark.line)
 

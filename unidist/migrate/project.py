@@ -80,9 +80,9 @@ class Exports:
     def of(self, path: Path) -> set[str]:
         """The names of a file, and ``.attr`` for the attributes, that other files use."""
         program = self._program(path.resolve()) if self.attributes else set()
-        return self.names.get(_module_name(path), set()) | {
-            f".{name}" for name, paths in self.attributes.items() if paths & program
-        }
+        attributes = {f".{name}" for name, paths in self.attributes.items() if paths & program}
+        package = {"*"} if path.stem == "__init__" else set()
+        return self.names.get(_module_name(path), set()) | attributes | package
 
     def elsewhere(self, path: Path) -> Elsewhere:
         """What other files of the same program do with a file's optimizers and gradients."""

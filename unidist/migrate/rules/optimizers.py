@@ -370,11 +370,15 @@ def _method(call: cst.Call) -> str:
 
 
 def _is_in_skip(context: Context, node: cst.CSTNode) -> bool:
-    """Whether a node is in ``with optimizer.skip_synchronize():``."""
-    return any(
-        isinstance(above, cst.With) and any("skip_synchronize" in context.text(item.item) for item in above.items)
-        for above in context.tree.parents(node)
-    )
+    """Whether a node is in ``with optimizer.skip_synchronize():``, or in the other branch of an ``if`` around one."""
+    child = node
+    for above in context.tree.parents(node):
+        if isinstance(above, cst.With) and any("skip_synchronize" in context.text(item.item) for item in above.items):
+            return True
+        if isinstance(above, cst.If) and child is above.orelse and "skip_synchronize" in context.text(above.body):
+            return True
+        child = above
+    return False
 
 
 def _is_reachable(context: Context, each: OptimizerPlan) -> bool:
