@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class Refusal(Exception):
     remedy: str = "write unidist.replicate(model) and a plain optimizer by hand, see docs/migrating.md"
 
 
+#: A word that needs the parenthesis after it.
+_NO_SPACE = re.compile(r"\b(if|while|not|return|assert|and|or|in|else)\(")
 #: What there is to migrate from.
 ORIGINS = ("horovod", "ddp", "dataparallel", "apex")
 #: The arguments of a call by the names of its parameters.
@@ -316,14 +319,22 @@ def is_constant(node: cst.CSTNode | None, *values: object) -> bool:
         return False
 
 
-def is_compared_with_zero(tree: SyntaxTree, call: cst.CSTNode) -> bool:
-    """Whether the call is the left side of ``call == 0``, without parentheses around that."""
-    comparison = tree.parent(call)
-    return (
-        isinstance(comparison, cst.Comparison)
-        and comparison.left is call
-        and len(comparison.comparisons) == 1
-        and isinstance(comparison.comparisons[0].operator, cst.Equal)
-        and is_constant(comparison.comparisons[0].comparator, 0)
-        and not comparison.lpar
-    )
+def replace_zero_test(tree: SyntaxTree, edits: Edits, call: cst.CSTNode, is_main: cst.BaseExpression) -> bool:
+    """Replace ``rank() == 0``, ``rank() != 0`` or ``not rank()``, by its call; False for other expressions."""
+    above = tree.parent(call)
+    operators = (cst.Comparison, cst.ComparisonTarget, cst.BinaryOperation, cst.UnaryOperation)
+    if isinstance(above, cst.UnaryOperation) and isinstance(above.operator, cst.Not):
+        new = is_main
+    elif not isinstance(above, cst.Comparison) or above.left is not call or len(above.comparisons) != 1:
+        return False
+    else:
+        target = above.comparisons[0]
+        new = is_main if isinstance(target.operator, cst.Equal) else cst.UnaryOperation(cst.Not(), is_main)
+        if not is_constant(target.comparator, 0) or not isinstance(target.operator, (cst.Equal, cst.NotEqual)):
+            return False
+        if new is not is_main and isinstance(tree.parent(above), operators):
+            return False
+    if above.lpar and _NO_SPACE.search(tree.text(tree.statement(above) or above).split("\n")[0]):
+        new = new.with_changes(lpar=above.lpar, rpar=above.rpar)
+    edits.replace(above, new)
+    return True

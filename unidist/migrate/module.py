@@ -9,6 +9,7 @@ from typing import Literal
 
 import libcst as cst
 
+from unidist.migrate.comments import rewrite_comments
 from unidist.migrate.context import Context, Elsewhere, Options
 from unidist.migrate.file_report import Remark
 from unidist.migrate.names import Names, find_names, in_import, is_horovod
@@ -91,7 +92,14 @@ def _migrate_horovod(
     if (reasons or imports_drop_in(after)) and not options.partial:
         reasons = reasons or [remark for remark in remarks if remark.why in STAYS]
         after, remarks, _ = migrate("hvd")
+    elif level == "native" and after != text and not _names_horovod(after):
+        after = rewrite_comments(after)
     return after, sorted([*remarks, *reasons], key=lambda remark: remark.line)
+
+
+def _names_horovod(code: str) -> bool:
+    """Whether a module still imports Horovod or the drop-in."""
+    return imports_drop_in(code) or _USES_HOROVOD.search(code) is not None
 
 
 def _other_unidist(tree: SyntaxTree) -> cst.Name | None:

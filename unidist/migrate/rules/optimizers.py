@@ -415,8 +415,15 @@ def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
         return []
     found: list[cst.BaseExpression] = []
     for each in optimizers:
-        if each.compression is not None:
-            found += _constants(context, each.call, each.compression)
+        if each.compression is None:
+            continue
+        constants = _constants(context, each.call, each.compression)
+        if not _is_never_compressed(context, each.compression, constants):
+            found += constants
+            continue
+        each.compression = None
+        for constant in constants:
+            context.remove(context.tree.statement(constant) or each.statement)
     others = [
         use for use in context.uses() if context.names.symbols[use].startswith("Compression") and use not in found
     ]
@@ -424,6 +431,20 @@ def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
     if found and outside:
         raise Refusal(outside[0], "this compression is passed to something else than the optimizer")
     return found
+
+
+def _is_never_compressed(
+    context: Context, compression: cst.BaseExpression, constants: list[cst.BaseExpression]
+) -> bool:
+    """Whether it is a variable to which statements assign ``Compression.none`` and nothing else."""
+    none = all(context.names.symbols[each] == "Compression.none" for each in constants)
+    return (
+        none
+        and isinstance(compression, cst.Name)
+        and all(
+            isinstance(context.tree.parent(each), cst.Assign) and context.tree.statement(each) for each in constants
+        )
+    )
 
 
 def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> list[cst.BaseExpression]:
