@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
+
+from unidist.migrate.parsing import LINE
 
 _COMMENT = re.compile(r"^([ \t]*)#[ \t]*Horovod:[ \t]*(.*)$")
 #: Comments by their first words, and a word that the statement below has if they still fit; "" if they never do.
@@ -17,21 +21,31 @@ _STALE = [
 
 def rewrite_comments(text: str) -> str:
     """The text without ``Horovod:`` at the beginning of comments, and without those of statements that are gone."""
-    lines = text.splitlines(keepends=True)
+    lines = LINE.findall(text)
+    comments = _lines_with_comments(text)
     found: list[str] = []
-    skips = False
+    is_gone = False
     for number, line in enumerate(lines):
-        is_comment = line.lstrip().startswith("#")
-        match = _COMMENT.match(line.rstrip("\r\n"))
-        if match is None and not (skips and is_comment):
-            skips = False
+        match = _COMMENT.match(line.rstrip("\r\n")) if number + 1 in comments else None
+        if match is not None:
+            is_gone = _is_stale(match[2], _statement_below(lines, number))
+            line = f"{match[1]}# {match[2]}{line[len(line.rstrip()) :]}"
+        elif is_gone and not line.strip():
+            line = "" if not found or not found[-1].strip() else line
+        elif not line.lstrip().startswith("#"):
+            is_gone = False
+        if line and not (is_gone and line.strip()):
             found.append(line)
-        elif match is not None:
-            skips = _is_stale(match[2], _statement_below(lines, number))
-            if not skips:
-                end = line[len(line.rstrip("\r\n")) :]
-                found.append(f"{match[1]}# {match[2]}{end}")
     return "".join(found)
+
+
+def _lines_with_comments(text: str) -> set[int]:
+    """The numbers of the lines on which comments begin, from 1."""
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return set()
+    return {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
 
 
 def _statement_below(lines: list[str], number: int) -> str:

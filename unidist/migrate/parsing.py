@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import libcst as cst
 
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
+LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 
 
 def parse(text: str, longest: int = 100_000) -> cst.Module:
@@ -37,7 +37,7 @@ def _parts(text: str, longest: int) -> Iterator[str]:
     Raises:
         SyntaxError, ValueError, RecursionError: Python cannot parse it.
     """
-    lines = _LINE.findall(text)
+    lines = LINE.findall(text)
     part: list[str] = []
     length, done = 0, 0
     for before, after in _neighbours(ast.parse(text).body):
