@@ -142,9 +142,7 @@ def test_counts_and_reasons_alone(project: Path) -> None:
     output = unidist_migrate("--summary", "--report", "report.md", ".", cwd=project)
     assert "optimizers: 1 to plain ones with a data-parallel model, 0 on the drop-in" in output
     assert "1 of 3 Python files free of Horovod" in output and "@@" not in output
-    assert (
-        "   1  elastic training stays on the drop-in: the file trains elastically" in output
-    )
+    assert "   1  elastic training stays on the drop-in: the file trains elastically" in output
     page = (project / "report.md").read_text()
     assert "### `pkg/elastic.py`" in page and "| 3 | `state = hvd.elastic.TorchState()` |" in page
     names = unidist_migrate("--check", ".", cwd=project, status=1)

@@ -22,7 +22,6 @@ from unidist.migrate.project import imports_horovod
 ON_THE_DROP_IN = {
     "by_hand": "no asynchronous calls",
     "join_uneven": "ranks may reach join\\(\\) after different numbers of steps",
-    "metric_average": "floating-point cannot be determined",
     "subclass": "op=hvd.mpi_ops.Sum",
 }
 DISTANCES = "migrated scripts: distance of the weights to those of the legacy script under Horovod"

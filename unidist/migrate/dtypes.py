@@ -10,12 +10,16 @@ import libcst as cst
 from unidist.migrate.flow import assignments_of, is_parameter, passed_to
 from unidist.migrate.syntax import SyntaxTree, argument, full_name, of_tree
 
-_FLOAT_METHODS = set("float double half bfloat16 mean std var norm softmax log_softmax sigmoid exp log sqrt".split())
+_FLOAT_METHODS = {
+    "float", "double", "half", "bfloat16", "mean", "std", "var", "norm", "softmax", "log_softmax", "sigmoid", "exp",
+    "log", "sqrt",
+}  # fmt: skip
 _INT_METHODS = {"int", "long", "short", "argmax", "argmin", "size", "numel", "dim"}
 #: Methods and attributes that keep the dtype.
-_SAME = set(
-    "detach clone cpu cuda sum view reshape unsqueeze squeeze flatten contiguous max min abs item data grad T requires_grad_".split()
-)
+_SAME = {
+    "detach", "clone", "cpu", "cuda", "sum", "view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "max",
+    "min", "abs", "item", "data", "grad", "T", "requires_grad_",
+}  # fmt: skip
 _MAKERS = {"zeros", "ones", "rand", "randn", "empty", "linspace", "eye"}
 _VALUES = {"tensor", "as_tensor", "FloatTensor", "full", "Tensor"}
 _LOSSES = re.compile(r"(^|\.)(\w*loss\w*|criterion|cross_entropy|\w*Loss)$", re.IGNORECASE)

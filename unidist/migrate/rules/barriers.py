@@ -40,17 +40,9 @@ def change_barriers(context: Context) -> None:
 
 #: Calls that return on all ranks at about the same time.
 _SYNCHRONIZING = {
-    "init",
-    "barrier",
-    "join",
-    "broadcast_parameters",
-    "broadcast_optimizer_state",
-    "broadcast_object",
-    "broadcast",
-    "allreduce",
-    "allgather",
-    "allgather_object",
-}
+    "init", "barrier", "join", "broadcast_parameters", "broadcast_optimizer_state", "broadcast_object", "broadcast",
+    "allreduce", "allgather", "allgather_object",
+}  # fmt: skip
 _UNEVEN = (
     "ranks may reach join() after different numbers of steps, and a rank in hvd.join() takes part in the drop-in's "
     "calls alone: all optimizers and collective calls of this file stay on the drop-in, and those of other files must",

@@ -21,19 +21,9 @@ PLAIN_CALLS = {
 }
 #: The other calls that become unidist's.
 _OTHER_CALLS = (
-    "allreduce",
-    "allreduce_",
-    "allgather",
-    "allgather_object",
-    "alltoall",
-    "broadcast",
-    "broadcast_",
-    "broadcast_object",
-    "broadcast_parameters",
-    "broadcast_optimizer_state",
-    "DistributedOptimizer",
-    "join",
-)
+    "allreduce", "allreduce_", "allgather", "allgather_object", "alltoall", "broadcast", "broadcast_",
+    "broadcast_object", "broadcast_parameters", "broadcast_optimizer_state", "DistributedOptimizer", "join",
+)  # fmt: skip
 _REPLACED = (
     "the script replaces this call by a function of its own, which unidist's call would bypass",
     "keep it, or wrap unidist's call by hand",

@@ -12,18 +12,9 @@ from unidist.migrate.syntax import Problem, Statement, full_name
 
 #: Calls whose result is a tensor of the script's own.
 _NEW_TENSORS = {
-    "clone",
-    "detach",
-    "tensor",
-    "as_tensor",
-    "from_numpy",
-    "zeros",
-    "ones",
-    "rand",
-    "randn",
-    "rand_like",
+    "clone", "detach", "tensor", "as_tensor", "from_numpy", "zeros", "ones", "rand", "randn", "rand_like",
     "zeros_like",
-}
+}  # fmt: skip
 
 
 def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[Problem]:

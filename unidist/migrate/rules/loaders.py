@@ -16,16 +16,8 @@ _LOADERS = {"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoad
 _POSITIONS = ("dataset", "num_replicas", "rank", "shuffle", "seed", "drop_last")
 #: Methods whose results have the same length on all ranks.
 _SAME_LENGTH_METHODS = {
-    "parameters",
-    "named_parameters",
-    "buffers",
-    "named_buffers",
-    "modules",
-    "state_dict",
-    "items",
-    "keys",
-    "values",
-}
+    "parameters", "named_parameters", "buffers", "named_buffers", "modules", "state_dict", "items", "keys", "values",
+}  # fmt: skip
 
 _NOT_EVERY_EPOCH = (
     "whether set_epoch() precedes every iteration over the loader cannot be determined; "
