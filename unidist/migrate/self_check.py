@@ -38,7 +38,9 @@ def _parses(text: str) -> bool:
 
 
 def undefined_names(text: str) -> set[str]:
-    """The names that a module reads and nothing in it defines."""
+    """The names that a module reads and nothing in it defines; none if ``import *`` may define them."""
+    if any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(ast.parse(text))):
+        return set()
     top = symtable.symtable(text, "module", "exec")
     tables = list(_tables(top))
     symbols = [(symbol, table is top) for table in tables for symbol in table.get_symbols()]

@@ -7,7 +7,16 @@ import sys
 import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, Refusal, is_constant
-from unidist.migrate.flow import INSPECTING, assignments, assignments_of, follow, references, result_variables
+from unidist.migrate.flow import (
+    INSPECTING,
+    assignments,
+    assignments_of,
+    follow,
+    is_parameter,
+    passed_to,
+    references,
+    result_variables,
+)
 from unidist.migrate.gradients import gradient_problems
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
 from unidist.migrate.rules.elastic import elastic_models, elastic_uses
@@ -433,6 +442,21 @@ def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
     return found
 
 
+def _given(context: Context, variable: str | None) -> list[cst.BaseExpression]:
+    """What a parameter is given by its default and by the calls of this file; nothing if other files may call it."""
+    found = passed_to(context.tree, variable or "")
+    for parameter in context.tree.all(cst.Param):
+        if context.tree.variable(parameter.name) != variable:
+            continue
+        function = next(
+            each for each in context.tree.parents(parameter) if isinstance(each, (cst.FunctionDef, cst.Lambda))
+        )
+        if not isinstance(function, cst.FunctionDef) or function.name.value in context.exported:
+            return []
+        found = [*found, *([parameter.default] if parameter.default is not None else [])]
+    return found
+
+
 def _is_never_compressed(
     context: Context, compression: cst.BaseExpression, constants: list[cst.BaseExpression]
 ) -> bool:
@@ -460,6 +484,7 @@ def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> li
         return [*_constants(context, call, node.body), *_constants(context, call, node.orelse)]
     variable = context.tree.variable(node)
     values = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
+    values += _given(context, variable) if is_parameter(context.tree, variable) else []
     if isinstance(node, cst.Name) and values and variable and not any(value is call for value in values):
         uses = follow(context.tree, [variable]).uses
         if all(context.tree.is_inside(use, call) for use in uses):
