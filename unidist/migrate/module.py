@@ -24,6 +24,10 @@ Level = Literal["native", "hvd"]
 _USED_ELSEWHERE = "other files call Horovod through this variable, so it holds the drop-in"
 _NAME_IS_TAKEN = "the file uses the name unidist for something of its own, so all calls stay on the drop-in"
 _UNSOUND = "this tool would break the file, and so does not use unidist's own calls in it: {}"
+_ASKED_FOR = (
+    "the file asks whether Horovod is there, and so imports the drop-in",
+    "`import unidist`, which is there wherever the migrated program runs",
+)
 _ESCAPES = "the module is passed on and cannot be followed, so all variables that hold it hold the drop-in"
 
 
@@ -90,11 +94,15 @@ def _migrate_horovod(
         return after, [*remarks, Remark(tree.line(other), line, _NAME_IS_TAKEN, "rename it, then migrate again")]
     after, remarks, reasons = migrate(level)
     if (reasons or imports_drop_in(after)) and not options.partial:
-        reasons = reasons or [remark for remark in remarks if remark.why in STAYS]
+        reasons = reasons or [remark for remark in remarks if remark.why in STAYS] or _imported(tree, names)
         after, remarks, _ = migrate("hvd")
     elif level == "native" and after != text and not _names_horovod(after):
         after = rewrite_comments(after)
     return after, sorted([*remarks, *reasons], key=lambda remark: remark.line)
+
+
+def _imported(tree: SyntaxTree, names: Names) -> list[Remark]:
+    return [Remark(tree.line(node), tree.text(node), *_ASKED_FOR) for node in names.imports[:1]]
 
 
 def _names_horovod(code: str) -> bool:
