@@ -6,8 +6,7 @@ import io
 import re
 import tokenize
 
-from unidist.migrate.parsing import LINE
-
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 _COMMENT = re.compile(r"^([ \t]*)#[ \t]*Horovod:[ \t]*(.*)$")
 #: Comments by their first words, and a word that the statement below has if they still fit; "" if they never do.
 _STALE = [
@@ -21,7 +20,7 @@ _STALE = [
 
 def rewrite_comments(text: str) -> str:
     """The text without ``Horovod:`` at the beginning of comments, and without those of statements that are gone."""
-    lines = LINE.findall(text)
+    lines = _LINE.findall(text)
     comments = _lines_with_comments(text)
     found: list[str] = []
     is_gone = False

@@ -219,9 +219,8 @@ def _names_torch(data: bytes, level: Level, options: Options) -> bool:
     return level == "native" and names_torch(data.decode("latin-1"), options)
 
 
-def _died(path: Path, status: int) -> FileReport:
-    how = f"signal {-status}" if status < 0 else f"status {status}"
-    return _failed(path, 1, f"the process that read it ended with {how}", "migrate it by hand")
+def _died(path: Path) -> FileReport:
+    return _failed(path, 1, "the process that read it died, perhaps for want of memory", "migrate it by hand")
 
 
 def find_exports(paths: Iterable[Path]) -> Exports:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, overload
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from unidist.migrate.parsing import parse
 from unidist.migrate.positions import Positions
 from unidist.migrate.scopes import Scopes
 
@@ -45,7 +44,7 @@ class SyntaxTree:
     """
 
     def __init__(self, text: str) -> None:
-        self.module = parse(text)
+        self.module = cst.parse_module(text)
         #: All nodes, parents first, in the order of the text.
         self.nodes: list[cst.CSTNode] = []
         # By a node's identity, as its hash is computed in Python: its index among them.
