@@ -14,7 +14,7 @@ import libcst as cst
 
 import unidist.hvd
 from unidist.migrate.edits import Edits
-from unidist.migrate.flow import assignments_of, is_parameter
+from unidist.migrate.flow import is_parameter, values_of
 from unidist.migrate.names import Names, in_import, symbol_of
 from unidist.migrate.syntax import Statement, SyntaxTree, dotted, full_name
 
@@ -179,15 +179,15 @@ class Context:
         """``size`` or ``rank``, for such a call or for a variable that is assigned only that."""
         if isinstance(node, cst.Call):
             return self.symbol(node.func)
-        variable = self.tree.variable(node) if node is not None else None
-        values = [value for value, _ in assignments_of(self.tree, variable)] if variable else []
+        values = values_of(self.tree, node)
         return self._rank_or_size(values[0]) if len(values) == 1 and isinstance(values[0], cst.Call) else None
 
     def value_of(self, node: cst.BaseExpression | None) -> cst.BaseExpression | None:
         """What the variable is assigned, if only once and not as a parameter; else the expression itself."""
-        variable = self.tree.variable(node) if isinstance(node, cst.Name) else None
-        values = [value for value, _ in assignments_of(self.tree, variable)] if variable else []
-        return values[0] if len(values) == 1 and not is_parameter(self.tree, variable) else node
+        if not isinstance(node, cst.Name) or is_parameter(self.tree, self.tree.variable(node)):
+            return node
+        values = values_of(self.tree, node)
+        return values[0] if len(values) == 1 else node
 
     # -------------------------------------------------------------------------------- code
     def unidist_name_for(self, use: cst.BaseExpression, name: str) -> cst.BaseExpression:

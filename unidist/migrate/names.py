@@ -11,7 +11,7 @@ import libcst as cst
 
 from unidist.hvd.alias import drop_in_name
 from unidist.migrate.flow import assignments, destinations, follow, is_target
-from unidist.migrate.syntax import SyntaxTree, full_name, of_tree
+from unidist.migrate.syntax import SyntaxTree, bound_name, full_name, of_tree
 
 #: Submodules of horovod.torch whose calls it exports itself.
 _SUBMODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
@@ -181,7 +181,7 @@ def _also_bound_elsewhere(tree: SyntaxTree, bound: set[str]) -> set[str]:
         module = f"{full_name(node.module)}." if isinstance(node, cst.ImportFrom) and node.module else ""
         for alias in node.names:
             if symbol_of(module + full_name(alias.name)) is None and (alias.asname or module):
-                found.add(full_name(alias.asname.name) if alias.asname else full_name(alias.name))
+                found.add(bound_name(alias))
     return found & bound
 
 
@@ -195,7 +195,7 @@ def _is_module_or_none(tree: SyntaxTree, value: cst.BaseExpression) -> bool:
 def _imported_in_classes(tree: SyntaxTree) -> set[str]:
     """Names that are imported in the body of a class, and so are its attributes."""
     return {
-        full_name(alias.asname.name) if alias.asname else full_name(alias.name)
+        bound_name(alias)
         for node in tree.all((cst.Import, cst.ImportFrom))
         if not isinstance(node.names, cst.ImportStar)
         for alias in node.names
@@ -218,7 +218,7 @@ def imported_names(tree: SyntaxTree) -> set[str]:
         ):
             for alias in statement.names:
                 if symbol_of(f"{full_name(statement.module)}.{full_name(alias.name)}") is not None:
-                    found.add(full_name(alias.asname.name) if alias.asname else full_name(alias.name))
+                    found.add(bound_name(alias))
     return found
 
 

@@ -347,6 +347,11 @@ def is_pure(node: cst.BaseExpression) -> bool:
     return isinstance(node, (cst.Name, cst.Integer, cst.SimpleString))
 
 
+def bound_name(alias: cst.ImportAlias) -> str:
+    """The name that an import binds, dotted if it has no ``as``."""
+    return full_name(alias.asname.name if alias.asname else alias.name)
+
+
 def argument(call: cst.Call, name: str) -> cst.BaseExpression | None:
     """What a call passes by a name."""
     return next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)

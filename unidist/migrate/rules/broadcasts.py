@@ -7,7 +7,7 @@ from collections.abc import Callable
 import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
-from unidist.migrate.flow import assignments_of
+from unidist.migrate.flow import values_of
 from unidist.migrate.syntax import full_name, keyword
 
 _FIRST_STEP = (
@@ -58,8 +58,7 @@ def _rewritten(context: Context, call: cst.Call, name: str, arguments: Arguments
 
 def _is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:
     """Whether an optimizer is visibly one on which a step with zero gradients has no effect."""
-    variable = context.tree.variable(optimizer)
-    made = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
+    made = values_of(context.tree, optimizer)
     made = [value for value in made if not (isinstance(value, cst.Call) and context.symbol(value.func))]
     return bool(made) and all(
         isinstance(value, cst.Call)

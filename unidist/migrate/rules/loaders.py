@@ -8,7 +8,7 @@ import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.flow import assignments, callees, follow, is_target, references
-from unidist.migrate.syntax import Statement, argument, full_name, keyword
+from unidist.migrate.syntax import Statement, argument, bound_name, full_name, keyword
 
 _SAMPLER = "torch.utils.data.distributed.DistributedSampler"
 _SAMPLERS = {_SAMPLER, "torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler"}
@@ -177,7 +177,7 @@ def _drop_import(context: Context, statements: list[Statement]) -> None:
         for alias in node.names:
             if f"{full_name(node.module)}.{full_name(alias.name)}" not in _SAMPLERS:
                 continue
-            bound = full_name(alias.asname.name) if alias.asname else full_name(alias.name)
+            bound = bound_name(alias)
             uses = [each for each in tree.all(cst.Name) if each.value == bound and not tree.is_inside(each, node)]
             if not all(any(tree.is_inside(use, gone) for gone in statements) for use in uses):
                 continue

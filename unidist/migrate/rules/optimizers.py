@@ -16,6 +16,7 @@ from unidist.migrate.flow import (
     passed_to,
     references,
     result_variables,
+    values_of,
 )
 from unidist.migrate.gradients import gradient_problems
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
@@ -193,8 +194,7 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
             raise Refusal(call, f"named_parameters={context.text(named)} is not visibly model.named_parameters()")
         return found
     inner = arguments["optimizer"]
-    variable = context.tree.variable(inner)
-    values = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
+    variable, values = context.tree.variable(inner), values_of(context.tree, inner)
     owners: list[cst.BaseExpression] = []
     for value in values if variable else [inner]:
         if value is call or is_constant(value, None):
@@ -323,25 +323,14 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
     for use in context.uses("DistributedOptimizer"):
         if not isinstance(context.tree.parent(use), cst.Call):
             raise Refusal(use, "DistributedOptimizer is used without being called")
+    if not optimizers:
+        return
     known = {use for each in optimizers for use in each.flow.uses}
-    averaged_before = _averages_before_steps(context, known)
-    for node, why in gradient_problems(context.tree) if optimizers and not averaged_before else ():
+    averages_before = _averages_before_steps(context, known)
+    for node, why in gradient_problems(context.tree) if not averages_before else ():
         raise Refusal(node, why, _AVERAGE)
-    for node in context.tree.all(cst.Attribute):
-        method = node.attr.value in ("skip_synchronize", "synchronize") and optimizers and node.value not in known
-        if (
-            method
-            and not context.tree.imported(node)
-            and context.symbol(node) is None
-            and "cuda" not in context.text(node)
-        ):
-            raise Refusal(node, f"which optimizer `{context.text(node)}` belongs to cannot be determined")
-    for text in context.tree.all(cst.SimpleString):
-        if optimizers and text.evaluated_value in METHODS:
-            raise Refusal(text, f"{text.value} names a method of Horovod's optimizer")
+    _check_methods(context, known)
     for each in optimizers:
-        for use in each.flow.uses:
-            _check_method(context, use)
         if context.elsewhere.optimizer_method and _is_reachable(context, each):
             raise Refusal(
                 each.call,
@@ -349,9 +338,26 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
                 "optimizers have",
                 "remove that call (unidist's gradients are averaged when backward() returns), then migrate again",
             )
-    if optimizers and context.elsewhere.gradient and not averaged_before:
+    if context.elsewhere.gradient and not averages_before:
         why = f"{context.elsewhere.gradient}, a file of the same program, assigns gradients by hand"
         raise Refusal(optimizers[0].call, why, _AVERAGE)
+
+
+def _check_methods(context: Context, known: set[cst.BaseExpression]) -> None:
+    """
+    Raises:
+        Refusal: a method of Horovod's optimizers is used in a way that cannot be removed.
+    """
+    for node in context.tree.all(cst.Attribute):
+        is_method = node.attr.value in ("skip_synchronize", "synchronize") and node.value not in known
+        others = context.tree.imported(node) or context.symbol(node) is not None or "cuda" in context.text(node)
+        if is_method and not others:
+            raise Refusal(node, f"which optimizer `{context.text(node)}` belongs to cannot be determined")
+    for text in context.tree.all(cst.SimpleString):
+        if text.evaluated_value in METHODS:
+            raise Refusal(text, f"{text.value} names a method of Horovod's optimizer")
+    for use in known:
+        _check_method(context, use)
 
 
 def _averages_before_steps(context: Context, uses: set[cst.BaseExpression]) -> bool:
@@ -483,7 +489,7 @@ def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> li
             )
         return [*_constants(context, call, node.body), *_constants(context, call, node.orelse)]
     variable = context.tree.variable(node)
-    values = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
+    values = values_of(context.tree, node)
     values += _given(context, variable) if is_parameter(context.tree, variable) else []
     if isinstance(node, cst.Name) and values and variable and not any(value is call for value in values):
         uses = follow(context.tree, [variable]).uses

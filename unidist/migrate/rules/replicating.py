@@ -82,6 +82,12 @@ def replace_optimizer(context: Context, each: OptimizerPlan, places: list[tuple[
     for use in each.flow.uses:
         _change_method(context, use)
         _remark_on_use(context, each, use)
+    _remark_on_others(context, each)
+
+
+def _remark_on_others(context: Context, each: OptimizerPlan) -> None:
+    """Remark on clipping before Horovod has averaged, and on state that is loaded before wrapping."""
+    tree, inner = context.tree, each.arguments["optimizer"]
     if not any(_accessed_attribute(context, use) == "synchronize" for use in each.flow.uses):
         for call in tree.all(cst.Call):
             if full_name(call.func).split(".")[-1] in ("clip_grad_norm_", "clip_grad_value_", "unscale_"):
