@@ -50,7 +50,7 @@ def replace_optimizer(context: Context, each: OptimizerPlan, places: list[tuple[
     Args:
         places: the statements before which its model is replicated, and the name that it has there if it is another.
     """
-    tree, edits = context.tree, context.edits
+    edits = context.edits
     change_accumulation(context, each.arguments.get("backward_passes_per_step"), each.flow, each.model, each.before)
     predivide = each.arguments.get("gradient_predivide_factor")
     if predivide is not None and not is_constant(predivide, 1):
