@@ -37,6 +37,8 @@ def change_optimizers(context: Context) -> None:
     try:
         optimizers = [_plan(context, call) for call in context.calls("DistributedOptimizer")]
         elastic = elastic_models(context, [each.model for each in optimizers])
+        for each in optimizers if elastic else ():
+            _check_compression(context, each, elastic[context.text(each.model)])
         _check_together(context, optimizers)
         compressions = _compressions(context, optimizers)
     except Refusal as refusal:
@@ -61,6 +63,19 @@ def change_optimizers(context: Context) -> None:
         context.edits.replace(node, cst.parse_expression(COMPRESSION[context.names.symbols[node]]))
         context.mark_handled(node)
     change_broadcasts(context)
+
+
+def _check_compression(context: Context, each: OptimizerPlan, places: list[tuple[Statement, str]]) -> None:
+    """
+    Raises:
+        Refusal: the compression is another thing, or nothing, in the function that trains elastically.
+    """
+    compression = each.compression
+    if compression is None or context.symbol(compression) in COMPRESSION:
+        return
+    if not all(context.is_bound_at(compression, statement) for statement, _ in places):
+        why = f"compression={context.text(compression)} is not known where the elastic training begins"
+        raise Refusal(each.call, why, "assign it at the top of the module, then migrate again")
 
 
 def _is_same_model(context: Context, left: OptimizerPlan, right: OptimizerPlan) -> bool:
