@@ -10,11 +10,11 @@ from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.flow import values_of
 from unidist.migrate.syntax import full_name, keyword
 
-_FIRST_STEP = (
+FIRST_STEP = (
     "on a new optimizer, Horovod's call takes a step with zero gradients (Adam's step count starts at 1, weight decay "
     "changes weights), which moves the losses; unidist's takes none"
 )
-_OLD_NUMBERS = "for the old numbers `import unidist.hvd`, and here `unidist.hvd.broadcast_optimizer_state({}, {})`"
+OLD_NUMBERS = "for the old numbers `import unidist.hvd`, and here `unidist.hvd.broadcast_optimizer_state({}, {})`"
 
 
 def change_broadcasts(context: Context) -> None:
@@ -35,9 +35,9 @@ def change_broadcasts(context: Context) -> None:
         context.keep_comments(call)
         context.edits.replace(call, _rewritten(context, call, name, arguments))
         context.mark_handled(call.func)
-        if name == "broadcast_optimizer_state" and not _is_plain_sgd(context, state):
+        if name == "broadcast_optimizer_state" and not is_plain_sgd(context, state):
             root = context.text(arguments["root_rank"]) if "root_rank" in arguments else "0"
-            context.remark(call, _FIRST_STEP, _OLD_NUMBERS.format(context.text(state), root))
+            context.remark(call, FIRST_STEP, OLD_NUMBERS.format(context.text(state), root))
 
 
 def _rewritten(context: Context, call: cst.Call, name: str, arguments: Arguments) -> Callable[[cst.Call], cst.Call]:
@@ -56,7 +56,7 @@ def _rewritten(context: Context, call: cst.Call, name: str, arguments: Arguments
     return change
 
 
-def _is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:
+def is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:
     """Whether an optimizer is visibly one on which a step with zero gradients has no effect."""
     made = values_of(context.tree, optimizer)
     made = [value for value in made if not (isinstance(value, cst.Call) and context.symbol(value.func))]

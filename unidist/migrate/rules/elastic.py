@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from unidist.migrate.context import Context, Refusal
+from unidist.migrate.rules.broadcasts import FIRST_STEP, OLD_NUMBERS, is_plain_sgd
 from unidist.migrate.syntax import Statement
 
 #: What both have, with the same arguments.
@@ -55,9 +56,21 @@ def change_elastic(context: Context) -> None:
     """The names, after the optimizers have been changed."""
     for use in elastic_uses(context):
         if use not in context.kept:
+            call = context.tree.parent(use)
+            if isinstance(call, cst.Call) and context.names.symbols[use].endswith("TorchState"):
+                _remark_on_first_step(context, call)
             name = context.names.symbols[use].split(".")[-1]
             context.edits.replace(use, context.unidist_name_for(use, f"elastic.{name}"))
             context.mark_handled(use)
+
+
+def _remark_on_first_step(context: Context, state: cst.Call) -> None:
+    """Horovod's states broadcast an optimizer by its ``broadcast_optimizer_state``."""
+    for text, name in _attributes(context, state).items():
+        argument = next(arg.value for arg in state.args if context.text(arg.value) == text)
+        if name == "optimizer" and not is_plain_sgd(context, argument):
+            remedy = OLD_NUMBERS.format("state.optimizer", "0").replace("here", "after `replicate`")
+            context.remark(state, FIRST_STEP, remedy)
 
 
 def _of(context: Context, uses: list[cst.BaseExpression], name: str) -> Iterator[cst.BaseExpression]:
