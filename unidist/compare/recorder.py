@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from unidist.compare.encoding import encoded, precision
 from unidist.compare.naming import names, parameters
 from unidist.compare.sketch import norms, sketches
-from unidist.tree import walk
 
 #: The attribute of a scaled loss with the GradScaler's factor.
 FACTOR = "_unidist_factor"
@@ -197,7 +196,7 @@ def _precision(optimizer: Optimizer, params: list[Tensor]) -> float:
 
 def _state(optimizer: Optimizer) -> Tensor:
     """Sketches of an optimizer's state."""
-    return sketches([each for _, each in walk(optimizer.state_dict()["state"]) if isinstance(each, Tensor)])
+    return sketches([each for entry in optimizer.state.values() for each in entry.values() if isinstance(each, Tensor)])
 
 
 def _loss(tensor: Tensor) -> Tensor:

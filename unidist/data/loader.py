@@ -33,7 +33,7 @@ class ShardLoader(DataLoader[T]):
     middle.
     """
 
-    def __init__(self, source: ShardSampler | ShardStream, seed: int, draws: bool, **options: Any) -> None:
+    def __init__(self, source: ShardSampler | ShardStream, seed: int, draws: bool = True, **options: Any) -> None:
         self._source = source
         self._seed = seed
         self._progress = source.progress

@@ -25,10 +25,12 @@ def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[Pr
     tree = context.tree
     for node in tree.all(cst.Attribute):
         changes = node.attr.value == "requires_grad_" or (node.attr.value == "requires_grad" and is_target(tree, node))
+        if not changes:
+            continue
         made = isinstance(node.value, cst.Call) and full_name(node.value.func).split(".")[-1] in _NEW_TENSORS
         if made or isinstance(node.value, cst.BinaryOperation) or _is_of_batch(context, node.value):
             continue  # not a parameter
-        if changes and not _is_all_before(context, node, before) and not _is_of_whole_model(context, node, flow):
+        if not _is_all_before(context, node, before) and not _is_of_whole_model(context, node, flow):
             yield node, "some parameters are frozen or unfrozen after DistributedOptimizer, which unidist refuses"
 
 

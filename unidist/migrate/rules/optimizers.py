@@ -364,9 +364,9 @@ def _check_methods(context: Context, known: set[cst.BaseExpression]) -> None:
         Refusal: a method of Horovod's optimizers is used in a way that cannot be removed.
     """
     for node in context.tree.all(cst.Attribute):
-        is_method = node.attr.value in ("skip_synchronize", "synchronize") and node.value not in known
-        others = context.tree.imported(node) or context.symbol(node) is not None or "cuda" in context.text(node)
-        if is_method and not others:
+        if node.attr.value not in ("skip_synchronize", "synchronize") or node.value in known:
+            continue
+        if not (context.tree.imported(node) or context.symbol(node) is not None or "cuda" in context.text(node)):
             raise Refusal(node, f"which optimizer `{context.text(node)}` belongs to cannot be determined")
     for text in context.tree.all(cst.SimpleString):
         if text.evaluated_value in METHODS:
