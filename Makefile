@@ -1,6 +1,8 @@
 # make demo: train the example on 2 ranks.  make bench: docs/performance.md's table.
 # make docs: the site, in build/site.
-# make unit: the tests that start no world, in under a minute.  make test: everything that CI runs, with Horovod's build.
+# make unit: the tests that start no process.  make test: those, and each subject on every engine; builds Horovod once.
+# make test-all: everything that CI runs.
+# make coverage: the lines of the package that make test executes, the least covered files first.
 # make faults N=200: kills, stops and breaks ranks of the drop-in, and counts what became of the others (tests/faults).
 # make mishaps N=300: kills, full disks, damaged and hostile files, hostile bytes on ports; counts what was lost or ran.
 # make test-torch TORCH=2.15.0: what another PyTorch may break, in an environment of its own, which takes some gigabytes.
@@ -13,13 +15,13 @@ BIN := $(VENV)/bin
 APT_PACKAGES := g++ cmake make openmpi-bin libopenmpi-dev mpich slurm-wlm munge openssh-server openssh-client iproute2
 PROGRAMS := sshd ip g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld slurmd munged
 # Engines, their process groups, the drop-in, weights, data, checkpoints, comparisons: all that calls PyTorch's own parts.
-TORCH_TESTS := $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint checkpoint_files \
+TORCH_TESTS := tests/contract $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint checkpoint_files \
 	compare compare_worlds launch)
 
 # pip beside apt, lint beside the unit tests, and then Horovod's build.
 MAKEFLAGS += -j2
 
-.PHONY: demo docs unit test faults mishaps test-hosts test-torch test-interop test-gpu bench lint system clean
+.PHONY: demo docs unit test test-all coverage faults mishaps test-hosts test-torch test-interop test-gpu bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
@@ -29,10 +31,23 @@ docs: $(VENV)/docs.stamp
 	@echo "the site is build/site/index.html"
 
 unit: $(VENV)/pip.stamp
-	$(BIN)/pytest -m unit
+	$(BIN)/pytest -m unit -n 2 --dist worksteal
 
-test: lint unit $(VENV)/test.stamp
-	$(BIN)/pytest -m "not unit" -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+test: TESTS := not unit and not variant
+test-all: TESTS := not unit
+test test-all: lint unit $(VENV)/test.stamp
+	$(BIN)/pytest -m "$(TESTS)" -n 3 --dist loadfile --no-loadscope-reorder --durations=20
+
+# Of `make test`, in all processes that it starts.
+STARTUP = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/unidist_coverage.pth
+coverage: $(VENV)/test.stamp
+	$(BIN)/coverage erase
+	echo "import coverage; coverage.process_startup()" > $(STARTUP)
+	-COVERAGE_PROCESS_START=$(CURDIR)/setup.cfg COVERAGE_FILE=$(CURDIR)/.coverage \
+		$(BIN)/pytest -m "not variant" -n 3 --dist loadfile --no-loadscope-reorder
+	rm $(STARTUP)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report --sort=cover --skip-covered
 
 N ?= 30
 faults: $(VENV)/test.stamp
@@ -41,7 +56,7 @@ faults: $(VENV)/test.stamp
 mishaps: $(VENV)/pip.stamp
 	$(BIN)/python -W ignore -m tests.faults.mishaps -n $(N) $(if $(SEED),--seed $(SEED))
 
-# Hosts as network namespaces: what `make test` has of them, and what takes longer. As root.
+# Hosts as network namespaces: what `make test-all` has of them, and what takes longer. As root.
 test-hosts: $(VENV)/test.stamp
 	UNIDIST_TEST_HOSTS=all $(BIN)/pytest tests/test_hosts.py tests/test_leaders.py tests/test_addresses.py \
 		tests/test_elastic.py::test_a_host_that_is_cut_off_and_comes_back
@@ -71,6 +86,7 @@ lint: $(VENV)/pip.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --config setup.cfg
 
 clean:
 	rm -rf $(VENV) .venv-torch-* .venv-interop build dist *.egg-info
@@ -87,7 +103,7 @@ $(VENV)/docs.stamp: $(BIN)/python setup.cfg constraints.txt
 	touch $@
 
 $(VENV)/pip.stamp: $(BIN)/python setup.cfg constraints.txt
-	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[bench,cli,docs,horovod,mpi,examples,test]"
+	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[bench,cli,docs,horovod,examples,test]" "mpi4py>=4.1"
 	touch $@
 
 # Horovod's wheel is cached outside the checkout (UNIDIST_CACHE, default ~/.cache/unidist).

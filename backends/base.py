@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
@@ -33,8 +33,9 @@ from unidist.network.processes import Process
 #: Ample time for a library's thread to release the tensors of the last call.
 _QUIESCE_S = 0.1
 
-M = TypeVar("M", bound=torch.nn.Module)
 Op = Literal["sum", "mean", "min", "max", "product"]
+#: Waits for an operation that has been started, and raises its errors.
+Wait = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -59,68 +60,6 @@ class Group:
     ranks: tuple[int, ...]
     #: The library's own handle.
     handle: Any = field(repr=False, compare=False)
-
-
-def _no_join() -> bool:
-    return False
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """Options of ``wrap_model``; see there."""
-
-    find_unused_parameters: bool = False
-    broadcast_buffers: bool = True
-    bucket_cap_mb: float = 25.0
-    compression: torch.dtype | None = None
-    static_graph: bool = False
-    #: The global ranks that train the model together.
-    ranks: tuple[int, ...] = ()
-    #: Whether a ``unidist.join`` block is running.
-    in_join: Callable[[], bool] = _no_join
-
-
-class WrappedModel(torch.nn.Module, Generic[M]):
-    """What ``wrap_model`` returns: a model with the interface of ``DistributedDataParallel``, which it is on
-    torch.distributed.
-
-    Call it as the model inside, ``module``, whose other attributes and methods are reached through ``module``.
-    """
-
-    #: The model inside.
-    module: M
-    options: ModelOptions
-    #: Whether the next forward pass that records gradients is followed by a reduction; off inside ``no_sync``.
-    require_backward_grad_sync: bool
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients locally: forward passes inside are followed by no reduction."""
-        raise NotImplementedError
-
-    def rebuild_buckets(self) -> None:
-        """Rebuild DDP's buckets now instead of in a later forward pass. Collective."""
-        raise NotImplementedError
-
-
-class ReplicatedModel(Protocol):
-    """What a backend keeps of a model that is replicated in place; it averages as long as it lives."""
-
-    options: ModelOptions
-    #: Whether the backward passes that begin now average; off inside ``no_sync``.
-    sync: bool
-
-    @property
-    def params(self) -> Collection[torch.Tensor]:
-        """The parameters whose gradients are averaged."""
-
-    def average_by(self, average: Callable[[], None] | None) -> None:
-        """Call this at the end of each backward pass that averages, in place of the backend's reductions."""
-
-    def set_overlap(self, overlap: bool) -> None:
-        """Whether reductions start during the backward pass. The same on every rank."""
-
-    def close(self) -> None:
-        """Average nothing from now on."""
 
 
 class Watcher(Protocol):
@@ -186,9 +125,9 @@ class Backend(ABC):
         of the process, wait for no other rank. Horovod cannot be interrupted: there it does nothing.
         """
 
-    @abstractmethod
     def world_size(self) -> int:
-        """The world size according to the library."""
+        """Return the world size according to the library."""
+        return self.topology.world_size
 
     def exchange(self, value: str, timeout: float) -> list[str]:
         """Every rank's ``value``, in rank order, at a start: a rank may be gone. Collective.
@@ -217,27 +156,31 @@ class Backend(ABC):
     def drop_group(self, group: Group) -> None:  # noqa: B027 - a backend may have nothing to free
         """Free the resources of a group that is not used any more. Not collective."""
 
-    @abstractmethod
     def barrier(self, group: Group | None = None) -> None:
         """Return once every rank of the group has called it. Collective."""
+        self.start_all_reduce(torch.zeros(1), "sum", group, call="barrier")()
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> None:
         """Reduce ``tensor`` over the ranks, in place; ``mean`` for floating dtypes only. Collective."""
 
+    @abstractmethod
     def start_all_reduce(
         self, tensor: torch.Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce"
-    ) -> Callable[[], None]:
+    ) -> Wait:
         """Start ``all_reduce``, also in half precision; the result waits for it. Collective.
 
-        ``call`` is what an error says that the user called.
+        It returns at once, and other operations may be started before this one is waited for. ``call`` is what an error
+        says that the user called.
         """
-        self.all_reduce(tensor, op, group)
-        return lambda: None
 
     @abstractmethod
+    def start_broadcast(self, tensor: torch.Tensor, src: int, group: Group | None = None) -> Wait:
+        """Start ``broadcast``; the result waits for it. Collective."""
+
     def broadcast(self, tensor: torch.Tensor, src: int, group: Group | None = None) -> None:
         """Overwrite ``tensor`` with that of global rank ``src``, in place; same shape everywhere. Collective."""
+        self.start_broadcast(tensor, src, group)()
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], group: Group | None = None) -> torch.Tensor:
@@ -253,20 +196,9 @@ class Backend(ABC):
     def reduce_scatter(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> torch.Tensor:
         """Reduce a 1-d tensor of n * group-size elements; the i-th rank gets the i-th n elements. Collective."""
 
-    @abstractmethod
-    def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
-        """Wrap ``model`` so that after ``backward()`` each ``.grad`` is the mean over the ranks.
-
-        Its state_dict keys have the prefix ``module.``. All ranks start with rank 0's parameters and buffers.
-        Collective.
-        """
-
-    @abstractmethod
-    def replicate(self, model: torch.nn.Module, options: ModelOptions, group: Group | None = None) -> ReplicatedModel:
-        """Watch the parameters of ``model``, so that after ``backward()`` each ``.grad`` is the mean over the ranks.
-
-        All ranks start with rank 0's parameters and buffers. Collective.
-        """
+    def process_group(self, group: Group | None, device_type: str) -> Any:
+        """Return torch's process group for DistributedDataParallel; None where the backend has none."""
+        return None
 
     # ------------------------------------------------------------------ the same for every backend
     def ranks(self, group: Group | None) -> tuple[int, ...]:

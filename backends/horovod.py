@@ -9,24 +9,22 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unidist.backends import rendezvous
-from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, Start, WrappedModel
+from unidist.backends.base import Backend, Group, Op, Start, Wait
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
-from unidist.diagnosis.spans import Collective
 from unidist.errors import BackendError, UnidistError
-from unidist.gradients.data_parallel import BucketedDataParallel
-from unidist.gradients.reducer import BackendReducer
-from unidist.gradients.replica import Replica
 from unidist.launch.topology import Launch, Slot, Topology, detect, locate
 from unidist.network.addresses import host_id, interface_of
 from unidist.network.rendezvous_server import RendezvousServer
@@ -56,14 +54,13 @@ class HorovodBackend(Backend):
     """Horovod's global process set, on its Gloo or MPI controller."""
 
     needs_launcher = True
-    #: The backend that runs in this process, for models that are unpickled.
-    running: ClassVar[HorovodBackend | None] = None
 
     def __init__(
         self, topology: Topology, device: torch.device, timeout: timedelta | None, release: Callable[[], None] | None
     ) -> None:
         super().__init__("horovod", topology, device)
-        HorovodBackend.running = self
+        #: The names of the operations that are not waited for yet; the same on every rank of the group.
+        self._pending = defaultdict[Group | None, set[str]](set)
         #: Seconds.
         self._timeout = (timeout or _TIMEOUT).total_seconds()
         self._release = release
@@ -107,7 +104,6 @@ class HorovodBackend(Backend):
         return cls(topology, default_device(start.device, topology.local_rank), start.timeout, None)
 
     def shutdown(self) -> None:
-        HorovodBackend.running = None
         if self._release is None:  # the user's Horovod goes on without these groups
             for group in self.groups.values():
                 if group.handle is not hvd.global_process_set and len(group.ranks) < self.topology.world_size:
@@ -143,22 +139,43 @@ class HorovodBackend(Backend):
             time.sleep(_POLL_S)
         return hvd.synchronize(handle)
 
-    def barrier(self, group: Group | None = None) -> None:
-        nothing = torch.zeros(1)
-        with self.errors_of("barrier", nothing, group):
-            self.wait(hvd.allreduce_async_(nothing, name=_name("barrier", group), op=hvd.Sum, process_set=_set(group)))
-
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
         with self.errors_of("all_reduce", tensor, group):
             self.wait(
                 hvd.allreduce_async_(tensor, name=_name("all_reduce", group), op=_OPS[op], process_set=_set(group))
             )
 
-    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
-        with self.errors_of("broadcast", tensor, group):
-            self.wait(
-                hvd.broadcast_async_(tensor, root_rank=src, name=_name("broadcast", group), process_set=_set(group))
-            )
+    def start_all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce") -> Wait:
+        # Horovod does not reduce bfloat16.
+        sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        finish = self._start(call, sent, group, partial(hvd.allreduce_async_, op=_OPS[op]), "start_all_reduce")
+
+        def wait() -> None:
+            finish()
+            if sent is not tensor:
+                tensor.copy_(sent)
+
+        return wait
+
+    def start_broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Wait:
+        return self._start("broadcast", tensor, group, partial(hvd.broadcast_async_, root_rank=src), "broadcast")
+
+    def _start(self, call: str, tensor: Tensor, group: Group | None, start: Callable[..., Any], kind: str) -> Wait:
+        """Start an operation of Horovod under a name that no pending operation of the group has."""
+        names = self._pending[group]
+        base = _name(kind, group)
+        name = next(name for name in (base, *(f"{base}.{i}" for i in range(len(names)))) if name not in names)
+        span = self.began(call, tensor, group)
+        with self.errors_of(call):
+            handle = start(tensor, name=name, process_set=_set(group))
+        names.add(name)
+
+        def wait() -> None:
+            names.discard(name)
+            with self.errors_of(call, tensor, group, span):
+                self.wait(handle)
+
+        return wait
 
     @torch.inference_mode(False)  # Horovod's own thread writes into a tensor that is made here
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], group: Group | None = None) -> Tensor:
@@ -191,72 +208,6 @@ class HorovodBackend(Backend):
             name = _name("reduce_scatter", group)
             result: Tensor = self.wait(hvd.reducescatter_async(tensor, name=name, op=_OPS[op], process_set=_set(group)))
         return result
-
-    def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
-        return BucketedDataParallel(model, options, _HorovodReducer(self, options.compression, group))
-
-    def replicate(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> ReplicatedModel:
-        return Replica(model, options, _HorovodReducer(self, options.compression, group))
-
-
-class _HorovodReducer(BackendReducer):
-    """Averages gradient buckets with Horovod's asynchronous allreduce."""
-
-    #: Gradient dtypes that Horovod itself sums.
-    DTYPES = (torch.float16, torch.float32, torch.float64)
-    backend: HorovodBackend
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or unpickled model uses the Horovod that runs then.
-        return _reducer, (self.compression, self.group and self.group.ranks)
-
-    def start_mean(self, flat: Tensor, name: str) -> Callable[[], None]:
-        dtype = flat.dtype
-        if dtype.is_complex:
-            flat = torch.view_as_real(flat)
-        sent = flat if self.compression is None else flat.to(self.compression)
-        if sent.dtype not in self.DTYPES:
-            sent = sent.float()
-        sent = self._on_device(sent)
-        prescale = 1.0 / self.size / self.prescale(dtype)
-        span = self.backend.began("backward", sent, self.group)
-        with self.backend.errors_of("backward"):
-            handle = hvd.allreduce_async_(
-                sent, name=_name(name, self.group), op=hvd.Sum, prescale_factor=prescale, process_set=_set(self.group)
-            )
-        return self._finish("backward", handle, sent, flat, span)
-
-    def start_broadcast(self, flat: Tensor, name: str) -> Callable[[], None]:
-        sent = self._on_device(flat)
-        span = self.backend.began("broadcast", sent, self.group)
-        with self.backend.errors_of("broadcast"):
-            handle = hvd.broadcast_async_(
-                sent, self.backend.ranks(self.group)[0], name=_name(name, self.group), process_set=_set(self.group)
-            )
-        return self._finish("broadcast", handle, sent, flat, span)
-
-    def _finish(
-        self, call: str, handle: Any, sent: Tensor, flat: Tensor, span: Collective | None
-    ) -> Callable[[], None]:
-        def wait() -> None:
-            with self.backend.errors_of(call, sent, self.group, span):
-                self.backend.wait(handle)
-            if sent is not flat:
-                flat.copy_(sent)
-
-        return wait
-
-
-def _reducer(compression: torch.dtype | None, ranks: tuple[int, ...] | None) -> _HorovodReducer:
-    backend = HorovodBackend.running
-    if backend is None:
-        raise BackendError(
-            "this model was wrapped for Horovod, which is not running: call unidist.init('horovod') first, or save "
-            "and load model.state_dict() instead of the whole model."
-        )
-    if ranks is not None and ranks not in backend.groups:
-        raise BackendError(f"this model was wrapped for the ranks {list(ranks)}: call new_group with them first.")
-    return _HorovodReducer(backend, compression, None if ranks is None else backend.groups[ranks])
 
 
 def _name(call: str, group: Group | None) -> str:

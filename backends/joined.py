@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NoReturn, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, WrappedModel
-from unidist.backends.layer import Layer
+from unidist.backends.base import Backend, Group, Op, Start, Wait
 from unidist.backends.reductions import neutral_element
+from unidist.diagnosis.operations import OperationRecord
 from unidist.errors import MismatchError, UnidistError
 
 _OPS: tuple[Op, ...] = get_args(Op)
@@ -19,7 +19,7 @@ _DONE, _ALL_REDUCE, _BROADCAST, _BARRIER = range(4)
 _CALLS = ("the end of the block", "all_reduce", "broadcast", "barrier")
 
 
-class Joined(Layer):
+class Joined(Backend):
     """Allows ranks to make different numbers of collective calls.
 
     Before each call the ranks exchange what it will be, in one small all_gather. A rank that has run out of data takes
@@ -30,7 +30,13 @@ class Joined(Layer):
     compares = False  # each call is exchanged
 
     def __init__(self, backend: Backend, group: Group | None) -> None:
-        super().__init__(backend)
+        super().__init__(backend.name, backend.topology, backend.device)
+        self.device_types = backend.device_types
+        self.reducible = backend.reducible
+        self.groups = backend.groups
+        self.inline_bytes = backend.inline_bytes
+        self.processes, self.secret = backend.processes, backend.secret
+        self._backend = backend
         self._group = group
         #: Global ranks that had not run out of data at the last call.
         self.active: tuple[int, ...] = backend.ranks(group)
@@ -47,7 +53,7 @@ class Joined(Layer):
                 neutral = torch.full(
                     (numel,), neutral_element(_OPS[op], _DTYPES[dtype]), dtype=_DTYPES[dtype], device=device
                 )
-                self._backend.all_reduce(neutral, _OPS[op], self._group)
+                self._backend.start_all_reduce(neutral, _OPS[op], self._group)()
             elif kind == _BROADCAST:
                 self._backend.broadcast(torch.empty(numel, dtype=_DTYPES[dtype], device=device), src, self._group)
             else:
@@ -59,16 +65,19 @@ class Joined(Layer):
         self._backend.barrier(group)
 
     def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
-        self._check("all_reduce", group)
-        self._exchange(_ALL_REDUCE, tensor, op=op)
-        self._backend.all_reduce(tensor, op, group)
+        self.start_all_reduce(tensor, op, group)()
 
-    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
+    def start_all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce") -> Wait:
+        self._check(call, group)
+        self._exchange(_ALL_REDUCE, tensor, op=op)
+        return self._backend.start_all_reduce(tensor, op, group, call=call)
+
+    def start_broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Wait:
         self._check("broadcast", group)
         self._exchange(_BROADCAST, tensor, src=src)
         if src not in self.active:
             raise UnidistError(f"broadcast from rank {src} inside unidist.join: that rank has run out of data.")
-        self._backend.broadcast(tensor, src, group)
+        return self._backend.start_broadcast(tensor, src, group)
 
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         return self._refuse("new_group")
@@ -84,11 +93,37 @@ class Joined(Layer):
     def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
         return self._refuse("reduce_scatter")
 
-    def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
-        return self._refuse("wrap_model")
+    def process_group(self, group: Group | None, device_type: str) -> NoReturn:
+        self._refuse("wrap_model")
 
-    def replicate(self, model: nn.Module, options: ModelOptions, group: Group | None = None) -> ReplicatedModel:
-        return self._refuse("replicate")
+    @classmethod
+    def start(cls, name: str, start: Start) -> NoReturn:
+        raise NotImplementedError("it is made on top of a running backend")
+
+    @classmethod
+    def adopt(cls, start: Start) -> None:
+        return None
+
+    def shutdown(self) -> None:
+        self._backend.shutdown()
+
+    def abort(self) -> None:
+        self._backend.abort()
+
+    def quiesce(self) -> None:
+        self._backend.quiesce()
+
+    def world_size(self) -> int:
+        return self._backend.world_size()
+
+    def operations(self) -> list[OperationRecord]:
+        return self._backend.operations()
+
+    def exchange(self, value: str, timeout: float) -> list[str]:
+        return self._backend.exchange(value, timeout)
+
+    def drop_group(self, group: Group) -> None:
+        self._backend.drop_group(group)
 
     def _refuse(self, call: str) -> NoReturn:
         raise UnidistError(

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from unidist.backends.base import Backend, Group, M, ModelOptions, Op, ReplicatedModel, Start, WrappedModel
+from unidist.backends.base import Backend, Group, Op, Start, Wait
 from unidist.backends.device import default_device
-from unidist.gradients.data_parallel import DataParallel
-from unidist.gradients.replica import Replica
 from unidist.launch.topology import Slot, locate
 
 
@@ -46,8 +44,13 @@ class SingleBackend(Backend):
     def all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> None:
         pass
 
-    def broadcast(self, tensor: torch.Tensor, src: int, group: Group | None = None) -> None:
-        pass
+    def start_all_reduce(
+        self, tensor: torch.Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce"
+    ) -> Wait:
+        return lambda: None
+
+    def start_broadcast(self, tensor: torch.Tensor, src: int, group: Group | None = None) -> Wait:
+        return lambda: None
 
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], group: Group | None = None) -> torch.Tensor:
         return tensor.clone()
@@ -59,9 +62,3 @@ class SingleBackend(Backend):
 
     def reduce_scatter(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> torch.Tensor:
         return tensor.clone()
-
-    def wrap_model(self, model: M, options: ModelOptions, group: Group | None = None) -> WrappedModel[M]:
-        return DataParallel(model, options)
-
-    def replicate(self, model: torch.nn.Module, options: ModelOptions, group: Group | None = None) -> ReplicatedModel:
-        return Replica(model, options, None)

@@ -6,6 +6,7 @@ rank.
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +23,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 #: What starts worlds, here and in the product.
 STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.run.spawn.start_processes")
 # What runs inside a world is collected only there.
-collect_ignore = [] if IN_WORLD in os.environ else ["contract", "gpu", "hvd", "process_group"]
+collect_ignore = [] if IN_WORLD in os.environ else ["gpu", "hvd", "process_group"]
+
+
+#: What only `make test-all` runs.
+VARIANTS = tuple(line for line in Path(__file__).with_name("variants.txt").read_text().split("\n") if "::" in line)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(VARIANTS):
+            item.add_marker(pytest.mark.variant)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -51,6 +62,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [each.longrepr for each in terminalreporter.stats.get("skipped", [])]
+    for reason, count in Counter(str(each[2]).removeprefix("Skipped: ") for each in reports).items():
+        shown.setdefault("skipped", []).append(f"{count:4}  {reason}")
     for title, lines in shown.items():
         terminalreporter.section(title)
         for line in lines:

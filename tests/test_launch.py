@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.places import expected, places
-from tests.support.worlds import PYTHON, ROOT, Result, environment, free_port, missing, run_world
+from tests.support.worlds import PYTHON, ROOT, Result, environment, free_port, run_world
 from unidist.backends import rendezvous
 
 PLACE = "tests/programs/place.py"
@@ -55,8 +55,6 @@ def test_the_launchers_server_is_asked_until_it_answers() -> None:
 
 @pytest.mark.parametrize(("launcher", "backend", "rounds"), [("torchrun", "gloo", 100), ("openmpi", "mpi", 20)])
 def test_rounds_of_init_and_shutdown_leave_nothing(launcher: str, backend: str, rounds: int) -> None:
-    if why := missing(launcher):
-        pytest.skip(why)
     result = run_world(launcher, 2, ["tests/programs/rounds.py", str(rounds), backend])
     assert result.returncode == 0, result.output
     found = [json.loads(text) for text in re.findall(r"\[\{.*\}\]", result.output)]
@@ -233,8 +231,6 @@ def seconds_since_the_failure(result: Result) -> float:
 
 @pytest.mark.parametrize(("launcher", "backend", "how"), FAILS)
 def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -> None:
-    if why := missing(launcher):
-        pytest.skip(why)
     result = run_world(launcher, 2, ["tests/programs/fail_on_rank.py", "1", how], backend=backend, timeout=60)
     assert result.returncode != 0 and seconds_since_the_failure(result) < 20
     assert "trained to the end" not in result.output

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import unidist
+import unidist.testing
 from tests.support.parity import CASES
 from tests.support.worlds import run_world, shown
 
@@ -52,6 +54,22 @@ def test_final_weights_are_the_same(name: str, trained: dict[tuple[str, int], We
     title = "parity: distance of the final weights after 12 steps (limit 1e-5)"
     shown.setdefault(title, []).append(f"{name:47} to {beside:11} {line}")
     assert all(value <= TOLERANCE for _, value in figures), line
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch.compile's
+@pytest.mark.parametrize("name", CASES)
+def test_final_weights_are_the_same_on_threads(name: str) -> None:
+    def train() -> dict[str, torch.Tensor]:
+        model = CASES[name]()
+        unidist.assert_in_sync(model)
+        return unidist.unwrap(model).state_dict()
+
+    found = {}
+    for size in (1, 2, 3):
+        with unidist.testing.world(size) as world:
+            found[size] = world.run(train)[0]
+    reference = 3 if name in BETWEEN_BACKENDS else 1
+    assert all(distance(weights, found[reference]) <= TOLERANCE for size, weights in found.items() if size >= reference)
 
 
 def test_the_tolerance_tells_training_together_from_training_apart(

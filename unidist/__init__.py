@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from unidist import elastic as elastic
     from unidist import hvd as hvd
     from unidist.backends.base import Group as Group
-    from unidist.backends.base import WrappedModel as WrappedModel
     from unidist.checkpoint.checkpoint import latest_checkpoint as latest_checkpoint
     from unidist.checkpoint.checkpoint import load_checkpoint as load_checkpoint
     from unidist.checkpoint.checkpoint import save_checkpoint as save_checkpoint
@@ -58,7 +57,9 @@ if TYPE_CHECKING:
     from unidist.errors import NotInitializedError as NotInitializedError
     from unidist.errors import UnidistError as UnidistError
     from unidist.errors import WorldSizeError as WorldSizeError
+    from unidist.gradients.wrapper import WrappedModel as WrappedModel
     from unidist.run.spawn import spawn as spawn
+    from unidist.seed import set_seed as set_seed
     from unidist.training.join import join as join
     from unidist.training.model import assert_in_sync as assert_in_sync
     from unidist.training.model import broadcast_model_state as broadcast_model_state
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from unidist.training.model import unwrap as unwrap
     from unidist.training.model import wrap_model as wrap_model
     from unidist.training.prepare import prepare as prepare
-    from unidist.training.seed import set_seed as set_seed
 
 __version__ = "0.1.0"
 

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> None:
 
 
 def run_script(argv: list[str]) -> None:
-    from unidist.launch.torchrun_env import run
+    from unidist.torchrun_env import run
 
     run(argv)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -29,8 +29,8 @@ from unidist.launch.topology import NONE as NO_LAUNCHER
 from unidist.network import open_files
 from unidist.network.connection import new_secret
 from unidist.network.processes import Process
-from unidist.training.seed import set_seed
-from unidist.world import World, hook_of_no_world
+from unidist.seed import set_seed
+from unidist.world import Feature, World, hook_of_no_world
 
 if TYPE_CHECKING:
     from unidist.diagnosis.timeline.recorder import Timeline
@@ -51,12 +51,14 @@ BACKENDS = {
     "nccl": BackendEntry("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
     "mpi": BackendEntry("unidist.backends.torch_distributed", "TorchBackend", "torch.distributed"),
     "horovod": BackendEntry("unidist.backends.horovod", "HorovodBackend", "horovod.torch"),
+    "threads": BackendEntry("unidist.backends.threads", "ThreadsBackend", "unidist.testing"),
 }
 
 #: The reason for the choice of a backend that runs already.
 _ADOPTED = "already initialised"
+F = TypeVar("F", bound=Feature)
 #: What ``init`` and ``spawn`` take for ``backend``.
-BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod"]
+BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod", "threads"]
 
 _log = logging.getLogger("unidist")
 _world: World | None = None
@@ -64,9 +66,6 @@ _world: World | None = None
 _sessions = 0
 #: The arguments of the last world, for ``rejoin``.
 _last: dict[str, Any] = {}
-#: What features do at the end of each world.
-_closers: list[Callable[[], None]] = []
-_finishers: list[Callable[[], None]] = []
 
 
 def init(
@@ -86,10 +85,11 @@ def init(
     and the reason for it to the logger ``unidist`` at level INFO.
 
     Args:
-        backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, or ``auto``: the value of
-            ``UNIDIST_BACKEND`` if set; else a process group or Horovod that is already initialised; else Horovod under
-            horovodrun if it is installed; else ``nccl`` where CUDA is available and ``gloo`` elsewhere; ``single``
-            without a launcher. A backend that is named is never replaced by another one.
+        backend: ``single``, ``gloo``, ``nccl``, ``mpi`` (under an MPI launcher), ``horovod``, ``threads`` (inside
+            ``unidist.testing.world``), or ``auto``: the value of ``UNIDIST_BACKEND`` if set; else a process group or
+            Horovod that is already initialised; else Horovod under horovodrun if it is installed; else ``nccl`` where
+            CUDA is available and ``gloo`` elsewhere; ``single`` without a launcher. A backend that is named is never
+            replaced by another one.
         init_method: the rendezvous, as for ``torch.distributed.init_process_group``: ``env://``, ``tcp://host:port`` or
             ``file:///path``. Default: that of the launcher.
         rank, world_size: both or neither. Default: from the launcher.
@@ -145,6 +145,7 @@ def _init(
         "export_env": export_env or None,
     }
     if _world is not None:
+        _world.arguments = _world.arguments or arguments
         _refuse_change(arguments, _world)
     else:
         stall, is_checked = settings.stall(os.environ), settings.check(os.environ)
@@ -163,7 +164,7 @@ def _init(
         try:
             if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
                 world.restore_env = _export(started, start)
-            if started.topology.world_size > 1:
+            if started.topology.world_size > 1 and started.watch is None:
                 _introduce(started, _seconds(start))
                 world.watch = Watch(started, stall, _seconds(start))
         except BaseException:
@@ -265,7 +266,7 @@ def _warn_of_horovod(backend: Backend, launch: Launch) -> None:
 
 def _export(backend: Backend, start: Start) -> Callable[[], None]:
     """Set torchrun's variables; the result takes them back. Collective."""
-    from unidist.launch.torchrun_env import export
+    from unidist.torchrun_env import export
 
     return export(start.launch, backend.topology, lambda text: backend.exchange(text, _seconds(start)))
 
@@ -303,8 +304,8 @@ def shutdown() -> None:
     waits = _world is not None and sys.exc_info()[0] is None
     try:
         if _world is not None and waits:
-            for finish in _finishers:
-                finish()
+            for feature in [*_world.features.values()]:
+                feature.finish()
             _world.current.barrier()
     except BaseException:
         leave()
@@ -333,24 +334,20 @@ def timeline(path: str | os.PathLike[str]) -> Timeline:
     return world.timeline
 
 
-def before_shutdown(finish: Callable[[], None]) -> Callable[[], None]:
-    """A decorator: call the function, on all ranks, each time ``shutdown`` waits for the other ranks."""
-    _finishers.append(finish)
-    return finish
-
-
-def before_leaving(close: Callable[[], None]) -> Callable[[], None]:
-    """A decorator: call the function each time before the backend is shut down."""
-    _closers.append(close)
-    return close
+def of_world(kind: type[F]) -> F:
+    """Return what a feature keeps for the running world: made at its first use, closed with the world."""
+    features = _running().features
+    if kind not in features:
+        features[kind] = kind()
+    return features[kind]  # type: ignore[return-value]  # by its class
 
 
 @atexit.register
 def leave(*, alone: bool = True) -> None:
     """``shutdown`` without waiting for the other ranks; ``alone``: they may go on."""
     global _world
-    for close in _closers:
-        close()
+    for feature in () if _world is None else [*_world.features.values()]:
+        feature.close()
     world, _world = _world, None
     if world is not None:
         _last.update(world.again)
@@ -364,13 +361,14 @@ def rejoin() -> None:
     _init(**_last)
 
 
-def complete_start(step: Callable[[], None]) -> None:
+def complete_start(step: Callable[[], object]) -> None:
     """Call a function that ends a start: again in the next generation if a worker of an elastic run is lost meanwhile.
     Collective.
     """
     while True:
         try:
-            return step()
+            step()
+            return
         except UnidistError as error:
             member = membership.current()
             if member is None or not member.lost(wait=membership.VERDICT_S):
@@ -409,7 +407,7 @@ def watch() -> Watch | None:
 
 def timeout() -> timedelta | None:
     """The timeout that ``init`` was given, or ``UNIDIST_TIMEOUT``; None without one."""
-    given = None if _world is None else _world.arguments["timeout"]
+    given = None if _world is None else _world.arguments.get("timeout")
     return given if isinstance(given, timedelta) else settings.timeout(os.environ)
 
 
@@ -546,8 +544,8 @@ def _pick(start: Start) -> tuple[str, str]:
 def _guard(backend: Backend, launch: Launch) -> None:
     """Refuse N jobs of one rank: the backend must have the world size that the launcher declared."""
     real, declared = backend.world_size(), launch.world_size
-    adopted_alone = launch.launcher is NO_LAUNCHER
-    if real == declared or adopted_alone:
+    # A backend that runs already may be another launcher's, or none's.
+    if real == declared or launch.launcher is NO_LAUNCHER or backend.topology.launcher != launch.launcher.name:
         return
     backend.shutdown()
     raise WorldSizeError(

@@ -12,13 +12,13 @@ from warnings import warn
 
 #: Where the modules of each directory were.
 _BEFORE: dict[str, dict[str, tuple[str, ...]]] = {
-    "launch": {"unidist": ("topology", "membership", "torchrun_env", "scripts")},
+    "launch": {"unidist": ("topology", "membership", "scripts")},
     "diagnosis": {"unidist": ("operations", "spans"), "unidist.backends": ("watch",)},
     "gradients": {
         "unidist.backends": ("buckets", "backward_pass", "data_parallel", "replica", "reducer", "wrapper"),
     },
     "collectives": {"unidist": ("agreement", "metric_reduction", "running_metrics")},
-    "training": {"unidist": ("model", "batch_norm", "seed")},
+    "training": {"unidist": ("model", "batch_norm")},
     "network": {"unidist": ("open_files",), "unidist.backends": ("addresses", "processes")},
     "checkpoint": {"unidist.backends": ("shards",)},
 }

@@ -22,6 +22,16 @@ _hook: Hook | None = None
 _hook_before: Hook = sys.excepthook
 
 
+class Feature:
+    """What a feature keeps for the running world, made at its first use."""
+
+    def finish(self) -> None:
+        """``shutdown`` waits for the other ranks. Collective."""
+
+    def close(self) -> None:
+        """The backend is about to be shut down. Not collective."""
+
+
 class World:
     """A world that has been started.
 
@@ -39,6 +49,8 @@ class World:
         self.current = backend
         self.arguments = arguments
         self.again = again
+        #: What features keep for this world; see ``context.of_world``.
+        self.features: dict[type[Feature], Feature] = {}
         self.watch: Watch | None = None
         self.timeline: Timeline | None = None
         #: Restores the variables that ``init(export_env=True)`` has set.

@@ -18,14 +18,15 @@ from torch.utils.data import DataLoader
 
 import unidist
 from tests.contract.models import assert_same, make_model, my_batch, train
+from unidist import context
 from unidist.checkpoint import checkpoint
 from unidist.checkpoint import files as checkpoint_files
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    return unidist.broadcast_object(tmp_path)
+    """One folder for all ranks, which share it if they are threads."""
+    return unidist.broadcast_object(tmp_path) if unidist.is_initialized() else tmp_path
 
 
 def on_first(action: Any) -> Any:
@@ -299,6 +300,7 @@ def test_nothing_that_was_loaded_needs_the_file(folder: Path) -> None:
     unidist.save_checkpoint(path, **run, x=torch.ones(10_000))
     found = unidist.load_checkpoint(path, **run)
     gc.collect()
+    unidist.barrier()
     assert str(path) not in Path("/proc/self/maps").read_text() and found["x"].sum() == 10_000
 
 
@@ -342,7 +344,7 @@ def test_what_goes_wrong_later_is_raised_by_the_next_call(folder: Path) -> None:
         call() if path.exists() else unidist.save_checkpoint(path, x=1)
     unidist.save_checkpoint(folder / "bad.pt", wait=False, x=folder)
     with pytest.raises(unidist.CheckpointError, match=r"bad\.pt'\) failed on rank 0"):
-        checkpoint._finish_all()  # what shutdown() calls
+        context.of_world(checkpoint._Writing).finish()  # what shutdown() calls
     if unidist.world_size() > 1:  # another group does not wait for it
         group = unidist.new_group([0])
         unidist.save_checkpoint(path, wait=False, x=2)

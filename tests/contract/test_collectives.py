@@ -148,7 +148,7 @@ def first_or(mine: Any, others: Any) -> Any:
 
 
 FLAT, DEEP, INTEGERS = torch.ones(1, 5), torch.ones(1, 2, 5), torch.ones(1, 5, dtype=torch.int32)
-WIDE = torch.ones(6, 1, 2)
+WIDE = torch.ones(24, 1, 2)
 #: Calls that differ between rank 0 and the others, and how both are named.
 DIFFERENT: list[tuple[str, Callable[[], object], str, str]] = [
     ("shape", lambda: unidist.broadcast(first_or(FLAT, DEEP)), r"float32 \(1, 5\)", r"float32 \(1, 2, 5\)"),
@@ -163,9 +163,9 @@ DIFFERENT: list[tuple[str, Callable[[], object], str, str]] = [
     ("call", lambda: first_or(unidist.all_reduce, unidist.all_gather)(FLAT), "all_reduce", "all_gather of float32"),
     ("shape", lambda: unidist.all_gather(first_or(FLAT, FLAT.t())), r"float32 \(1, 5\)", r"float32 \(5, 1\)"),
     ("dtype", lambda: unidist.all_gather(first_or(FLAT, INTEGERS)), "float32", "int32"),
-    ("shape", lambda: unidist.all_to_all(first_or(WIDE, WIDE.view(6, 2))), r"\(6, 1, 2\)", r"\(6, 2\)"),
+    ("shape", lambda: unidist.all_to_all(first_or(WIDE, WIDE.view(24, 2))), r"\(24, 1, 2\)", r"\(24, 2\)"),
     ("op", lambda: unidist.reduce_scatter(WIDE, first_or("sum", "max")), "(sum)", "(max)"),
-    ("shape", lambda: unidist.reduce_scatter(first_or(WIDE, WIDE.view(6, 2))), r"\(6, 1, 2\)", r"\(6, 2\)"),
+    ("shape", lambda: unidist.reduce_scatter(first_or(WIDE, WIDE.view(24, 2))), r"\(24, 1, 2\)", r"\(24, 2\)"),
     ("root", lambda: unidist.broadcast_object("x", first_or(0, 1)), "from rank 0", "from rank 1"),
     ("call", lambda: first_or(unidist.broadcast_object, unidist.all_gather_object)(1), "broadcast_object", "gather"),
     ("op", lambda: unidist.allreduce_metric(1.0, op=first_or("sum", "max")), "(sum)", "(max)"),

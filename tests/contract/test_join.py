@@ -154,7 +154,7 @@ def test_metrics_and_collectives_inside() -> None:
             assert unidist.allreduce_metric(rank, op="min") == left[0]
             assert unidist.allreduce_metric(float(rank), op="max") == left[-1]
             assert unidist.all_reduce(torch.tensor([2.0])).item() == 2.0 * len(left)
-            assert unidist.all_reduce(torch.tensor([2], dtype=torch.int8), "product").item() == 2 ** len(left)
+            assert unidist.all_reduce(torch.tensor([2], dtype=torch.int16), "product").item() == 2 ** len(left)
             assert unidist.all_reduce(torch.tensor([rank - 5], dtype=torch.int64), "max").item() == left[-1] - 5
             assert unidist.all_reduce(torch.tensor([rank + 5.0]), "min").item() == left[0] + 5
             assert not unidist.all_reduce(torch.tensor(rank != left[-1]), "and").item()

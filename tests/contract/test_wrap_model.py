@@ -5,6 +5,7 @@ import copy
 import gc
 import warnings
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -426,8 +427,10 @@ def test_a_step_and_a_wrapped_model_are_freed(compression: Any) -> None:
     model = unidist.wrap_model(net, compression=compression)
     for _ in range(3):
         loss_of(model, unidist.rank()).backward()
-    kept = [type(each).__name__ for each in gc.get_objects()]
-    assert "AveragingPass" not in kept and "BucketReductions" not in kept
+    unidist.barrier()
+    kept = Counter(type(each).__name__ for each in gc.get_objects())
+    alive = unidist.world_size() if unidist.backend_name() == "threads" else 1
+    assert kept["GradientAverager"] <= alive and not kept["PlainPass"]
     wrapper, module = weakref.ref(model), weakref.ref(net)
     del model, net
     if unidist.backend_name() in ("gloo", "mpi") and compression:

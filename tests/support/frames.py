@@ -2,13 +2,15 @@
 
 import re
 import traceback
+from itertools import takewhile
 
 from tests.support.worlds import ROOT
 
 
 def frames() -> list[str]:
-    """From the outermost to the caller's caller, as ``path function``."""
-    inside = [frame for frame in traceback.extract_stack()[:-2] if frame.filename.startswith(f"{ROOT}/unidist/")]
+    """From the test's call to the caller's caller, as ``path function``."""
+    stack = reversed(traceback.extract_stack()[:-2])
+    inside = [*takewhile(lambda frame: frame.filename.startswith(f"{ROOT}/unidist/"), stack)][::-1]
     return [f"{frame.filename.removeprefix(f'{ROOT}/')} {frame.name}" for frame in inside]
 
 

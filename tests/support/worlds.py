@@ -8,9 +8,11 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from unidist.launchers import table, world
@@ -90,6 +92,16 @@ def missing(launcher: str) -> str | None:
     return None if launcher == "python" else table.missing(launcher.split()[0])
 
 
+def require(launcher: str, backend: str) -> None:
+    """Skip the test where the launcher or the backend is not installed."""
+    why = missing(launcher) or (table.missing("horovodrun") if backend == "horovod" else None)
+    if backend == "mpi" or (launcher != "python" and table.COMMANDS[launcher.split()[0]].mpi):
+        why = why or (None if find_spec("mpi4py") else 'mpi4py is not installed: pip install "mpi4py>=4"')
+        why = why or (table.missing("openmpi") if launcher == "python" else None)
+    if why:
+        pytest.skip(why)
+
+
 def environment(launcher: str, extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without what other tests have set, with what this machine needs."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("UNIDIST_", "PYTEST_"))}
@@ -152,7 +164,9 @@ def run_world(
 
     Raises:
         TimeoutError: the world did not end; it was killed.
+        Skipped: the launcher or the backend is not installed.
     """
+    require(launcher, backend)
     whole = environment(launcher, {"UNIDIST_BACKEND": backend, **(env or {})})
     return run(commands(launcher, nprocs, argv), whole, timeout=timeout, cwd=ROOT)
 

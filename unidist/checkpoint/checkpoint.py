@@ -26,10 +26,11 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from unidist.backends.base import Group
 from unidist.checkpoint import archive, files, shards
 from unidist.collectives.operations import all_gather, all_gather_object, broadcast_object
-from unidist.context import before_leaving, before_shutdown, current
+from unidist.context import current, of_world
 from unidist.errors import CheckpointError
 from unidist.training.model import assert_in_sync, unwrap
 from unidist.tree import map_leaves, walk
+from unidist.world import Feature
 
 T = TypeVar("T")
 #: The key of the ranks' random states.
@@ -101,7 +102,7 @@ def save_checkpoint(
     for thing in objects.values():
         if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()) and not _is_sharded(thing):
             assert_in_sync(thing, group)
-    _finish_writing(group)
+    of_world(_Writing).of_group(group)
     call = f"save_checkpoint({os.fspath(path)!r})"
     is_first = current().ranks(group)[0] == current().topology.rank
 
@@ -137,7 +138,7 @@ def save_checkpoint(
     if wait:
         job.result()
     else:
-        _writing.append(job)
+        of_world(_Writing).jobs.append(job)
 
 
 def load_checkpoint(
@@ -168,7 +169,7 @@ def load_checkpoint(
         CheckpointError: on every rank: no such file, one that is truncated, damaged, of a newer format or not a
             checkpoint, or a state that a rank's object does not load.
     """
-    _finish_writing(group)
+    of_world(_Writing).of_group(group)
     call = f"load_checkpoint({os.fspath(path)!r})"
     path = files.found(Path(path))
     has_shards = broadcast_object((path / files.REST).is_file(), current().ranks(group)[0], group)
@@ -221,7 +222,7 @@ def latest_checkpoint(
         group: the ranks that take part; the first of them reads the directory. Default: all.
     """
 
-    _finish_writing(group)
+    of_world(_Writing).of_group(group)
     call = f"latest_checkpoint({os.fspath(directory)!r})"
     mine = _on_first(call, group, lambda stop: files.latest(Path(directory), pattern))
     return broadcast_object(mine, current().ranks(group)[0], group)
@@ -289,33 +290,31 @@ class _Job(Generic[T]):
         return bool(wait_for([self.done], timeout).done)
 
 
-#: Checkpoints that may still be written, on every rank of their groups.
-_writing: list[_Job[None]] = []
+class _Writing(Feature):
+    """Checkpoints that may still be written, on every rank of their groups."""
 
+    def __init__(self) -> None:
+        self.jobs: list[_Job[None]] = []
 
-def _finish_writing(group: Group | None) -> None:
-    """Wait for what the group writes, and raise its error on all ranks. Collective."""
-    ranks = current().ranks(group)
-    for job in [job for job in _writing if current().ranks(job.group) == ranks]:
-        _writing.remove(job)
-        job.result()
+    def of_group(self, group: Group | None) -> None:
+        """Wait for what the group writes, and raise its error on all ranks. Collective."""
+        ranks = current().ranks(group)
+        for job in [job for job in self.jobs if current().ranks(job.group) == ranks]:
+            self.jobs.remove(job)
+            job.result()
 
+    def finish(self) -> None:
+        while self.jobs:
+            self.jobs.pop(0).result()
 
-@before_shutdown
-def _finish_all() -> None:
-    while _writing:
-        _writing.pop(0).result()
-
-
-@before_leaving
-def _complete() -> None:
-    """The other ranks may be gone: this one completes its files."""
-    jobs = [job for job in _writing if job.process == os.getpid()]  # a forked child has no threads
-    _writing.clear()
-    for job in jobs:
-        job.wait()
-        if error := job.done.exception():
-            _log.error("%s failed: %s: %s", job.call, type(error).__name__, error)
+    def close(self) -> None:
+        # The other ranks may be gone: this one completes its files.
+        jobs = [job for job in self.jobs if job.process == os.getpid()]  # a forked child has no threads
+        self.jobs.clear()
+        for job in jobs:
+            job.wait()
+            if error := job.done.exception():
+                _log.error("%s failed: %s: %s", job.call, type(error).__name__, error)
 
 
 def _on_first(call: str, group: Group | None, action: Callable[[Event], T]) -> T | None:

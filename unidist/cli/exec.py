@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from unidist.launch.torchrun_env import run
+from unidist.torchrun_env import run
 
 
 @click.command(

@@ -90,10 +90,10 @@ def _placements(given: argparse.Namespace) -> list[hosts.Placement]:
 def _job(given: argparse.Namespace, placements: list[hosts.Placement]) -> driver.Job:
     variables = options.variables(given)
     if given.hvd:
-        from unidist.hvd import alias
+        from unidist.hvd import names
 
         path = os.environ.get("PYTHONPATH")
-        variables["PYTHONPATH"] = os.pathsep.join([alias.directory(), *([path] if path else [])])
+        variables["PYTHONPATH"] = os.pathsep.join([names.directory(), *([path] if path else [])])
     timeout = given.start_timeout or int(os.environ.get("HOROVOD_START_TIMEOUT") or 30)
     return driver.Job(
         command=given.command,

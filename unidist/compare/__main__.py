@@ -12,7 +12,7 @@ from pathlib import Path
 from unidist.compare.recorder import Recorder
 from unidist.launch import scripts
 from unidist.launch.topology import detect
-from unidist.training.seed import set_seed
+from unidist.seed import set_seed
 
 
 def main(argv: list[str]) -> None:

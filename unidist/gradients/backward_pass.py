@@ -34,18 +34,19 @@ class BackwardPass(Protocol):
         """The pass failed, and another one has begun."""
 
 
-class AtEnd:
-    """A ``BackwardPass`` after which a function is called, and nothing else is done.
+class PlainPass:
+    """A ``BackwardPass`` of two functions.
 
     Args:
-        finish: called when all gradients have been accumulated.
+        ready: called with each parameter whose gradient has been accumulated.
+        finish: called when all have.
     """
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(
+        self, ready: Callable[[Tensor], None] = lambda _: None, finish: Callable[[], None] = lambda: None
+    ) -> None:
+        self.ready = ready
         self.finish = finish
-
-    def ready(self, param: Tensor) -> None:
-        """See ``BackwardPass``."""
 
     def abandon(self) -> None:
         """See ``BackwardPass``."""

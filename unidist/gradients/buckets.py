@@ -8,7 +8,7 @@ need no copy out. (The scheme of Li et al., "PyTorch Distributed", VLDB 2020.)
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from unidist.errors import UnidistError
 
 #: Size in bytes of a gradient from which on a second copy of it is worth avoiding.
 _LARGE_BYTES = 2**20
-#: Waits for a reduction that has been started.
-Wait = Callable[[], None]
-#: Starts the reduction of a bucket, whose parameters in the set are not ready.
-Start = Callable[[int, set[int]], Wait]
+#: Size in bytes of a gradient from which on it is reduced alone, where autograd has put it.
+_ALONE_BYTES = 2**22
 
 
 def _reference_counts(objects: Sequence[object]) -> list[int]:
@@ -34,43 +32,56 @@ def _reference_counts(objects: Sequence[object]) -> list[int]:
 class Bucket:
     """Parameters of one dtype and device, whose gradients are views of ``flat``.
 
+    The storage is allocated when the first gradient is copied in: the memory of the gradients that it replaces is freed
+    one by one.
+
     Args:
         params: the parameters.
         prescale: the factor by which gradients are multiplied when they are copied in.
+        takes_sparse: whether sparse (COO) gradients are copied in, as dense ones.
     """
 
-    def __init__(self, params: list[Tensor], prescale: float) -> None:
+    #: All gradients, one after the other; valid after ``copy_in``.
+    flat: Tensor
+
+    def __init__(self, params: list[Tensor], prescale: float, *, takes_sparse: bool) -> None:
         self.params = params
         self.prescale = prescale
         # Fixed from here on: a rank that changes a memory format later must not lay out its bucket unlike the others.
         self._layouts = [(p.numel(), p.shape, _dense_strides(p)) for p in params]
-        self.reallocate()
+        self._kind = params[0].dtype, params[0].device
+        self._takes_sparse = takes_sparse
+        #: The parameters whose gradients were sparse.
+        self._were_sparse: list[Tensor] = []
+        #: Each parameter's gradient in ``flat``; empty as long as there is no storage.
+        self.views: list[Tensor] = []
         #: Whether each gradient is copied in when it is ready, which frees the memory of its own, or all together,
         #: which is faster.
-        self.copies_each = max(view.numel() * view.element_size() for view in self.views) >= _LARGE_BYTES
+        self.copies_each = max(map(_nbytes, params)) >= _LARGE_BYTES
 
     def reallocate(self) -> None:
         """Allocate the storage, also anew, so that gradients of an earlier step that somebody keeps stay as they
         are.
         """
         sizes = [size for size, _, _ in self._layouts]
-        self.flat = torch.zeros(sum(sizes), dtype=self.params[0].dtype, device=self.params[0].device)
+        self.flat = torch.empty(sum(sizes), dtype=self._kind[0], device=self._kind[1])
         self._parts = torch.split(self.flat, sizes)
-        #: Each parameter's gradient in ``flat``.
-        self.views = [self._view(index) for index in range(len(sizes))]
+        self.views = [self._view(part, index) for index, part in enumerate(self._parts)]
         self._addresses = [view.data_ptr() for view in self.views]
 
-    def _view(self, index: int) -> Tensor:
-        part, (_, shape, strides) = self._parts[index], self._layouts[index]
+    def _view(self, part: Tensor, index: int) -> Tensor:
+        _, shape, strides = self._layouts[index]
         return part.view(shape) if strides is None else part.as_strided(shape, strides)
 
     def fits(self) -> bool:
         """Whether the parameters still have the dtype and the device of the storage."""
-        dtype, device = self.flat.dtype, self.flat.device
+        dtype, device = self._kind
         return all(param.dtype == dtype and param.device == device for param in self.params)
 
     def is_referenced(self) -> bool:
         """Whether anything but this bucket and its parameters refers to the storage or a view."""
+        if not self.views:
+            return False
         # The bucket's own references: flat, its parts and its views; here the storage's name.
         if torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) > 2 * len(self.views) + 2:
             return True
@@ -80,81 +91,100 @@ class Bucket:
         """Copy gradients, times ``prescale``, into ``flat``, which becomes their storage; zeros where a parameter
         has none.
         """
-        if torch.is_grad_enabled():  # backward(create_graph=True) records what its hooks do
-            with torch.no_grad():
-                return self.copy_in(indices, prescale)
-        grads, views, in_place = [], [], []
-        for index in indices:
-            param, grad = self.params[index], self.params[index].grad
-            if self.views[index].data_ptr() != self._addresses[index]:  # p.grad.data = ..., model.double().float()
-                self.views[index] = self._view(index)
-            view = self.views[index]
-            if grad is view:
-                in_place.append(view)
-            elif grad is None:
-                view.zero_()
-            elif grad.layout != torch.strided:
-                raise UnidistError(
-                    f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient, which only nn.Embedding "
-                    "and nn.EmbeddingBag with sparse=True may have."
-                )
-            else:
-                grads.append(grad)
-                views.append(view)
-                param.grad = view
-        if len(grads) == 1:
-            torch.mul(grads[0], prescale, out=views[0])
-        elif grads:
-            torch._foreach_copy_(views, grads)
-            in_place += views
-        if prescale != 1:
-            if len(in_place) == len(self.params):
+        with torch.no_grad():  # backward(create_graph=True) records what its hooks do
+            if not self.views:
+                self.reallocate()
+            grads, views, in_place = [], [], []
+            for index in indices:
+                param, grad = self.params[index], self._dense_gradient(index)
+                if self.views[index].data_ptr() != self._addresses[index]:  # p.grad.data = ..., model.double().float()
+                    self.views[index] = self._view(self._parts[index], index)
+                view = self.views[index]
+                if grad is view:
+                    in_place.append(view)
+                elif grad is None:
+                    view.zero_()
+                else:
+                    grads.append(grad)
+                    views.append(view)
+                    param.grad = view
+            if len(grads) == 1:
+                torch.mul(grads[0], prescale, out=views[0])
+            elif grads:
+                torch._foreach_copy_(views, grads)
+                in_place += views
+            if prescale != 1 and len(in_place) == len(self.params):
                 self.flat.mul_(prescale)
-            elif in_place:
+            elif prescale != 1 and in_place:
                 torch._foreach_mul_(in_place, prescale)
 
+    def _dense_gradient(self, index: int) -> Tensor | None:
+        param = self.params[index]
+        if param.grad is not None and param.grad.layout != torch.strided:
+            if not (param.grad.is_sparse and self._takes_sparse):
+                raise UnidistError(
+                    f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient, which only "
+                    "nn.Embedding and nn.EmbeddingBag with sparse=True may have."
+                )
+            self._were_sparse.append(param)
+            return param.grad.to_dense()
+        return param.grad
 
-class BucketReductions:
-    """The reductions of one step. Each starts when its bucket's gradients are ready, in the same order on every rank.
+    def restore_sparse(self) -> None:
+        """Make the gradients sparse that were when they were copied in."""
+        for param in self._were_sparse:
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad = param.grad.to_sparse()
+        self._were_sparse.clear()
 
-    ``start`` copies the gradients of a bucket in and starts its reduction. It is an argument of each call, and not
-    kept: a reference back would keep buffers alive until the garbage collector runs.
+    def release(self) -> None:
+        """The parameters have their gradients: drop what is not needed until the next ones."""
 
-    Args:
-        buckets: in the order of their reductions.
-    """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.waits: list[Wait] = []
-        self.pending = [set(range(len(bucket.params))) for bucket in buckets]
+class LargeBucket(Bucket):
+    """One large parameter, whose gradient is reduced where autograd has put it, and is not kept."""
 
-    def ready(self, bucket: int, index: int) -> None:
-        """The gradient of a bucket's parameter is ready."""
-        self.pending[bucket].discard(index)
+    def __init__(self, params: list[Tensor], prescale: float, *, takes_sparse: bool) -> None:
+        super().__init__(params, prescale, takes_sparse=takes_sparse)
+        self.copies_each = False
 
-    def start_ready(self, start: Start) -> None:
-        """Start those that are ready, up to the first that is not."""
-        while len(self.waits) < len(self.pending) and not self.pending[len(self.waits)]:
-            self._start_next(start)
+    @torch.no_grad()
+    def copy_in(self, indices: Iterable[int], prescale: float) -> None:
+        """See ``Bucket``."""
+        param, grad = self.params[0], self._dense_gradient(0)
+        numel, _, strides = self._layouts[0]
+        has_layout = grad is not None and (grad.stride() == strides or (strides is None and grad.is_contiguous()))
+        if grad is not None and has_layout and not grad.requires_grad:
+            view = grad
+        else:
+            view = self._view(torch.empty(numel, dtype=self._kind[0], device=self._kind[1]), 0)
+            view.zero_() if grad is None else view.copy_(grad)
+        if prescale != 1:
+            view.mul_(prescale)
+        if grad is not None:
+            param.grad = view
+        self.views, self.flat = [view], view.as_strided((numel,), (1,))
 
-    def start_all(self, start: Start) -> None:
-        """Start the rest."""
-        while len(self.waits) < len(self.pending):
-            self._start_next(start)
+    def is_referenced(self) -> bool:
+        """See ``Bucket``."""
+        return False
 
-    def finish(self, start: Start) -> None:
-        """Start the rest, and wait for all."""
-        self.start_all(start)
-        for wait in self.waits:
-            wait()
+    def release(self) -> None:
+        """See ``Bucket``."""
+        self.views = []
+        del self.flat
 
-    def _start_next(self, start: Start) -> None:
-        bucket = len(self.waits)
-        self.waits.append(start(bucket, self.pending[bucket]))
+
+def make_bucket(params: list[Tensor], prescale: float, *, takes_sparse: bool) -> Bucket:
+    """Return a bucket for parameters of one dtype and device."""
+    kind = LargeBucket if len(params) == 1 and _nbytes(params[0]) >= _ALONE_BYTES else Bucket
+    return kind(params, prescale, takes_sparse=takes_sparse)
 
 
 def split_into_buckets(params: Iterable[Tensor], cap_mb: float) -> list[list[Tensor]]:
-    """Parameters, last first, in lists of one dtype and device and of at most ``cap_mb`` MiB (or one parameter)."""
+    """Return parameters, last first, in lists of one dtype and device and of at most ``cap_mb`` MiB (or one parameter).
+    Large ones are alone.
+    """
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in reversed(list(params)):
         by_kind.setdefault((param.dtype, param.device), []).append(param)
@@ -163,27 +193,22 @@ def split_into_buckets(params: Iterable[Tensor], cap_mb: float) -> list[list[Ten
         bucket: list[Tensor] = []
         size = 0
         for param in same:
-            nbytes = param.numel() * param.element_size()
+            nbytes = _nbytes(param)
+            if nbytes >= _ALONE_BYTES:
+                buckets.append([param])
+                continue
             if bucket and size + nbytes > cap_mb * 2**20:
                 buckets.append(bucket)
                 bucket, size = [], 0
             bucket.append(param)
             size += nbytes
-        buckets.append(bucket)
+        if bucket:
+            buckets.append(bucket)
     return buckets
 
 
-def bucket_positions(buckets: Sequence[Bucket]) -> dict[Tensor, tuple[int, int]]:
-    """Where each parameter is: its bucket, and its index there."""
-    return {param: (i, index) for i, bucket in enumerate(buckets) for index, param in enumerate(bucket.params)}
-
-
-def empty_sparse_gradient(param: Tensor) -> Tensor:
-    """A sparse (COO) gradient without rows, of a parameter that was not used."""
-    rows = param.new_zeros((0, *param.shape[1:]))
-    return torch.sparse_coo_tensor(
-        torch.empty((1, 0), dtype=torch.int64), rows, param.shape, device=param.device, check_invariants=False
-    )
+def _nbytes(param: Tensor) -> int:
+    return param.numel() * param.element_size()
 
 
 def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

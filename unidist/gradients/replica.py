@@ -9,40 +9,56 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.base import ModelOptions
-from unidist.gradients.backward_pass import AtEnd, BackwardPass, BackwardPasses, current_pass
-from unidist.gradients.data_parallel import AveragingPass, LocalPass, ModelGradients, Reducer
-from unidist.gradients.wrapper import frozen_parameters, refuse_join, refuse_unfrozen, world_ended
+from unidist.gradients.averager import GradientAverager
+from unidist.gradients.backward_pass import BackwardPass, BackwardPasses, PlainPass, current_pass
+from unidist.gradients.data_parallel import with_sparse_gradients
+from unidist.gradients.reducer import GradientReducer
+from unidist.gradients.wrapper import ModelOptions, frozen_parameters, refuse_join, refuse_unfrozen, world_ended
 
-#: How many models have been made, by the ranks that train them.
-_made = Counter[tuple[int, ...]]()
-#: The passes of all models that have not ended.
-_running: list[_ReplicaPass] = []
-#: The parameters of all models, as long as they are watched, by the ranks that train them and the model's number.
-_watched: weakref.WeakValueDictionary[tuple[tuple[int, ...], int], _Watched] = weakref.WeakValueDictionary()
+Ranks = tuple[int, ...]
 
 
-def end_all() -> None:
-    """The world of all models has ended: their next backward pass that averages is an error."""
-    for watched in _watched.values():
-        watched.ended = True
-    _made.clear()
-    _watched.clear()
-    _running.clear()
+class ReplicatedModels:
+    """The replicated models of one world, by the ranks that train them and their numbers.
+
+    They are numbered in the order in which they are made, which is the same on all ranks that train them.
+    """
+
+    def __init__(self) -> None:
+        self.made = Counter[Ranks]()
+        self.models: weakref.WeakValueDictionary[tuple[Ranks, int], _Watched] = weakref.WeakValueDictionary()
+        #: The backward passes that have not ended.
+        self.passes: list[_ReplicaPass] = []
+
+    def add(self, watched: _Watched) -> int:
+        """Return the number of a new model."""
+        ranks = watched.options.ranks
+        number = self.made[ranks]
+        self.made[ranks] += 1
+        self.models[ranks, number] = watched
+        return number
+
+    def end(self) -> None:
+        """The world has ended: the next backward pass of a model that averages is an error."""
+        for watched in self.models.values():
+            watched.ended = True
 
 
 class Replica:
     """Averages the gradients of a model as long as this object lives. It keeps the parameters alive, not the model.
 
     Args:
-        model: has parameters that require grad.
+        model: has parameters that require grad; equal on all ranks.
         options: of ``replicate``.
         reducer: None in a world of one rank.
+        models: those of the world.
     """
 
-    def __init__(self, model: nn.Module, options: ModelOptions, reducer: Reducer | None) -> None:
+    def __init__(
+        self, model: nn.Module, options: ModelOptions, reducer: GradientReducer | None, models: ReplicatedModels
+    ) -> None:
         self.options = options
-        self._watched = _Watched(model, options, reducer)
+        self._watched = _Watched(model, options, reducer, models)
         self._passes = BackwardPasses(self.params, self._watched.begin, unexpected=True)
 
     @property
@@ -52,7 +68,7 @@ class Replica:
 
     @property
     def sync(self) -> bool:
-        """Whether the backward passes that begin now average."""
+        """Whether the backward passes that begin now average; off inside ``no_sync``."""
         return self._watched.sync
 
     @sync.setter
@@ -65,8 +81,8 @@ class Replica:
 
     def set_overlap(self, overlap: bool) -> None:
         """Whether reductions start during the backward pass: if no other model may take part in it."""
-        if self._watched.gradients is not None:
-            self._watched.gradients.overlap = overlap
+        if self._watched.averager is not None:
+            self._watched.averager.overlap = overlap
 
     def close(self) -> None:
         """Average nothing from now on."""
@@ -76,46 +92,47 @@ class Replica:
 class _Watched:
     """The parameters of one model. It refers to nothing that refers to it, so its hooks end with the ``Replica``."""
 
-    def __init__(self, model: nn.Module, options: ModelOptions, reducer: Reducer | None) -> None:
+    def __init__(
+        self, model: nn.Module, options: ModelOptions, reducer: GradientReducer | None, models: ReplicatedModels
+    ) -> None:
         self.options = options
-        #: Models are numbered in the order in which they are made, which is the same on all ranks that train them.
-        self.number = _made[options.ranks]
-        _made[options.ranks] += 1
-        _watched[options.ranks, self.number] = self
+        self.models = models
+        self.number = models.add(self)
         self.frozen = frozen_parameters(model)
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.sync = True
         #: Whether the world in which it was made has ended.
         self.ended = False
         self.average: Callable[[], None] | None = None
-        self.gradients: ModelGradients | None = None
+        self.averager: GradientAverager | None = None
         if reducer is not None:
-            self.gradients = ModelGradients(model, options, reducer)
-            self.gradients.start_broadcast([*model.parameters(), *model.buffers()])()
+            sparse = with_sparse_gradients(model)
+            self.averager = GradientAverager(
+                self.names, sparse, reducer, unused="zeros", bucket_cap_mb=options.bucket_cap_mb
+            )
 
     def begin(self, _: bool) -> BackwardPass:
         refuse_unfrozen(self.frozen, "unidist.replicate(model)")
-        if self.sync and self.ended and self.gradients is not None:
+        if self.sync and self.ended and self.averager is not None:
             raise world_ended("unidist.replicate")
         if self.sync and self.average is not None:
-            return AtEnd(self.average)
+            return PlainPass(finish=self.average)
         if self.sync:
             refuse_join(self.options)
-        if self.gradients is None:
-            return AtEnd(self._zeros)
-        self.prepare(self.gradients)
-        return _ReplicaPass(self, self.gradients) if self.sync else LocalPass(self.gradients)
+        if self.averager is None:
+            return PlainPass(finish=self._zeros)
+        if self.sync:
+            return _ReplicaPass(self, self.averager)
+        self.fit(self.averager)
+        self.averager.prepare()
+        return PlainPass(ready=self.averager.accumulate)
 
     @staticmethod
-    def prepare(gradients: ModelGradients) -> None:
-        """Before a pass: the buckets must be free, and fit."""
-        while gradients.unfinished:  # of a pass that failed
-            gradients.unfinished.pop(0)()
-        if any(not bucket.fits() for bucket in gradients.buckets):  # model.cuda(), model.half()
-            gradients.lay_out()
-        for bucket in gradients.buckets:
-            if bucket.is_referenced():  # by somebody who keeps gradients of an earlier step
-                bucket.reallocate()
+    def fit(averager: GradientAverager) -> None:
+        """Make the buckets anew after ``model.cuda()``, ``model.half()`` and the like."""
+        if any(not bucket.fits() for bucket in averager.buckets):
+            averager.settle()
+            averager.lay_out()
 
     def _zeros(self) -> None:
         for param in self.names:
@@ -123,7 +140,7 @@ class _Watched:
                 param.grad = torch.zeros_like(param)
 
 
-class _ReplicaPass(AveragingPass):
+class _ReplicaPass:
     """A backward pass of one model, of which several may run in the same pass of autograd.
 
     Where there are several models, a rank's pass may reach others, or in another order, than another rank's. So the
@@ -131,59 +148,49 @@ class _ReplicaPass(AveragingPass):
     model that a rank's pass has not reached has the gradients there that it had before, which are averaged already.
     """
 
-    def __init__(self, watched: _Watched, gradients: ModelGradients) -> None:
-        super().__init__(gradients)
-        self._watched = watched
-        self._task = current_pass()
-        _running.append(self)
+    def __init__(self, watched: _Watched, averager: GradientAverager) -> None:
+        self.watched = watched
+        self.averager = averager
+        self.task = current_pass()
+        watched.fit(averager)
+        averager.begin()
+        self.ready = averager.ready
+        self._running = watched.models.passes
+        self._running.append(self)
 
     def finish(self) -> None:
-        if self not in _running:
+        """See ``BackwardPass``."""
+        if self not in self._running:
             return  # it has ended with another model's
-        ranks = self._watched.options.ranks
+        ranks = self.watched.options.ranks
         passes = {
-            each._watched.number: each
-            for each in _running
-            if each._task == self._task and each._watched.options.ranks == ranks
+            each.watched.number: each
+            for each in self._running
+            if each.task == self.task and each.watched.options.ranks == ranks
         }
         try:
-            if not self._gradients.overlap:
+            if not self.averager.overlap:
                 self._add_others(passes)
             for number in sorted(passes):
-                passes[number]._start_all()
+                passes[number].averager.start_all()
             for number in sorted(passes):
-                passes[number]._finish()
-        except BaseException:
+                passes[number].averager.finish()
+        finally:
             for each in passes.values():
                 each.abandon()
-            raise
-        for each in passes.values():
-            _running.remove(each)
 
     def abandon(self) -> None:
-        if self in _running:
-            _running.remove(self)
-            super().abandon()
+        """See ``BackwardPass``."""
+        if self in self._running:
+            self._running.remove(self)
 
     def _add_others(self, passes: dict[int, _ReplicaPass]) -> None:
         """Add passes of the models that other ranks have reached. Collective."""
-        ranks = self._watched.options.ranks
-        reached = torch.zeros(_made[ranks], dtype=torch.int32)
+        models, ranks = self.watched.models, self.watched.options.ranks
+        reached = torch.zeros(models.made[ranks], dtype=torch.int32)
         reached[list(passes)] = 1
-        self._gradients.reducer.maximum(reached)
+        self.averager.reducer.maximum(reached)
         for number in reached.nonzero().flatten().tolist():
-            other = _watched.get((ranks, number))
-            if number not in passes and other is not None and other.gradients is not None:
-                other.prepare(other.gradients)
-                passes[number] = _ReplicaPass(other, other.gradients)
-
-    def _start_all(self) -> None:
-        self._reductions.start_all(self._start)
-
-    def _finish(self) -> None:
-        self._reductions.finish(self._start)
-        for bucket in self._gradients.buckets:
-            for param, view in zip(bucket.params, bucket.views):
-                if param.grad is None and param.requires_grad:  # as from Horovod
-                    param.grad = view
-        self._average_sparse(self._gradients.sparse)
+            other = models.models.get((ranks, number))
+            if number not in passes and other is not None and other.averager is not None:
+                passes[number] = _ReplicaPass(other, other.averager)

@@ -1,17 +1,61 @@
-"""What the wrapped models of all backends share: checks before a forward pass, and errors."""
+"""What all wrapped models share: their interface, checks before a forward pass, and errors."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.base import M, ModelOptions, WrappedModel
 from unidist.errors import UnidistError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def _no_join() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of ``wrap_model``; see there."""
+
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float = 25.0
+    compression: torch.dtype | None = None
+    static_graph: bool = False
+    #: The global ranks that train the model together.
+    ranks: tuple[int, ...] = ()
+    #: Whether a ``unidist.join`` block is running.
+    in_join: Callable[[], bool] = _no_join
+
+
+class WrappedModel(nn.Module, Generic[M]):
+    """What ``wrap_model`` returns: a model with the interface of ``DistributedDataParallel``, which it is on
+    torch.distributed.
+
+    Call it as the model inside, ``module``, whose other attributes and methods are reached through ``module``.
+    """
+
+    #: The model inside.
+    module: M
+    options: ModelOptions
+    #: Whether the next forward pass that records gradients is followed by a reduction; off inside ``no_sync``.
+    require_backward_grad_sync: bool
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients locally: forward passes inside are followed by no reduction."""
+        raise NotImplementedError
+
+    def rebuild_buckets(self) -> None:
+        """Rebuild DDP's buckets now instead of in a later forward pass. Collective."""
+        raise NotImplementedError
 
 
 class TrainedParameters:

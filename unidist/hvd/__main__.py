@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from unidist.hvd import alias
+from unidist.hvd import alias, names
 from unidist.launch.scripts import run
 
 USAGE = "usage: python -m unidist.hvd [-m] SCRIPT [ARGUMENT ...]"
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
         return
     alias.install()
     # Processes that the script starts have this environment, and those of multiprocessing this sys.path.
-    path = alias.directory()
+    path = names.directory()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
     sys.path.insert(1, path)
     run(argv, USAGE)

@@ -11,22 +11,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import ModuleType
-from typing import Any
 
 from unidist.errors import LaunchError
+from unidist.hvd.names import VERSION, drop_in_name, is_installed
+from unidist.hvd.optimizer import DistributedOptimizer
+from unidist.hvd.run import run
 from unidist.launch.topology import NONE, Launch, detect
 
-#: Horovod's modules, and those of the drop-in; longer names first.
-_MODULES = {
-    "horovod.torch": "unidist.hvd",
-    "horovod.common.process_sets": "unidist.hvd.process_sets",
-    "horovod.common": "unidist.hvd.common",
-    "horovod.runner.util.threads": "unidist.hvd.common.util",
-}
 #: Packages that are made here: they have ``run``, and the submodules above.
 _PACKAGES = ("horovod", "horovod.runner", "horovod.runner.util")
-#: The release whose calls these are.
-VERSION = "0.28.1"
 
 
 def install() -> None:
@@ -43,22 +36,9 @@ def install() -> None:
     if not is_installed():
         sys.meta_path.insert(0, _Aliases())
     # Frameworks know a wrapped optimizer by "horovod" in its class's module, which is this function's.
-    optimizers: Any = importlib.import_module("unidist.hvd.optimizer")
-    optimizers.DistributedOptimizer.__module__ = "horovod.torch.optimizer"
+    DistributedOptimizer.__module__ = "horovod.torch.optimizer"
     with suppress(LaunchError):  # init() raises it
         _export(detect(os.environ))
-
-
-def directory() -> str:
-    """The directory for PYTHONPATH by which all programs find the drop-in as ``horovod``: scripts, console scripts,
-    and the processes that they start.
-    """
-    return os.path.join(os.path.dirname(__file__), "as_horovod")
-
-
-def is_installed() -> bool:
-    """Whether ``horovod`` means the drop-in in this process."""
-    return any(isinstance(finder, _Aliases) for finder in sys.meta_path)
 
 
 def _export(launch: Launch) -> None:
@@ -71,16 +51,6 @@ def _export(launch: Launch) -> None:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
     values = (launch.rank, launch.world_size, launch.local_rank, launch.local_size, *node)
     os.environ.update({f"HOROVOD_{name}": str(value) for name, value in zip(names, values) if value is not None})
-
-
-def drop_in_name(name: str) -> str | None:
-    """The drop-in's name for one of Horovod's; None where it has none."""
-    for prefix, module in _MODULES.items():
-        if name == prefix:
-            return module
-        if name.startswith(f"{prefix}."):
-            return module + name[len(prefix) :]
-    return None
 
 
 class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -109,7 +79,6 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             # Later imports of the alias get the module itself.
             sys.modules[module.__name__] = module.module
             return
-        run = importlib.import_module("unidist.hvd.run").run
         module.__dict__.update(run=run, __version__=VERSION, __path__=[])
 
 

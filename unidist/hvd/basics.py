@@ -12,10 +12,17 @@ import torch
 
 from unidist import context, settings
 from unidist.errors import BackendError
-from unidist.hvd import alias
+from unidist.hvd import names
 from unidist.hvd.process_sets import ProcessSet, add_process_set
 from unidist.hvd.session import close_session, is_open, not_initialized, open_session, timeline
 from unidist.launch.topology import NONE, Topology, detect
+
+__all__ = [
+    "Adasum", "Average", "Max", "Min", "Product", "Sum", "ccl_built", "cross_rank", "cross_size", "cuda_built",
+    "ddl_built", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
+    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "rocm_built",
+    "shutdown", "size", "start_timeline", "stop_timeline",
+]  # fmt: skip
 
 #: The reduction operations, by Horovod's numbers.
 Average, Sum, Adasum, Min, Max, Product = range(6)
@@ -60,7 +67,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 def _backend() -> str:
     wanted = settings.backend(os.environ)
-    if wanted == "horovod" and alias.is_installed():
+    if wanted == "horovod" and names.is_installed():
         raise BackendError(
             f"{settings.BACKEND}=horovod: in this process `horovod` means the drop-in, so Horovod itself cannot be the "
             "backend. Unset the variable, or start the script without `-m unidist.hvd`."

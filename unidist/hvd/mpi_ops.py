@@ -22,57 +22,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unidist.hvd.basics import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from unidist.hvd import basics
+from unidist.hvd.basics import *  # noqa: F403 - scripts import them from here, too
+from unidist.hvd.basics import Adasum, Average, Max, Min, Product, Sum, rank
 from unidist.hvd.common.basics import HorovodBasics
-from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.common.util import get_average_backwards_compatibility_fun
 from unidist.hvd.compression import Compression, Compressor
+from unidist.hvd.errors import HorovodInternalError
 from unidist.hvd.messages import Name, Signature
 from unidist.hvd.operation import Operation
 from unidist.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from unidist.hvd.session import ProcessSetGroups, Session, current_session
 
 __all__ = [
-    "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum",
-    "add_process_set", "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
-    "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
-    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",
-    "gloo_enabled", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
-    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
-    "handle_average_backwards_compatibility", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
-    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank", "reducescatter",
-    "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size", "sparse_allreduce_async",
-    "start_timeline", "stop_timeline", "synchronize",
+    "Compression", "HorovodInternalError", "ProcessSet", "add_process_set", "allgather", "allgather_async",
+    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
+    "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "global_process_set", "grouped_allgather",
+    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
+    "handle_average_backwards_compatibility", "join", "poll", "reducescatter", "reducescatter_async",
+    "remove_process_set", "sparse_allreduce_async", "synchronize",
 ]  # fmt: skip
+__all__ += basics.__all__
 
 _OPS = {Average: "average", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 _REDUCED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}

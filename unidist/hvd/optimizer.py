@@ -12,9 +12,9 @@ from torch import Tensor
 
 from unidist.hvd.adasum import adasum
 from unidist.hvd.basics import Adasum, Average
-from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.compression import Compression, Compressor
-from unidist.hvd.gradient_reducer import GradientReducer, ReduceOptions, horovod_errors
+from unidist.hvd.errors import HorovodInternalError
+from unidist.hvd.gradients import OptimizerGradients, ReduceOptions, horovod_errors
 from unidist.hvd.operation import GLOBAL_SET
 from unidist.hvd.process_sets import ProcessSet, global_process_set
 from unidist.hvd.session import current_session
@@ -104,20 +104,20 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._compression = options.compression
         self._synchronized = False
         self._should_synchronize = True
-        self._reducer: GradientReducer | None = None
+        self._gradients: OptimizerGradients | None = None
         self._start(options)
 
     def _start(self, options: ReduceOptions) -> None:
         # Others may join an elastic run later.
         several = (self.process_set.size() or 1) > 1 or membership.current() is not None
         if self.process_set.included() and several:
-            self._reducer = GradientReducer(self._parameter_names, self.backward_passes_per_step, options)
+            self._gradients = OptimizerGradients(self._parameter_names, self.backward_passes_per_step, options)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes whose gradients add up before a reduction."""
         self.backward_passes_per_step = passes
-        if self._reducer is not None:
-            self._reducer.set_passes(passes)
+        if self._gradients is not None:
+            self._gradients.set_passes(passes)
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced. Collective."""
@@ -126,8 +126,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "this optimizer is a copy of a DistributedOptimizer, and reduces nothing: copy the model, and make a "
                 "new DistributedOptimizer for it."
             )
-        if self._reducer is not None:
-            self._reducer.finish()
+        if self._gradients is not None:
+            self._gradients.finish()
         self._synchronized = True
 
     @contextmanager
@@ -163,7 +163,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             AssertionError: called between ``backward()`` and ``step()`` or ``synchronize()``, while gradients are
                 reduced.
         """
-        if self._reducer is not None and self._reducer.in_progress:
+        if self._gradients is not None and self._gradients.in_progress:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(), while gradients were being reduced."
@@ -173,22 +173,22 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of the optimizer; warns that the group's gradients are not reduced."""
         super().add_param_group(param_group)
-        if self._reducer is not None:
-            self._reducer.warn_of_unreduced(
+        if self._gradients is not None:
+            self._gradients.warn_of_unreduced(
                 self.param_groups[-1]["params"], "were added by add_param_group", stacklevel=3
             )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As of the optimizer; reductions in progress are abandoned."""
-        if self._reducer is not None:
-            self._reducer.abandon()
+        if self._gradients is not None:
+            self._gradients.abandon()
         self._synchronized, self._should_synchronize = False, True
         super().load_state_dict(*args, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_should_synchronize" not in vars(self):  # load_state_dict() comes here too
-            self._reducer, self._synchronized, self._should_synchronize, self._copied = None, False, True, True
+            self._gradients, self._synchronized, self._should_synchronize, self._copied = None, False, True, True
 
 
 class _DistributedAdasumOptimizer(_DistributedOptimizer):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unidist.hvd import alias
+from unidist.hvd import names
 from unidist.hvd.functions import dumps
 from unidist.run.spawn import start
 
@@ -41,8 +42,8 @@ def run(
         NotImplementedError: ``hosts`` names another host, or an option is set that has no meaning here.
         torch.multiprocessing.ProcessRaisedException: ``func`` failed in one process; the others were ended.
     """
-    names = {part.split(":")[0] for part in (hosts or "localhost").split(",")}
-    if names - {"localhost", "127.0.0.1"}:
+    given = {part.split(":")[0] for part in (hosts or "localhost").split(",")}
+    if given - {"localhost", "127.0.0.1"}:
         raise NotImplementedError(
             f"run(hosts={hosts!r}) starts processes on this host only: start a script with torchrun on each host."
         )
@@ -54,11 +55,11 @@ def run(
     if refused:
         raise NotImplementedError(f"run({refused[0]}={options[refused[0]]!r}) has no meaning here: leave it out.")
     count = num_proc if np is None else np
-    return start(_call, count, (alias.is_installed(), dumps((func, tuple(args), dict(kwargs or {})))))
+    return start(_call, count, (names.is_installed(), dumps((func, tuple(args), dict(kwargs or {})))))
 
 
 def _call(with_alias: bool, payload: bytes) -> Any:
     if with_alias:
-        alias.install()
+        sys.path.insert(0, names.directory())
     func, args, kwargs = pickle.loads(payload)
     return func(*args, **kwargs)

@@ -25,8 +25,8 @@ from unidist.diagnosis.operations import JOIN, OperationRecord
 from unidist.errors import CollectiveError
 from unidist.hvd import execution
 from unidist.hvd.bootstrap import open_control
-from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.control import ControlOptions, StallTimeouts
+from unidist.hvd.errors import HorovodInternalError
 from unidist.hvd.messages import (
     AllJoined,
     AnnounceRounds,
@@ -49,6 +49,7 @@ from unidist.hvd.operation import GLOBAL_SET, Operation
 from unidist.hvd.response_cache import ResponseCache
 from unidist.hvd.rounds import GradientRounds
 from unidist.hvd.timeline import TensorTimeline
+from unidist.world import Feature
 
 #: How long a session that closes waits for the operation that is being executed.
 _CLOSE_TIMEOUT_S = 5.0
@@ -116,6 +117,8 @@ class Session:
         self._joins = 0
         #: Why no operation can be submitted any more.
         self._closed = ""
+        #: Whether ``close`` has been called.
+        self.ended = False
         #: Whether a rank is lost that a collective call may wait for.
         self._lost = False
         self._timers: list[threading.Timer] = []
@@ -224,6 +227,7 @@ class Session:
 
     def close(self) -> None:
         """Shut down. Pending operations fail, here and on the other ranks."""
+        self.ended = True
         if self._watch is not None:
             self._watch.sources.remove(self.records)
         self._control.close()
@@ -480,7 +484,18 @@ def _in_stream_order(signature: Signature, operations: Sequence[Operation | None
         stream.synchronize()
 
 
-_session: Session | None = None
+class _Open(Feature):
+    """The session of the running world."""
+
+    session: Session | None = None
+
+    def close(self) -> None:
+        ended, self.session = self.session, None
+        # A forked child is not a rank: it leaves its parent's connections alone.
+        if ended is not None and ended.pid == os.getpid():
+            ended.close()
+
+
 #: Of this process, on rank 0; it may be started and stopped at any time.
 timeline = TensorTimeline()
 
@@ -491,10 +506,9 @@ def current_session() -> Session:
     Raises:
         ValueError: neither ``init`` nor ``unidist.init`` has been called.
     """
-    if _session is None:
-        open_session()
-    assert _session is not None
-    return _session
+    if not context.is_initialized():
+        raise not_initialized()
+    return context.of_world(_Open).session or open_session()
 
 
 def not_initialized() -> ValueError:
@@ -502,9 +516,8 @@ def not_initialized() -> ValueError:
     return ValueError("Horovod has not been initialized; use hvd.init().")
 
 
-def open_session() -> None:
+def open_session() -> Session:
     """Open a session on the running backend, with the settings of the environment. Collective."""
-    global _session
     if not context.is_initialized():
         raise not_initialized()
     close_session()
@@ -520,22 +533,19 @@ def open_session() -> None:
     cycle = settings.horovod_number(env, "HOROVOD_CYCLE_TIME", 1) / 1000
     start = seconds or settings.horovod_number(env, "HOROVOD_GLOO_TIMEOUT_SECONDS", 0) or _START_S
     options = ControlOptions(cycle, stall, seconds or _DEADLINE_S, start)
-    _session = Session(context.current(), fusion, options, timeline)
+    session = context.of_world(_Open).session = Session(context.current(), fusion, options, timeline)
     # DYNAMIC means: at start_timeline(), which is always possible here.
-    if _session.topology.rank == 0 and (path := env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
+    if session.topology.rank == 0 and (path := env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
         timeline.open(path, settings.horovod_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
+    return session
 
 
-@context.before_leaving
 def close_session() -> None:
     """Close it; no-op without one."""
-    global _session
-    ended, _session = _session, None
-    # A forked child is not a rank: it leaves its parent's connections alone.
-    if ended is not None and ended.pid == os.getpid():
-        ended.close()
+    if context.is_initialized():
+        context.of_world(_Open).close()
 
 
 def is_open() -> bool:
     """Whether there is one."""
-    return _session is not None
+    return context.is_initialized() and context.of_world(_Open).session is not None

@@ -16,6 +16,9 @@ HOROVODRUN = [sys.executable, "-c", "from horovod.runner.launch import run_comma
 #: The programs of a launcher; the first that is found is used. Debian has its own names for Open MPI's and MPICH's.
 OPENMPI = ("mpirun.openmpi", "mpirun")
 MPICH = ("mpiexec.mpich", "mpiexec.hydra")
+SRUN = ("srun",)
+#: Debian's packages.
+_PACKAGES = {OPENMPI: "openmpi-bin libopenmpi-dev", MPICH: "mpich", SRUN: "slurm-wlm"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ COMMANDS = {
         programs=MPICH,
         mpi=True,
     ),
-    "slurm": Command("srun", lambda n: ["srun", "-n", str(n), "--overcommit", sys.executable], programs=("srun",)),
+    "slurm": Command("srun", lambda n: ["srun", "-n", str(n), "--overcommit", sys.executable], programs=SRUN),
 }
 #: The backends that a world can be started on, each with the launcher that its users start it with.
 BACKENDS = {"gloo": "torchrun", "nccl": "torchrun", "mpi": "openmpi", "horovod": "horovodrun"}
@@ -90,8 +93,8 @@ def missing(launcher: str) -> str | None:
         return "Horovod is not installed: unidist build-horovod --install"
     if not command.programs or any(map(_is_on_path, command.programs)):
         return None
-    names = " or ".join(command.programs)
-    return f"Open MPI's {names} is not on PATH" if command.programs is OPENMPI else f"{names} is not on PATH"
+    names = "Open MPI's " * (command.programs is OPENMPI) + " or ".join(command.programs)
+    return f"{names} is not on PATH (apt-get install {_PACKAGES[command.programs]})"
 
 
 def unavailable(launcher: str, backend: str, ranks: int) -> str | None:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import libcst as cst
 
-from unidist.hvd.alias import drop_in_name
+from unidist.hvd.names import drop_in_name
 from unidist.migrate.flow import assignments, destinations, follow, is_target
 from unidist.migrate.syntax import SyntaxTree, bound_name, full_name, of_tree
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unidist.backends.base import Group, ModelOptions, WrappedModel
+from unidist.backends.base import Group
 from unidist.backends.joined import Joined
 from unidist.collectives.operations import all_reduce, broadcast, broadcast_object
 from unidist.context import current, replaced
-from unidist.gradients.backward_pass import AtEnd, BackwardPasses
+from unidist.gradients.averager import Unused
+from unidist.gradients.backward_pass import BackwardPasses, PlainPass
 from unidist.gradients.buckets import by_device, flatten_bytes, split_into_buckets, unflatten_bytes
-from unidist.gradients.wrapper import unused_parameters
+from unidist.gradients.wrapper import ModelOptions, WrappedModel, unused_parameters
 from unidist.training.model import broadcast_optimizer_state, is_wrapped, replica_of
 
 
@@ -103,7 +104,7 @@ def _averaged_after_backward(wrapper: WrappedModel[Any], joined: Joined, group: 
     unused: Unused = "keep" if wrapper.options.find_unused_parameters else "error"
     averaging = _Averaging(wrapper.module, wrapper.options, joined, group, unused)
     trained = [param for param in wrapper.module.parameters() if param.requires_grad]
-    passes = BackwardPasses(trained, lambda sync: AtEnd(averaging.average))
+    passes = BackwardPasses(trained, lambda sync: PlainPass(finish=averaging.average))
     sync = [True]
 
     def before_forward(*_: Any) -> None:
@@ -127,10 +128,6 @@ def _averaged_after_backward(wrapper: WrappedModel[Any], joined: Joined, group: 
         passes.close()
         for hook in hooks:
             hook.remove()
-
-
-#: What a parameter without a gradient on any rank gets: an error, nothing, or zeros.
-Unused = Literal["error", "keep", "zeros"]
 
 
 class _Averaging:

@@ -14,38 +14,42 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unidist.backends.base import Group, M, ModelOptions, ReplicatedModel, WrappedModel
+from unidist.backends.base import Group
 from unidist.collectives.agreement import digest, digests, first_difference
 from unidist.collectives.operations import all_reduce, broadcast_object, broadcast_tensors_
-from unidist.context import before_leaving, current, in_join
+from unidist.context import current, in_join, is_initialized, of_world
 from unidist.errors import MismatchError
-from unidist.gradients.replica import end_all
-from unidist.gradients.wrapper import TrainedParameters, replaced_parameters
+from unidist.gradients.data_parallel import DataParallel
+from unidist.gradients.reducer import GradientReducer
+from unidist.gradients.replica import Replica, ReplicatedModels
+from unidist.gradients.wrapper import M, ModelOptions, TrainedParameters, WrappedModel, Wrapper, replaced_parameters
 from unidist.training.batch_norm import convert_batch_norm
 from unidist.tree import map_leaves, walk
+from unidist.world import Feature
 
 _COMPRESSION = {"fp16": torch.float16, "bf16": torch.bfloat16}
 T = TypeVar("T")
 N = TypeVar("N", bound=nn.Module)
 #: Models that were given to ``replicate``. Nothing is kept in the model, so that its copies are plain models.
-_replicas: weakref.WeakKeyDictionary[nn.Module, ReplicatedModel] = weakref.WeakKeyDictionary()
-#: Their parts that have parameters: they may live longer than the model.
-_parts: weakref.WeakKeyDictionary[nn.Module, ReplicatedModel] = weakref.WeakKeyDictionary()
-#: Of the models that were given to ``replicate``, the parameters that they had then.
-_trained: weakref.WeakKeyDictionary[nn.Module, TrainedParameters] = weakref.WeakKeyDictionary()
-#: What ``wrap_model`` has returned in this world, of several ranks.
-_wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_replicas: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
 
 
-@before_leaving
-def _end_models() -> None:
-    """No model of this world averages with the ranks of the next one."""
-    end_all()
-    _parts.clear()
-    _trained.clear()
-    for wrapped in _wrapped:
-        wrapped.ended = True  # type: ignore[assignment]  # not a submodule
-    _wrapped.clear()
+class _Models(Feature):
+    """The data-parallel models of this world: none averages with the ranks of the next one."""
+
+    def __init__(self) -> None:
+        #: What ``wrap_model`` has returned, of several ranks.
+        self.wrapped: weakref.WeakSet[Wrapper[Any]] = weakref.WeakSet()
+        self.replicated = ReplicatedModels()
+        #: Parts of replicated models that have parameters: they may live longer than the model.
+        self.parts: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
+        #: Of the models that were given to ``replicate``, the parameters that they had then.
+        self.trained: weakref.WeakKeyDictionary[nn.Module, TrainedParameters] = weakref.WeakKeyDictionary()
+
+    def close(self) -> None:
+        self.replicated.end()
+        for wrapped in self.wrapped:
+            wrapped.ended = True
 
 
 def wrap_model(
@@ -102,9 +106,9 @@ def wrap_model(
         broadcast_buffers=broadcast_buffers,
         static_graph=static_graph,
     )
-    wrapped = current().wrap_model(model, options, group)
+    wrapped = _wrap(model, options, group)
     if current().topology.world_size > 1:
-        _wrapped.add(wrapped)
+        of_world(_Models).wrapped.add(wrapped)
     return wrapped
 
 
@@ -148,7 +152,8 @@ def replicate(
     _check_model(model, "replicate")
     own = set(model.parameters())
     before = _replicas.get(model)
-    others = {replica for replica in _parts.values() if replica is not before}
+    models = of_world(_Models)
+    others = {replica for replica in models.parts.values() if replica is not before}
     if not all(own.isdisjoint(replica.params) for replica in others):
         raise ValueError(
             f"replicate: this {type(model).__name__} shares parameters with a model that is replicated already: "
@@ -157,12 +162,13 @@ def replicate(
     if before is not None:
         before.close()
     _check_same(model, group, layout=True)
-    replica = _replicas[model] = current().replicate(model, _options(bucket_cap_mb, compression, group), group)
-    _trained[model] = TrainedParameters(model)
+    options = _options(bucket_cap_mb, compression, group)
+    replica = _replicas[model] = Replica(model, options, _reducer(model, options, group), models.replicated)
+    models.trained[model] = TrainedParameters(model)
     _check_steps()
     for part in list(model.modules()):
         if next(part.parameters(recurse=False), None) is not None:
-            _parts[part] = replica
+            models.parts[part] = replica
     # A backward pass may reach several models in another order on another rank; whether there are several, too, may
     # depend on when a rank frees one.
     together = [replica, *(other for other in others if other.options.ranks == replica.options.ranks)]
@@ -180,7 +186,7 @@ def _check_steps() -> None:
 
 def _check_replaced(*_: Any) -> None:
     # Not before a forward pass: a hook of the model would be copied with it. A conversion is none: buckets follow it.
-    if any(trained.replaced() for trained in _trained.values()):
+    if is_initialized() and any(trained.replaced() for trained in of_world(_Models).trained.values()):
         raise replaced_parameters("replicate")
 
 
@@ -218,8 +224,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         replica.sync = before
 
 
-def replica_of(model: object) -> ReplicatedModel | None:
-    """What the backend keeps of a model that was given to ``replicate``; None for another."""
+def replica_of(model: object) -> Replica | None:
+    """Return what averages a model that was given to ``replicate``; None for another."""
     inner = getattr(model, "_orig_mod", model)  # of torch.compile
     return _replicas.get(inner) if isinstance(inner, nn.Module) else None
 
@@ -273,8 +279,8 @@ def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
     others = [rank for rank, value in zip(ranks, difference.values) if value != difference.values[0]]
     name = next(str(value).split(" (")[0] for value in difference.values if value is not None)
     cause = "was the model trained without unidist.wrap_model, or changed on some ranks only?"
-    wrapped = next((each.trained for each in _wrapped if unwrap(each) is unwrap(model)), None)
-    if wrapped is not None and (wrapped.converted() or wrapped.replaced()):  # type: ignore[operator,union-attr]
+    wrapped = next((each.trained for each in of_world(_Models).wrapped if unwrap(each) is unwrap(model)), None)
+    if wrapped is not None and (wrapped.converted() or wrapped.replaced()):
         cause = str(replaced_parameters("wrap_model"))
     raise MismatchError(
         f"parameter {name} of rank {ranks[0]} differs on rank{'s' * (len(others) > 1)} "
@@ -395,6 +401,28 @@ def _check_model(model: nn.Module, call: str) -> None:
                 f"model.to_empty(device=unidist.device()), initialise it, and then call {call}."
             )
     _refuse_sharded(model)
+
+
+def _wrap(model: M, options: ModelOptions, group: Group | None) -> Wrapper[M]:
+    """Wrap it by DDP where the backend has a process group of torch. Collective."""
+    backend = current()
+    process_group = backend.process_group(group, next(model.parameters()).device.type)
+    if process_group is None:
+        return DataParallel(model, options, _reducer(model, options, group))
+    from unidist.gradients.ddp import wrap_in_ddp
+
+    return wrap_in_ddp(model, options, process_group, GradientReducer(current, None, group))
+
+
+def _reducer(model: nn.Module, options: ModelOptions, group: Group | None) -> GradientReducer | None:
+    """Return what reduces the gradients of a model, which starts with the first rank's weights; None in a world of one
+    rank. Collective.
+    """
+    if current().name == "single":
+        return None
+    reducer = GradientReducer(current, options.compression, group)
+    broadcast_tensors_([*model.parameters(), *model.buffers()], reducer.ranks[0], group)
+    return reducer
 
 
 def _options(bucket_cap_mb: float, compression: str | None, group: Group | None) -> ModelOptions:

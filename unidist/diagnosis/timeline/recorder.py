@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from unidist.backends.base import Backend
 from unidist.diagnosis.spans import Span, spans
 from unidist.diagnosis.timeline.trace_file import Event, TraceFile
 from unidist.network.addresses import this_host
+
+if TYPE_CHECKING:
+    from unidist.backends.base import Backend
 
 #: Seconds for the other ranks to come to ``timeline``.
 _TIMEOUT_S = 300.0

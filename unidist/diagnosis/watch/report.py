@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
@@ -57,6 +58,32 @@ def findings(states: Sequence[RankState]) -> list[str]:
     return found
 
 
+def explanation(
+    call: str, own: RankState, states: Sequence[RankState], operation: OperationRecord | None = None
+) -> tuple[str, str]:
+    """Return what has failed and its line, and which rank is missing; the latter is empty where that is not known.
+
+    Args:
+        call: what the user has called.
+        own: the state of the rank that asks.
+        states: of all ranks, in rank order.
+        operation: what has failed. Default: the oldest that is pending, else the newest.
+    """
+    operation = operation or next(iter(own.pending), own.last_done)
+    what = call
+    if operation is not None:
+        what = str(operation) if operation.name == call else f"{call} ({operation})"
+    found: list[str] = []
+    for seconds in (0.0, math.inf):  # a rank is late only if nothing else is wrong
+        if operation is not None and not found:
+            waiting = own.waiting_in(operation._replace(seconds=max(operation.seconds, seconds)))
+            found = findings([waiting if state.rank == own.rank else state for state in states])
+    if not found:
+        others = [state for state in states if state.rank != own.rank and not state.silence]
+        found = [f"{named([state])} {_failed_or_doing(state)}" for state in others[:4]]
+    return f"{what}, at {own.place}" if own.place else what, "; ".join(found)
+
+
 def named(states: Sequence[RankState]) -> str:
     """Some ranks, with their hosts and processes."""
     hosts = list(dict.fromkeys(state.host for state in states))
@@ -82,6 +109,10 @@ def _doing(state: RankState) -> str:
         return f"at {state.place}" + (f"; its last operation was {last}" if last else "; it has made no operation")
     more = f" and {len(pending) - 1} more" if len(pending) > 1 else ""
     return f"at {state.place} in {pending[0]}{more}"
+
+
+def _failed_or_doing(state: RankState) -> str:
+    return f"has failed too, at {state.place}" if state.error else doing(state)
 
 
 def _silent(state: RankState) -> str:

@@ -15,19 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
-from unidist.backends.base import Backend
 from unidist.diagnosis.operations import OperationRecord
 from unidist.diagnosis.watch import jobs, places
 from unidist.diagnosis.watch.rank_state import RankState
-from unidist.diagnosis.watch.report import doing, findings, named, report
+from unidist.diagnosis.watch.report import explanation, report
 from unidist.diagnosis.watch.server import Peer, Server, ask, listen
 from unidist.diagnosis.watch.signals import ReportSignal
 from unidist.errors import BackendError
 from unidist.launch import membership
 from unidist.network.processes import Process
+
+if TYPE_CHECKING:
+    from unidist.backends.base import Backend
 
 _log = logging.getLogger("unidist")
 #: Time for the answers of all ranks, and for that of one.
@@ -168,23 +170,10 @@ class Watch:
             operation: what has failed. Default: the oldest that is pending, else the newest.
         """
         own = self.own_state()
-        operation = operation or next(iter(own.pending), own.last_done)
-        what = call
-        if operation is not None:
-            what = str(operation) if operation.name == call else f"{call} ({operation})"
         self._failure = _Failure(f"{call} failed: {_one_line(error)}", own.place, True, time.monotonic())
         if time.monotonic() - self._explained[0] > _REMEMBERED_S:
             self._explained = time.monotonic(), self.states()
-        all_states = {state.rank: state for state in self._explained[1]}
-        found: list[str] = []
-        for seconds in (0.0, math.inf):  # a rank is late only if nothing else is wrong
-            if operation is not None and not found:
-                failed = operation._replace(seconds=max(operation.seconds, seconds))
-                found = findings(list((all_states | {own.rank: own.waiting_in(failed)}).values()))
-        if not found:
-            others = [state for state in all_states.values() if state.rank != own.rank and not state.silence]
-            found = [f"{named([state])} {_failed_or_doing(state)}" for state in others[:4]]
-        return f"{what}, at {own.place}" if own.place else what, "; ".join(found)
+        return explanation(call, own, self._explained[1], operation)
 
     # -------------------------------------------------------------------------------- reports
     def report_soon(self, title: str) -> None:
@@ -351,10 +340,6 @@ def _silence(error: Exception, process: Process) -> str:
     if state:
         return "runs, and does not answer: a call of C++ keeps Python's lock, or the host is overloaded"
     return "does not answer (it has stopped, or its host cannot be reached)" + f": {error}" * bool(str(error))
-
-
-def _failed_or_doing(state: RankState) -> str:
-    return f"has failed too, at {state.place}" if state.error else doing(state)
 
 
 def _one_line(error: BaseException) -> str:

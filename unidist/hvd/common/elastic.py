@@ -8,7 +8,7 @@ from typing import Any
 
 from unidist import elastic
 from unidist.elastic.training import train
-from unidist.hvd.common.exceptions import HorovodInternalError
+from unidist.hvd.errors import HorovodInternalError
 
 __all__ = ["ObjectState", "State", "run_fn"]
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from unidist.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
-
-
-class HorovodInternalError(RuntimeError):
-    """An operation failed: ranks that do not agree, one that is gone, or the backend's own error."""
+from unidist.hvd.errors import HorovodInternalError as HorovodInternalError
 
 
 class HorovodVersionMismatchError(ImportError):

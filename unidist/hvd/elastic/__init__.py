@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unidist import context
-from unidist.hvd import gradient_reducer
+from unidist.hvd import gradients
 from unidist.hvd.basics import init, shutdown
 from unidist.hvd.common.elastic import run_fn
 from unidist.hvd.elastic.sampler import ElasticSampler
@@ -31,4 +31,4 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 def _join() -> None:
     context.rejoin()
     open_session()
-    gradient_reducer.rejoin()
+    gradients.rejoin()

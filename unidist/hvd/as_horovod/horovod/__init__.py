@@ -1,4 +1,4 @@
-"""``horovod`` where the directory of this package is on PYTHONPATH (``alias.directory()``): it becomes the drop-in."""
+"""``horovod`` where the directory of this package is on PYTHONPATH (``names.directory()``): it becomes the drop-in."""
 
 import sys
 from importlib import import_module

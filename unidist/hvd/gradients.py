@@ -1,4 +1,4 @@
-"""The reduction of one optimizer's gradients, in buckets, while ``backward`` runs."""
+"""The gradients of one optimizer, reduced in buckets while ``backward`` runs."""
 
 from __future__ import annotations
 
@@ -11,45 +11,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unidist.backends.base import Group, Op
+from unidist.backends.base import Op, Wait
 from unidist.collectives import operations as collectives
 from unidist.collectives.agreement import first_difference
 from unidist.errors import UnidistError
+from unidist.gradients.averager import GradientAverager
 from unidist.gradients.backward_pass import watch_gradients
-from unidist.gradients.buckets import (
-    Bucket,
-    BucketReductions,
-    Wait,
-    bucket_positions,
-    empty_sparse_gradient,
-    split_into_buckets,
-)
+from unidist.gradients.buckets import Bucket
+from unidist.gradients.reducer import GradientReducer, empty_sparse_gradient
 from unidist.hvd.basics import Average, Max, Min, Product, Sum
-from unidist.hvd.common.exceptions import HorovodInternalError
 from unidist.hvd.compression import Compressor, FP16Compressor, NoneCompressor
+from unidist.hvd.errors import HorovodInternalError
 from unidist.hvd.mpi_ops import sparse_allreduce_async
 from unidist.hvd.operation import GLOBAL_SET
 from unidist.hvd.process_sets import ProcessSet
-from unidist.hvd.session import current_session
+from unidist.hvd.rounds import ReducerId
+from unidist.hvd.session import Session, current_session
 
 _BACKEND_OPS: dict[int, Op] = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 #: MiB of gradients that are reduced together.
 _BUCKET_MB = 25.0
 
 
-#: All reducers, in the order in which they were made.
-_reducers: list[weakref.ref[GradientReducer]] = []
+#: The gradients of all optimizers, in the order in which they were made.
+_all: list[weakref.ref[OptimizerGradients]] = []
 
 
 def rejoin() -> None:
-    """Let all reducers go on in the running session, after one that has ended in the middle of a step.
+    """Let all optimizers go on in the running session, after one that has ended in the middle of a step.
 
     Not collective: in their first round the ranks compare their parameters, as those of new optimizers do.
     """
-    _reducers[:] = [reference for reference in _reducers if reference() is not None]
-    for reference in _reducers:
-        if (reducer := reference()) is not None:
-            reducer.rejoin()
+    _all[:] = [reference for reference in _all if reference() is not None]
+    for reference in _all:
+        if (gradients := reference()) is not None:
+            gradients.rejoin()
 
 
 class ReduceOptions(NamedTuple):
@@ -62,7 +58,7 @@ class ReduceOptions(NamedTuple):
     process_set: ProcessSet
 
 
-class GradientReducer:
+class OptimizerGradients:
     """Reduces gradients in buckets of a fixed order; one reduction of all is a round.
 
     In the first round the ranks compare their parameters, and learn which gradients are sparse, so reductions start at
@@ -81,17 +77,12 @@ class GradientReducer:
         self._passes = passes
         #: Backward passes that a parameter has left in this round.
         self._passes_left = dict.fromkeys(self._names, passes)
-        self._buckets: list[Bucket] | None = None
-        self._positions: dict[Tensor, tuple[int, int]] = {}
-        self._sparse: list[Tensor] = []
-        self._postscale = 1.0
-        #: Of the current round, once the buckets are laid out.
-        self._reductions: BucketReductions | None = None
-        self._announced = False
+        self._averager: GradientAverager | None = None
+        self._announced = self._averaging = False
         #: Whether a gradient has been accumulated since the last round.
         self.in_progress = False
         self._join_session()
-        _reducers.append(weakref.ref(self))
+        _all.append(weakref.ref(self))
         watch_gradients(self._names, self._accumulated)
 
     def set_passes(self, passes: int) -> None:
@@ -106,8 +97,8 @@ class GradientReducer:
 
     def abandon(self) -> None:
         """Forget the current round, after the reductions that have been started."""
-        for wait in self._reductions.waits if self._reductions else ():
-            wait()
+        if self._averager is not None:
+            self._averager.settle()
         self._end_round()
 
     def finish(self) -> None:
@@ -116,17 +107,10 @@ class GradientReducer:
             self._join_session()
         self.warn_of_unfrozen()
         self._announce_round()
-        if self._buckets is None:
-            self._buckets = self._lay_out()
-            self._positions = bucket_positions(self._buckets)
-        if self._reductions is None:
-            self._reductions = BucketReductions(self._buckets)
-        self._reductions.finish(self._start)
-        for bucket in self._buckets:
-            for param, view in zip(bucket.params, bucket.views):
-                if param.grad is None:
-                    param.grad = view
-        self._reduce_sparse()
+        if self._averager is None:
+            self._averager = self._make_averager()
+        self._begin(self._averager)
+        self._averager.finish()
         self._end_round()
 
     def reduce_zeros(self) -> None:
@@ -159,17 +143,7 @@ class GradientReducer:
         """Register with the running session, which may be another one than before."""
         self._session = current_session()
         self._id = self._session.rounds.add(self, self._options.process_set.process_set_id or GLOBAL_SET)
-        self._buckets = self._reductions = None
-
-    @property
-    def _group(self) -> Group:
-        group: Group = self._session.process_sets[self._id.set_id].gradients
-        return group
-
-    @property
-    def _label(self) -> str:
-        """Its name in operations and in the timeline."""
-        return f"DistributedOptimizer.{self._id.set_id}.{self._id.number}"
+        self._averager = None
 
     def _accumulated(self, param: Tensor) -> None:
         if self._passes_left[param] <= 0:
@@ -179,17 +153,21 @@ class GradientReducer:
             )
         self._passes_left[param] -= 1
         self.in_progress = True
-        laid_out = self._buckets is not None and param in self._positions and self._session is current_session()
-        if self._passes_left[param] or not laid_out:
+        averager = self._averager
+        if averager is None or self._session.ended:
             return
-        if self._reductions is None:
-            assert self._buckets is not None
-            self._reductions = BucketReductions(self._buckets)
-        bucket, index = self._positions[param]
-        self._reductions.ready(bucket, index)
-        # Of several reducers' buckets, a backward pass may reach those of another one first on another rank.
-        if self._session.rounds.is_only_reducer(self._id):
-            self._reductions.start_ready(self._start)
+        self._begin(averager)
+        if self._passes_left[param]:
+            averager.accumulate(param)
+        else:
+            averager.ready(param)
+
+    def _begin(self, averager: GradientAverager) -> None:
+        if not self._averaging:
+            self._averaging = True
+            # Of several optimizers' buckets, a backward pass may reach those of another one first on another rank.
+            averager.overlap = self._session.rounds.is_only_reducer(self._id)
+            averager.begin()
 
     def _announce_round(self) -> None:
         if not self._announced:
@@ -197,14 +175,13 @@ class GradientReducer:
             self._session.rounds.begin(self._id)
 
     def _end_round(self) -> None:
-        self._reductions = None
-        self._announced = self.in_progress = False
+        self._announced = self._averaging = self.in_progress = False
         self._passes_left = dict.fromkeys(self._names, self._passes)
 
-    def _lay_out(self) -> list[Bucket]:
+    def _make_averager(self) -> GradientAverager:
         """Compare the parameters with the other ranks', and make the buckets. Collective."""
         compression, op, predivide, sparse_as_dense, _ = self._options
-        group = self._group
+        group = self._session.process_sets[self._id.set_id].gradients
         options = f"options {op} {compression.__name__} {predivide}"
         mine = [f"{name!r} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for p, name in self._names.items()]
         difference = first_difference([options, *mine], group)
@@ -218,57 +195,65 @@ class GradientReducer:
             )
         sparse = [p.grad is not None and p.grad.is_sparse and not sparse_as_dense for p in self._names]
         sparse_somewhere = collectives.all_reduce(torch.tensor(sparse), "or", group).tolist()
-        self._sparse = [param for param, flag in zip(self._names, sparse_somewhere) if flag]
-        dense = [param for param, flag in zip(self._names, sparse_somewhere) if not flag]
+        wide = all(param.dtype != torch.float16 for param in self._names)
+        this = weakref.ref(self)
+
+        def announce() -> None:
+            if (gradients := this()) is not None:
+                gradients._announce_round()
+
+        return GradientAverager(
+            self._names,
+            [param for param, flag in zip(self._names, sparse_somewhere) if flag],
+            _Reducer(self._session, self._options, self._id, wide, announce),
+            unused="zeros",
+            bucket_cap_mb=_BUCKET_MB,
+        )
+
+
+class _Reducer(GradientReducer):
+    """Reduces the buckets of one optimizer by its options.
+
+    Args:
+        session: the running one.
+        options: of the optimizer.
+        reducer_id: of the optimizer.
+        wide: whether no parameter is in half precision.
+        announce: called before each operation of a round.
+    """
+
+    takes_sparse = True
+
+    def __init__(
+        self, session: Session, options: ReduceOptions, reducer_id: ReducerId, wide: bool, announce: Callable[[], None]
+    ) -> None:
+        super().__init__(lambda: session.backend, None, session.process_sets[reducer_id.set_id].gradients)
+        self._session = session
+        self._options = options
+        self._announce = announce
+        #: Its name in operations and in the timeline.
+        self._label = f"DistributedOptimizer.{reducer_id.set_id}.{reducer_id.number}"
         # Averages are divided before the sum, in the pass that copies them, unless gradient_predivide_factor splits the
         # division. What is sent as float16 is divided after it, as by Horovod: small numbers would be lost.
-        prescale, self._postscale = 1.0, 1.0
-        is_wide = compression is NoneCompressor and all(param.dtype != torch.float16 for param in self._names)
-        if op == Average and predivide == 1.0 and is_wide:
-            prescale = 1.0 / len(group.ranks)
-        elif op == Average:
-            prescale, self._postscale = 1.0 / predivide, predivide / len(group.ranks)
-        return [Bucket(params, prescale) for params in split_into_buckets(dense, _BUCKET_MB)]
+        self._prescale, self._postscale = 1.0, 1.0
+        if options.op == Average and options.predivide == 1.0 and wide and options.compression is NoneCompressor:
+            self._prescale = 1.0 / len(self.ranks)
+        elif options.op == Average:
+            self._prescale, self._postscale = 1.0 / options.predivide, options.predivide / len(self.ranks)
 
-    def _start(self, i: int, pending: set[int]) -> Wait:
-        assert self._buckets is not None
-        bucket = self._buckets[i]
-        self._announce_round()
-        sparse = [p for p in bucket.params if p.grad is not None and p.grad.is_sparse]
-        for param in sparse:
-            assert param.grad is not None
-            param.grad = param.grad.to_dense()
-        if bucket.is_referenced():  # by somebody who keeps gradients of an earlier step
-            bucket.reallocate()
-        bucket.copy_in(range(len(bucket.params)), bucket.prescale)
-        wait = self._all_reduce(bucket, f"{self._label}.bucket.{i}")
-        if not sparse:
-            return wait
+    def prescale(self, dtype: torch.dtype) -> float:
+        """See ``GradientReducer``."""
+        return self._prescale
 
-        def wait_and_restore() -> None:
-            wait()
-            for param in sparse:
-                assert param.grad is not None
-                param.grad = param.grad.to_sparse()
-
-        return wait_and_restore
-
-    def _all_reduce(self, bucket: Bucket, row: str) -> Wait:
-        compression = self._options.compression
-        backend, group, flat = self._session.backend, self._group, bucket.flat
-        decompress: Callable[[], object] | None = None
-        if compression is NoneCompressor:
-            sent = flat
-        elif compression is FP16Compressor:
-            sent, ctx = FP16Compressor.compress(flat)
-            decompress = lambda: flat.copy_(FP16Compressor.decompress(sent, ctx))  # noqa: E731
-        else:
-            sent, decompress = _compress_each(bucket, compression)
-        timeline = self._session.timeline
+    def start(self, bucket: Bucket, index: int) -> Wait:
+        """See ``GradientReducer``."""
+        self._announce()
+        flat, timeline, row = bucket.flat, self._session.timeline, f"{self._label}.bucket.{index}"
+        sent, decompress = _compressed(bucket, self._options.compression)
         if timeline.on:
             timeline.begin(row, "ALLREDUCE")
         with horovod_errors():
-            wait = backend.start_all_reduce(sent, _BACKEND_OPS[self._options.op], group)
+            wait = self.backend().start_all_reduce(sent, _BACKEND_OPS[self._options.op], self.group)
 
         def finish() -> None:
             with horovod_errors():
@@ -279,21 +264,34 @@ class GradientReducer:
                 flat.mul_(self._postscale)
             if timeline.on:
                 timeline.end(row)
+            bucket.restore_sparse()
 
         return finish
 
-    def _reduce_sparse(self) -> None:
-        waits = []
-        for param in self._sparse:
-            grad = empty_sparse_gradient(param) if param.grad is None else param.grad
-            dense = not grad.is_sparse
-            sent = (grad.to_sparse(1) if dense else grad).detach()
-            name = f"{self._label}.{self._names[param]}"
-            finish = sparse_allreduce_async(sent, name, self._options.op, self._options.process_set)
-            waits.append((param, dense, finish))
-        for param, dense, finish in waits:
+    def start_sparse(self, param: Tensor, name: str) -> Wait:
+        """See ``GradientReducer``."""
+        self._announce()
+        grad = empty_sparse_gradient(param) if param.grad is None else param.grad
+        dense = not grad.is_sparse
+        sent = (grad.to_sparse(1) if dense else grad).detach()
+        finish = sparse_allreduce_async(sent, f"{self._label}.{name}", self._options.op, self._options.process_set)
+
+        def wait() -> None:
             result = finish()
             param.grad = result.to_dense() if dense else result
+
+        return wait
+
+
+def _compressed(bucket: Bucket, compression: type[Compressor]) -> tuple[Tensor, Callable[[], object] | None]:
+    """Return what is sent of a bucket, and what puts the result of it into the bucket."""
+    flat = bucket.flat
+    if compression is NoneCompressor:
+        return flat, None
+    if compression is FP16Compressor:
+        sent, ctx = FP16Compressor.compress(flat)
+        return sent, lambda: flat.copy_(FP16Compressor.decompress(sent, ctx))
+    return _compress_each(bucket, compression)
 
 
 def _compress_each(bucket: Bucket, compression: type[Compressor]) -> tuple[Tensor, Callable[[], object]]:

@@ -1,0 +1,38 @@
+"""Horovod's names of the drop-in's modules, and whether programs of this process use them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+#: Horovod's modules, and those of the drop-in; longer names first.
+_MODULES = {
+    "horovod.torch": "unidist.hvd",
+    "horovod.common.process_sets": "unidist.hvd.process_sets",
+    "horovod.common": "unidist.hvd.common",
+    "horovod.runner.util.threads": "unidist.hvd.common.util",
+}
+#: The release whose calls these are.
+VERSION = "0.28.1"
+
+
+def drop_in_name(name: str) -> str | None:
+    """The drop-in's name for one of Horovod's; None where it has none."""
+    for prefix, module in _MODULES.items():
+        if name == prefix:
+            return module
+        if name.startswith(f"{prefix}."):
+            return module + name[len(prefix) :]
+    return None
+
+
+def directory() -> str:
+    """The directory for PYTHONPATH by which all programs find the drop-in as ``horovod``: scripts, console scripts,
+    and the processes that they start.
+    """
+    return os.path.join(os.path.dirname(__file__), "as_horovod")
+
+
+def is_installed() -> bool:
+    """Return whether ``horovod`` means the drop-in in this process."""
+    return any(type(finder).__module__ == "unidist.hvd.alias" for finder in sys.meta_path)
