@@ -85,9 +85,9 @@ def train(
         optimizer.step()
 
 
-def record(directory: Path, script: Callable[[], None], limit: int | None = None) -> Recording:
+def record(directory: Path, script: Callable[[], None], limit: int | None = None, undo_idle: bool = False) -> Recording:
     directory.mkdir(exist_ok=True)
-    with Recorder(directory, 0, limit):
+    with Recorder(directory, 0, limit, undo_idle):
         script()
     return read(directory, 1)
 
@@ -364,11 +364,15 @@ def test_verdict_and_notes(tmp_path: Path) -> None:
     lonely = RankRecord([replace(one.optimizers[0], horovod=True)], one.steps, idle=1)
     left = Side("a.py", "horovod", "openmpi", 1.0, Recording([one] * 3))
     right = Side("b.py", "gloo", "torchrun", 1.0, Recording([lonely, lonely, other]))
-    found = Comparison(left, right, CLOSE)
+    found = Comparison(left, right, None, 1e-6)
     assert verdict(found).startswith("DIFFERENT at step 1: weights of ") and "on rank 2" in verdict(found)
     said = "\n".join(notes(found))
     assert "the ranks of the right side drift apart: after step 1" in said and "left side" not in said
-    assert "--right drop-in:gloo runs the script on the drop-in" in said and "0 on the left, 1 on the right" in said
+    assert "--right drop-in:gloo runs the script on the drop-in" in said and found.side_with_more_idle_steps == "right"
+    undone = Comparison(left, replace(right, recording=left.recording), None, 1e-6, with_idle_steps=found)
+    assert verdict(undone).startswith("THE SAME BUT FOR A STEP WITH ZERO GRADIENTS: 5 steps")
+    assert "with them, DIFFERENT at step 1: weights of " in "".join(notes(undone))
+    assert undone.as_json()["idle_steps_undone"] == "right"
     for recording, text in [
         (Recording([RankRecord(one.optimizers, one.steps[:4])] * 3), "the number of steps of rank 0: left 5, right 4"),
         (
@@ -380,9 +384,52 @@ def test_verdict_and_notes(tmp_path: Path) -> None:
             "elements of 0.weight: left 12",
         ),
     ]:
-        found = Comparison(left, replace(right, recording=recording), CLOSE)
+        found = Comparison(left, replace(right, recording=recording), None, 1e-6)
         assert text in verdict(found), verdict(found)
         json.dumps(found.as_json(), allow_nan=False)
+
+
+def test_a_step_with_zero_gradients_is_undone(tmp_path: Path) -> None:
+    def adam(zeros: bool, loaded: bool = False) -> None:
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        if zeros:  # as Horovod's broadcast_optimizer_state() does
+            for param in net.parameters():
+                param.grad = torch.zeros_like(param)
+            optimizer.step()
+        if loaded:
+            other = torch.optim.AdamW(net.parameters(), lr=0.1)
+            other.load_state_dict(optimizer.state_dict())
+            other.state[net[0].bias]["step"] += 7  # type: ignore[index]
+            optimizer.load_state_dict(other.state_dict())
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+
+    plain = record(tmp_path / "plain", lambda: adam(False))
+    for name, undo, same in (("zeros", False, False), ("undone", True, True)):
+        side = record(tmp_path / name, lambda: adam(True), undo_idle=undo)
+        assert (next(differences(side, plain, CLOSE), None) is None) == same and side.idle == [1]
+    sides = [record(tmp_path / f"loaded {undo}", lambda: adam(True, True), undo_idle=undo) for undo in (False, True)]
+    first_weights = [side.ranks[0].steps[0].weights - side.ranks[0].optimizers[0].start for side in sides]
+    assert torch.allclose(*first_weights, atol=1e-2)  # the state that was loaded stays
+
+
+def test_the_tolerance_follows_the_dtype(tmp_path: Path) -> None:
+    def half() -> None:
+        net = model().bfloat16()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+
+    sides = [
+        Side("a.py", "gloo", "torchrun", 1.0, record(tmp_path / str(number), run))
+        for number, run in enumerate((train, half))
+    ]
+    rtols = [Comparison(side, side, None, 1e-6).tolerance.rtol for side in sides]
+    assert rtols == [1e-4, 2 * torch.finfo(torch.bfloat16).eps]
+    assert Comparison(sides[1], sides[1], 1e-3, 1e-6).tolerance.rtol == 1e-3
 
 
 def test_ranks_without_records(tmp_path: Path) -> None:

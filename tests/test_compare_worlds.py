@@ -38,7 +38,7 @@ def test_unchanged_scripts_on_horovod_and_on_the_drop_in(tmp_path: Path) -> None
     assert [point["optimizer"] for point in found["steps"][6:12]] == [1, 2] * 3
     left, right = found["sides"]["left"], found["sides"]["right"]
     # plain.py and grad_scaler.py broadcast the state of an optimizer that is new.
-    assert (left["idle_steps"], right["idle_steps"]) == ([2, 2], [0, 0])
+    assert left["idle_steps"] == right["idle_steps"] == [2, 2]
     assert [[len(losses) for losses in side["losses"]] for side in (left, right)] == [[41, 40]] * 2
     assert {len(losses) for losses in left["losses"][0][24:30]} == {2}
     assert all(0.5 < losses[0] < 2 for losses in left["losses"][0][18:24])  # not 1024 times that

@@ -22,7 +22,7 @@ from unidist.migrate.project import imports_horovod
 ON_THE_DROP_IN = {
     "by_hand": "no asynchronous calls",
     "join_uneven": "ranks may reach join\\(\\) after different numbers of steps",
-    "metric_average": "floating-point cannot be determined",
+    "metric_average": "the tensor is of integers or bool",
     "subclass": "op=hvd.mpi_ops.Sum",
 }
 DISTANCES = "migrated scripts: distance of the weights to those of the legacy script under Horovod"

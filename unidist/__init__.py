@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from unidist.collectives.operations import all_to_all as all_to_all
     from unidist.collectives.operations import barrier as barrier
     from unidist.collectives.operations import broadcast as broadcast
+    from unidist.collectives.operations import broadcast_ as broadcast_
     from unidist.collectives.operations import broadcast_object as broadcast_object
     from unidist.collectives.operations import new_group as new_group
     from unidist.collectives.operations import reduce_scatter as reduce_scatter

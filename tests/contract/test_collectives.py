@@ -210,6 +210,10 @@ def test_broadcast(dtype: torch.dtype) -> None:
             result = unidist.broadcast(mine, src)
             assert result.shape == shape and torch.equal(result, make(src, shape, torch.int64).to(dtype))
             assert torch.equal(mine, before)
+            assert unidist.broadcast_(mine, src) is mine and torch.equal(mine, result)
+    view = torch.full((3, 4), float(unidist.rank()))
+    unidist.broadcast_(view[:, 1:3], unidist.world_size() - 1)
+    assert view.sum() == 6 * (unidist.rank() + unidist.world_size() - 1)
 
 
 def test_all_to_all() -> None:

@@ -97,13 +97,24 @@ def test_epochs_advance_by_themselves_and_can_be_set() -> None:
     assert seen(other) != first
 
 
-def test_order_leaves_the_global_random_state() -> None:
-    loader = unidist.shard_loader(DataLoader(Numbers(40), 5, shuffle=True))
+def test_an_epoch_draws_one_global_number_as_with_torch() -> None:
+    """So that dropout has the masks that it has beside a DistributedSampler; in the middle of an epoch none is left."""
+
+    def following(loader: Any) -> float:
+        torch.manual_seed(9)
+        seen(loader)
+        return torch.rand(1).item()
+
+    plain = DataLoader(Numbers(40), 5, sampler=SequentialSampler(range(40)))
+    shuffled = DataLoader(Numbers(40), 5, shuffle=True)
+    generator = torch.Generator()
+    assert following(unidist.shard_loader(shuffled)) == following(plain)
+    resumed = unidist.shard_loader(shuffled)
+    resumed.load_state_dict({**resumed.state_dict(), "position": unidist.world_size()})
     torch.manual_seed(9)
-    expected = torch.rand(1)
-    torch.manual_seed(9)
-    seen(loader)
-    assert torch.equal(torch.rand(1), expected)
+    untouched = torch.rand(1).item()
+    assert following(resumed) == untouched
+    assert following(unidist.shard_loader(DataLoader(Numbers(40), 5, generator=generator))) == untouched
 
 
 def test_workers_draw_different_numbers_on_every_rank_and_the_same_in_every_run() -> None:
@@ -141,7 +152,7 @@ def test_shuffle_follows_the_loader_or_the_argument() -> None:
 
 
 def test_weighted_and_random_samplers_are_shared_without_repeats() -> None:
-    """Every rank draws the same order and takes its own places; the global random state stays."""
+    """Every rank draws the same order and takes its own places; of the global random state, an epoch takes a number."""
     size = unidist.world_size()
     torch.manual_seed(unidist.rank()), random.seed(unidist.rank())  # must not matter
     samplers: list[Any] = [
@@ -155,7 +166,10 @@ def test_weighted_and_random_samplers_are_shared_without_repeats() -> None:
         before = torch.get_rng_state(), random.getstate()
         loader = unidist.shard_loader(DataLoader(Numbers(24 * size), 5, sampler=sampler), seed=2)
         shards = everyones(loader)
-        assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+        after = torch.get_rng_state()
+        torch.set_rng_state(before[0])
+        list(DataLoader(Numbers(2), sampler=[0, 1]))  # as this does
+        assert torch.equal(torch.get_rng_state(), after) and random.getstate() == before[1]
         drawn = [index for shard in shards for index in flat(shard)]
         assert len(drawn) == len(set(drawn)) == 12 * size, type(sampler).__name__
         assert seen(loader) != shards[unidist.rank()], "the next epoch has another order"

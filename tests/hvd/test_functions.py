@@ -82,10 +82,25 @@ def test_broadcasting_leaves_zeros_as_gradients(wrapped: bool, rank: int, size: 
     optimizer.step()
 
 
-@pytest.mark.skipif(REAL, reason="Horovod takes a step: weight decay changes the weights")
-def test_broadcasting_the_state_changes_no_weight(rank: int, size: int) -> None:
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_new_optimizer_takes_a_step_with_zero_gradients(wrapped: bool, rank: int, size: int) -> None:
     model = other_model(0)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    before = [param.detach().clone() for param in model.parameters()]
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert all(torch.allclose(param, 0.95 * was) for param, was in zip(model.parameters(), before))
+    assert {float(entry["step"]) for entry in optimizer.state.values()} == {1.0}
+
+
+@pytest.mark.skipif(REAL, reason="Horovod decays the weights of the other ranks only")
+def test_no_rank_takes_a_step_if_the_root_has_state(rank: int, size: int) -> None:
+    model = other_model(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    if rank == 0:
+        train(model, optimizer)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     before = [param.detach().clone() for param in model.parameters()]
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     assert all(torch.equal(param, was) for param, was in zip(model.parameters(), before))

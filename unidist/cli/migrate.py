@@ -40,11 +40,6 @@ from unidist.migrate.file_report import FileReport, Remark, as_markdown, headlin
 @click.option(
     "--partial", is_flag=True, help="Use unidist's own calls also in files in which something stays on the drop-in."
 )
-@click.option(
-    "--assume-average",
-    is_flag=True,
-    help="Take tensors that are averaged for floating-point where the code does not show it.",
-)
 @click.option("--summary", "brief", is_flag=True, help="Print the counts and the reasons, and neither diff nor lines.")
 @click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write the report, as Markdown.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object, and no diff.")
@@ -56,7 +51,6 @@ def command(
     force: bool,
     check: bool,
     partial: bool,
-    assume_average: bool,
     brief: bool,
     report: Path | None,
     as_json: bool,
@@ -87,7 +81,7 @@ def command(
         found, "reading", console=console, transient=True, disable=not console.is_terminal or len(found) < 20
     )
     exports = find_exports(files.possible_importers(paths))
-    options = Options(partial=partial, assume_average=assume_average, origins=chosen)
+    options = Options(partial=partial, origins=chosen)
     reports = list(migrate_files(watched, level, exports, options))  # type: ignore[arg-type]
     changed = [each for each in reports if each.status == "changed"]
     if write:

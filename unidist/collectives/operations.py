@@ -169,6 +169,21 @@ def _header(dtype: torch.dtype, shape: torch.Size, src: int) -> tuple[str, Tenso
     return text, torch.tensor([digest(text), 0]).view(torch.uint8)
 
 
+def broadcast_(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
+    """``broadcast`` in place. Collective.
+
+    Args:
+        tensor: overwritten, unless this is rank ``src``; the same shape and dtype on every rank. Without a gradient.
+        src: a global rank of the group.
+        group: the ranks that take part.
+
+    Returns:
+        The tensor itself.
+    """
+    broadcast_tensors_([tensor], src, group)
+    return tensor
+
+
 def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | None = None) -> None:
     """Overwrite tensors with those of rank ``src``: one broadcast per dtype, device and bucket. Collective.
 

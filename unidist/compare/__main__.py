@@ -21,6 +21,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="exit after this many optimizer steps")
     parser.add_argument("--drop-in", action="store_true", help="run the script on unidist.hvd")
+    parser.add_argument("--undo-idle", action="store_true", help="undo steps without backward pass and gradients")
     parser.add_argument("directory", type=Path)
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> None:
     with suppress(ImportError):
         import_module("numpy")  # set_seed() seeds it only if it is loaded, and the script would load it later
     set_seed(options.seed)
-    with Recorder(options.directory, detect(os.environ).rank, options.steps):
+    with Recorder(options.directory, detect(os.environ).rank, options.steps, options.undo_idle):
         run([options.script, *options.args], options.drop_in)
 
 

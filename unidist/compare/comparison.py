@@ -45,21 +45,39 @@ class Side:
 class Comparison:
     """Two sides and the differences between them."""
 
-    def __init__(self, left: Side, right: Side, tolerance: Tolerance) -> None:
+    def __init__(
+        self, left: Side, right: Side, rtol: float | None, atol: float, with_idle_steps: Comparison | None = None
+    ) -> None:
+        """
+        Args:
+            rtol: None: by the coarsest dtype.
+            with_idle_steps: the comparison before the steps that do not train were undone on one side.
+        """
         a, b = left.recording, right.recording
         self.sides = {"left": left, "right": right}
-        self.tolerance = tolerance
+        self.with_idle_steps = with_idle_steps
+        rtol = max(1e-4, 2 * max(a.precision, b.precision)) if rtol is None else rtol
+        self.tolerance = tolerance = Tolerance(rtol, atol)
         self.first: Difference | None = next(differences(a, b, tolerance), None)
         self.drifts = {name: drift(side.recording, tolerance) for name, side in self.sides.items()}
         self.points: list[Point] = points(a, b)
         self.final: Final | None = final(a, b)
 
+    @property
+    def side_with_more_idle_steps(self) -> str | None:
+        """The side on which ranks take more steps without backward pass and gradients; None if neither does."""
+        left, right = (side.recording.idle for side in self.sides.values())
+        return None if left == right else "left" if sum(left) > sum(right) else "right"
+
     def as_json(self) -> dict[str, Any]:
         """All figures: for each step, and for each parameter on rank 0. ``inf`` and ``nan`` are strings, as in JSON."""
         first = self.first
+        with_them = self.with_idle_steps and self.with_idle_steps.first
         found: dict[str, Any] = _strict(
             {
                 "agree": first is None,
+                "idle_steps_undone": self.with_idle_steps and self.with_idle_steps.side_with_more_idle_steps,
+                "first_difference_with_them": with_them and asdict(with_them),
                 "first_difference": first and {**asdict(first), "why": WHY[first.kind]},
                 "tolerance": asdict(self.tolerance),
                 "final": self.final and asdict(self.final),
@@ -86,7 +104,7 @@ def _side(side: Side, apart: Difference | None) -> dict[str, Any]:
         "launcher": side.launcher,
         "seconds": side.seconds,
         "drift": apart and asdict(apart),
-        "idle_steps": [rank.idle for rank in recording.ranks],
+        "idle_steps": recording.idle,
         "losses": [[list(step.losses) for step in rank.steps] for rank in recording.ranks],
         "optimizers": [
             {
@@ -165,11 +183,16 @@ def notes(found: Comparison) -> Iterator[str]:
                 f"world of size 1; --{name} drop-in:{side.backend} runs the script on the drop-in"
             )
     first = found.first
-    idle = [side.recording.ranks[0].idle for side in found.sides.values()]
-    if first and idle[0] != idle[1]:
+    if found.with_idle_steps is not None:
+        more = found.side_with_more_idle_steps
+        counts = [side.recording.idle[0] for side in found.sides.values()]
+        most = found.with_idle_steps.final
         yield (
-            f"steps without a backward pass, which are not compared: {idle[0]} on the left, {idle[1]} on the right; "
-            "Horovod's broadcast_optimizer_state() takes one, which decays weights and advances Adam's step count"
+            "steps with zero gradients and no backward pass, as Horovod's broadcast_optimizer_state() takes on a new "
+            f"optimizer: {counts[0]} on the left, {counts[1]} on the right; they are undone on the {more} side. They "
+            "advance Adam's step count and decay weights: with them, "
+            f"{verdict(found.with_idle_steps).splitlines()[0]}"
+            + (f"; weights at the end {most.relative:.2g} apart" if most else "")
         )
     if first and first.step > 1 and len(found.sides["left"].recording.ranks) > 2:
         yield (
@@ -184,7 +207,8 @@ def verdict(found: Comparison) -> str:
     within = f"rtol {tolerance.rtol:g}, atol {tolerance.atol:g}"
     if first is None:
         steps = found.sides["left"].recording.steps
-        return f"THE SAME: {steps} steps, each loss, gradient and weight ({within})"
+        but = "" if found.with_idle_steps is None else " BUT FOR A STEP WITH ZERO GRADIENTS"
+        return f"THE SAME{but}: {steps} steps, each loss, gradient and weight ({within})"
     when = (
         "before the first step"
         if first.step == 0

@@ -29,12 +29,13 @@ FACTOR = "_unidist_factor"
 class Recorder:
     """A context manager that records this process; at its end it writes the final weights."""
 
-    def __init__(self, directory: Path, rank: int, limit: int | None = None) -> None:
+    def __init__(self, directory: Path, rank: int, limit: int | None = None, undo_idle: bool = False) -> None:
         """
         Args:
             directory: for ``rank-N.records`` (see ``encoding``), and rank 0's ``final.pt``.
             rank: of this process.
             limit: number of steps after which the process ends, with status 0.
+            undo_idle: undo the steps that do not train.
         """
         self._file = (directory / f"rank-{rank}.records").open("wb", buffering=0)
         self._final = directory / "final.pt" if rank == 0 else None
@@ -53,6 +54,10 @@ class Recorder:
         self._parameters: list[list[Tensor]] = []
         self._numbers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._starts: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
+        self._undo_idle = undo_idle
+        #: The weights before a step that may be undone, and the state that each undone step has left.
+        self._weights: list[Tensor] = []
+        self._idle_states: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
         self._undo: list[Any] = []
 
     def __enter__(self) -> Recorder:
@@ -111,6 +116,8 @@ class Recorder:
         self._in_step += 1
         if self._in_step == 1 and self._number_of(optimizer) is None:
             self._starts[optimizer] = sketches(parameters(optimizer))
+        if self._in_step == 1 and self._undo_idle:
+            self._forget_idle(optimizer)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._in_backward or os.getpid() != self._pid:
@@ -126,6 +133,11 @@ class Recorder:
         both = sketches([*(param.grad for param in params), *params])
         if self._is_idle(optimizer, both[: len(params)]):
             self._file.write(encoded({"idle": type(optimizer).__name__}))
+            if self._undo_idle:
+                self._idle_states[optimizer] = _state(optimizer)
+                with torch.no_grad():
+                    for param, weights in zip(params, self._weights):
+                        param.copy_(weights)
             return
         self._backwards_at[optimizer] = self._backwards
         number = self._number(optimizer, params)
@@ -133,6 +145,16 @@ class Recorder:
         self._losses = []
         self._steps += 1
         self._file.write(encoded({"optimizer": number, "losses": losses}, both.to(precision(params))))
+
+    def _forget_idle(self, optimizer: Optimizer) -> None:
+        """Before a step that trains, clear the state that an undone one has left, unless other state was loaded."""
+        params = parameters(optimizer)
+        if self._is_idle(optimizer, sketches([param.grad for param in params])):
+            self._weights = [param.detach().clone() for param in params]
+            return
+        left = self._idle_states.pop(optimizer, None)
+        if left is not None and torch.equal(left, _state(optimizer)):
+            optimizer.state.clear()
 
     def _is_idle(self, optimizer: Optimizer, gradients: Tensor) -> bool:
         """Whether a step does not train: Horovod takes one with zero gradients to create a state to broadcast."""
@@ -155,10 +177,26 @@ class Recorder:
                 "kind": type(optimizer).__name__,
                 "names": names(optimizer),
                 "shapes": [list(param.shape) for param in params],
+                "precision": _precision(optimizer, params),
                 "horovod": getattr(sys.modules.get("horovod.torch"), "__name__", None) == "horovod.torch",
             }
             self._file.write(encoded(record, self._starts.pop(optimizer).to(precision(params))))
         return number
+
+
+def _precision(optimizer: Optimizer, params: list[Tensor]) -> float:
+    """The rounding error of the coarsest dtype of the parameters and of what is sent of their gradients."""
+    sent = getattr(
+        getattr(optimizer, "_compression", None), "__name__", ""
+    )  # of Horovod's optimizers and the drop-in's
+    dtypes = {param.dtype for param in params if param.dtype.is_floating_point}
+    dtypes |= {torch.float16} if sent == "FP16Compressor" else set()
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
+
+def _state(optimizer: Optimizer) -> Tensor:
+    """Sketches of an optimizer's state."""
+    return sketches([each for entry in optimizer.state.values() for each in entry.values() if isinstance(each, Tensor)])
 
 
 def _loss(tensor: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ class OptimizerRecord:
     start: Tensor
     #: Whether Horovod itself had been imported.
     horovod: bool = False
+    #: The rounding error of the coarsest dtype of its parameters and of what is sent of their gradients.
+    precision: float = 0.0
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -59,6 +61,16 @@ class Recording:
     ranks: list[RankRecord]
     #: Rank 0's weights when the script ended, for each optimizer.
     final: Sequence[Sequence[Tensor]] = ()
+
+    @property
+    def idle(self) -> list[int]:
+        """The number of steps of each rank without backward pass and gradients."""
+        return [rank.idle for rank in self.ranks]
+
+    @property
+    def precision(self) -> float:
+        """The rounding error of the coarsest dtype."""
+        return max(record.precision for rank in self.ranks for record in rank.optimizers)
 
     @property
     def steps(self) -> int:

@@ -33,12 +33,14 @@ class ShardLoader(DataLoader[T]):
     middle.
     """
 
-    def __init__(self, source: ShardSampler | ShardStream, seed: int, **options: Any) -> None:
+    def __init__(self, source: ShardSampler | ShardStream, seed: int, draws: bool = True, **options: Any) -> None:
         self._source = source
         self._seed = seed
         self._progress = source.progress
         #: Compares the ranks' data in the first iteration.
         self._comparison: DataComparison | None = None
+        #: Whether an epoch begins with a number of the global generator, as with torch's loaders without a generator.
+        self._draws = draws
         super().__init__(**options, generator=torch.Generator())
 
     @property
@@ -147,6 +149,8 @@ class ShardLoader(DataLoader[T]):
         if progress.start is not None and progress.consumed <= self._items_per_batch:
             progress.restart()  # the last iteration does not count
             self._iterator = None
+        if self._draws and not progress.next.position:  # an epoch that resumes has drawn it at its beginning
+            torch.empty((), dtype=torch.int64).random_()
         assert self.generator is not None
         # It seeds the workers: other numbers on each rank and in each epoch, the same in every run.
         self.generator.manual_seed(mix_seeds(self._seed, self._source.sharding.rank, *progress.next))
@@ -188,10 +192,12 @@ def shard_loader(
 ) -> ShardLoader[T]:
     """A DataLoader like ``loader`` that yields this rank's shard of the samples.
 
-    The batch size is each rank's own, as before. Order and workers' seeds depend on ``seed`` alone; the global random
-    state is left untouched. Each iteration is a new epoch, whose number is ``loader.epoch``; call ``loader.set_epoch``
-    only to choose another one. ``loader.state_dict()`` and ``loader.load_state_dict()`` resume in the middle of an
-    epoch, on a world of any size. Not collective, but every rank must pass the same arguments.
+    The batch size is each rank's own, as before. Order and workers' seeds depend on ``seed`` alone. Each epoch draws
+    one number of torch's global generator, as a ``DataLoader`` with a ``DistributedSampler`` does, unless ``loader``
+    has a generator of its own; so dropout has the same masks. Each iteration is a new epoch, whose number is
+    ``loader.epoch``; call ``loader.set_epoch`` only to choose another one. ``loader.state_dict()`` and
+    ``loader.load_state_dict()`` resume in the middle of an epoch, on a world of any size. Not collective, but every
+    rank must pass the same arguments.
 
     * A sampler (weighted, random with replacement, of a subset, your own) is drawn by every rank with the same random
       numbers, and the ranks take its items in turn. It must draw from its ``generator`` attribute or from the global
@@ -300,7 +306,7 @@ def shard_loader(
         seeds = torch.Generator().manual_seed(mix_seeds(seed, topology.rank))
         return type(loader)(**options, generator=seeds)  # type: ignore[return-value]
     options.pop("snapshot_every_n_steps", None)
-    sharding_loader: ShardLoader[T] = ShardLoader(source, seed, **options)
+    sharding_loader: ShardLoader[T] = ShardLoader(source, seed, draws=loader.generator is None, **options)
     if check_stream and isinstance(source, ShardStream) and not sharded:
         source.table = empty_table(loader.num_workers)
         if loader.num_workers:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unidist.collectives.operations import unpickled
 from unidist.hvd.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
+from unidist.hvd.optimizer import _DistributedOptimizer
 from unidist.hvd.process_sets import ProcessSet, global_process_set
 from unidist.training import model as models
 
@@ -48,8 +49,10 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the optimizer state of rank ``root_rank``: hyperparameters and per-parameter state. Collective.
 
-    No step is taken and no weight changes; an optimizer that has taken no step on the root stays without state. Where
-    this rank's has no state, its parameters' gradients become zeros, as Horovod leaves them.
+    An optimizer without state takes a step with zero gradients first, and the gradients stay zeros, as with Horovod:
+    Adam's step count then begins at 1, and weight decay changes weights. If the root's has state, no rank takes that
+    step, with which Horovod lets the weights of the other ranks drift from the root's.
+    ``unidist.broadcast_optimizer_state`` never takes one.
 
     Args:
         optimizer: wrapped or not, the same parameter groups on every rank.
@@ -61,8 +64,12 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state: broadcast_object(optimizer.state_dict()) can.")
-    if not optimizer.state_dict()["state"]:
+    is_new = not optimizer.state_dict()["state"]
+    if is_new:
         _zero_gradients(optimizer, model)
+    if broadcast_object(is_new, root_rank) and is_new:
+        plain = super(_DistributedOptimizer, optimizer) if isinstance(optimizer, _DistributedOptimizer) else optimizer
+        plain.step()  # type: ignore[union-attr]  # a DistributedOptimizer's own would reduce gradients
     models.broadcast_optimizer_state(optimizer, root_rank)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,10 +14,22 @@ import libcst as cst
 
 import unidist.hvd
 from unidist.migrate.edits import Edits
-from unidist.migrate.flow import assignments_of
+from unidist.migrate.flow import is_parameter, values_of
 from unidist.migrate.names import Names, in_import, symbol_of
 from unidist.migrate.syntax import Statement, SyntaxTree, dotted, full_name
 
+
+@dataclass
+class Refusal(Exception):
+    """Why the optimizers of a module stay Horovod's."""
+
+    node: cst.CSTNode
+    why: str
+    remedy: str = "write unidist.replicate(model) and a plain optimizer by hand, see docs/migrating.md"
+
+
+#: A word that needs the parenthesis after it.
+_NO_SPACE = re.compile(r"\b(if|while|not|return|assert|and|or|in|else)\(")
 #: What there is to migrate from.
 ORIGINS = ("horovod", "ddp", "dataparallel", "apex")
 #: The arguments of a call by the names of its parameters.
@@ -38,8 +52,6 @@ class Options(NamedTuple):
 
     #: A file in which something stays on the drop-in has unidist's own calls, too. Else it stays there as a whole.
     partial: bool = False
-    #: Tensors that are averaged are floating-point, where the file does not show it.
-    assume_average: bool = False
     #: What is migrated from: ``horovod``, ``ddp`` (torch.distributed), ``dataparallel``, ``apex``.
     origins: frozenset[str] = frozenset(ORIGINS)
 
@@ -124,6 +136,16 @@ class Context:
         )
         return frozenset(variable for variable in found if variable is not None and not variable.startswith("."))
 
+    @cached_property
+    def renamed_names(self) -> frozenset[str]:
+        """The names of those variables; imports of other scopes that bind one of them get the name, too."""
+        return frozenset(variable.rpartition(".")[2] for variable in self.renamed)
+
+    def is_renamed(self, node: cst.BaseExpression) -> bool:
+        """Whether a name that holds the module gets the name ``unidist``."""
+        imported = isinstance(node, cst.Name) and node.value in self.renamed_names and self.tree.imported(node)
+        return bool(imported) or self.tree.variable(node) in self.renamed
+
     def root(self, use: cst.BaseExpression) -> cst.BaseExpression:
         """What a use starts with: the imported name, or the alias."""
         while isinstance(use, cst.Attribute) and self.tree.variable(use) not in self.names.aliases:
@@ -157,17 +179,26 @@ class Context:
         """``size`` or ``rank``, for such a call or for a variable that is assigned only that."""
         if isinstance(node, cst.Call):
             return self.symbol(node.func)
-        variable = self.tree.variable(node) if node is not None else None
-        values = [value for value, _ in assignments_of(self.tree, variable)] if variable else []
+        values = values_of(self.tree, node)
         return self._rank_or_size(values[0]) if len(values) == 1 and isinstance(values[0], cst.Call) else None
+
+    def value_of(self, node: cst.BaseExpression | None) -> cst.BaseExpression | None:
+        """What the variable is assigned, if only once and not as a parameter; else the expression itself."""
+        if not isinstance(node, cst.Name) or is_parameter(self.tree, self.tree.variable(node)):
+            return node
+        values = values_of(self.tree, node)
+        return values[0] if len(values) == 1 else node
 
     # -------------------------------------------------------------------------------- code
     def unidist_name_for(self, use: cst.BaseExpression, name: str) -> cst.BaseExpression:
         """``unidist.NAME``, to replace a use: through the same alias, if that holds unidist."""
-        if not self.is_through_alias(use) or self.tree.variable(self.root(use)) in self.renamed:
+        if not self.is_through_alias(use) or self.is_renamed(self.root(use)):
             return dotted(f"unidist.{name}")
         if self.aliases_are_native:
-            return cst.Attribute(self.root(use).deep_clone(), cst.Name(name))
+            node = self.root(use).deep_clone()
+            for part in name.split("."):
+                node = cst.Attribute(node, cst.Name(part))
+            return node
         return self.unidist_name(use, name)
 
     def unidist_name(self, node: cst.CSTNode, name: str) -> cst.BaseExpression:
@@ -288,14 +319,22 @@ def is_constant(node: cst.CSTNode | None, *values: object) -> bool:
         return False
 
 
-def is_compared_with_zero(tree: SyntaxTree, call: cst.CSTNode) -> bool:
-    """Whether the call is the left side of ``call == 0``, without parentheses around that."""
-    comparison = tree.parent(call)
-    return (
-        isinstance(comparison, cst.Comparison)
-        and comparison.left is call
-        and len(comparison.comparisons) == 1
-        and isinstance(comparison.comparisons[0].operator, cst.Equal)
-        and is_constant(comparison.comparisons[0].comparator, 0)
-        and not comparison.lpar
-    )
+def replace_zero_test(tree: SyntaxTree, edits: Edits, call: cst.CSTNode, is_main: cst.BaseExpression) -> bool:
+    """Replace ``rank() == 0``, ``rank() != 0`` or ``not rank()``, by its call; False for other expressions."""
+    above = tree.parent(call)
+    operators = (cst.Comparison, cst.ComparisonTarget, cst.BinaryOperation, cst.UnaryOperation)
+    if isinstance(above, cst.UnaryOperation) and isinstance(above.operator, cst.Not):
+        new = is_main
+    elif not isinstance(above, cst.Comparison) or above.left is not call or len(above.comparisons) != 1:
+        return False
+    else:
+        target = above.comparisons[0]
+        new = is_main if isinstance(target.operator, cst.Equal) else cst.UnaryOperation(cst.Not(), is_main)
+        if not is_constant(target.comparator, 0) or not isinstance(target.operator, (cst.Equal, cst.NotEqual)):
+            return False
+        if new is not is_main and isinstance(tree.parent(above), operators):
+            return False
+    if above.lpar and _NO_SPACE.search(tree.text(tree.statement(above) or above).split("\n")[0]):
+        new = new.with_changes(lpar=above.lpar, rpar=above.rpar)
+    edits.replace(above, new)
+    return True

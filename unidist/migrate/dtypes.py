@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import libcst as cst
 
@@ -10,44 +11,15 @@ from unidist.migrate.flow import assignments_of, is_parameter, passed_to
 from unidist.migrate.syntax import SyntaxTree, argument, full_name, of_tree
 
 _FLOAT_METHODS = {
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "mean",
-    "std",
-    "var",
-    "norm",
-    "softmax",
-    "log_softmax",
-    "sigmoid",
-    "exp",
-    "log",
-    "sqrt",
-}
+    "float", "double", "half", "bfloat16", "mean", "std", "var", "norm", "softmax", "log_softmax", "sigmoid", "exp",
+    "log", "sqrt",
+}  # fmt: skip
 _INT_METHODS = {"int", "long", "short", "argmax", "argmin", "size", "numel", "dim"}
 #: Methods and attributes that keep the dtype.
 _SAME = {
-    "detach",
-    "clone",
-    "cpu",
-    "cuda",
-    "sum",
-    "view",
-    "reshape",
-    "unsqueeze",
-    "squeeze",
-    "flatten",
-    "contiguous",
-    "max",
-    "min",
-    "abs",
-    "item",
-    "data",
-    "grad",
-    "T",
-    "requires_grad_",
-}
+    "detach", "clone", "cpu", "cuda", "sum", "view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "max",
+    "min", "abs", "item", "data", "grad", "T", "requires_grad_",
+}  # fmt: skip
 _MAKERS = {"zeros", "ones", "rand", "randn", "empty", "linspace", "eye"}
 _VALUES = {"tensor", "as_tensor", "FloatTensor", "full", "Tensor"}
 _LOSSES = re.compile(r"(^|\.)(\w*loss\w*|criterion|cross_entropy|\w*Loss)$", re.IGNORECASE)
@@ -69,29 +41,27 @@ def is_floating(
     def inner(each: cst.BaseExpression) -> bool | None:
         return is_floating(tree, each, made_of_numbers=made_of_numbers, depth=depth - 1)
 
-    if isinstance(node, cst.Float):
-        return True
-    if isinstance(node, cst.Integer):
-        return False
+    if isinstance(node, (cst.Float, cst.Integer)):
+        return isinstance(node, cst.Float)
     if isinstance(node, cst.UnaryOperation):
         return inner(node.expression)
     if isinstance(node, (cst.List, cst.Tuple)):
         kinds = [inner(element.value) for element in node.elements]
-        return True if True in kinds else (False if kinds and None not in kinds else None)
+        return _widest(kinds) if kinds else None
     if isinstance(node, cst.BinaryOperation):
-        kinds = [inner(node.left), inner(node.right)]
-        if isinstance(node.operator, cst.Divide) and not made_of_numbers:
-            return True
-        return True if True in kinds else (False if None not in kinds else None)
-    if isinstance(node, cst.Attribute):
-        if node.attr.value == "grad":
-            return None if made_of_numbers else True
-        return inner(node.value) if node.attr.value in _SAME else _variable(tree, node, made_of_numbers, depth)
-    if isinstance(node, cst.Name):
+        divides = isinstance(node.operator, cst.Divide) and not made_of_numbers
+        return divides or _widest([inner(node.left), inner(node.right)])
+    if isinstance(node, cst.Attribute) and node.attr.value == "grad":
+        return None if made_of_numbers else True
+    if isinstance(node, cst.Attribute) and node.attr.value in _SAME:
+        return inner(node.value)
+    if isinstance(node, (cst.Name, cst.Attribute)):
         return _variable(tree, node, made_of_numbers, depth)
-    if isinstance(node, cst.Call):
-        return _call(tree, node, made_of_numbers, depth)
-    return None
+    return _call(tree, node, made_of_numbers, depth) if isinstance(node, cst.Call) else None
+
+
+def _widest(kinds: Sequence[bool | None]) -> bool | None:
+    return True if True in kinds else None if None in kinds else False
 
 
 def _call(tree: SyntaxTree, call: cst.Call, made_of_numbers: bool, depth: int) -> bool | None:
@@ -100,30 +70,23 @@ def _call(tree: SyntaxTree, call: cst.Call, made_of_numbers: bool, depth: int) -
     dtype = argument(call, "dtype")
     if dtype is not None:
         written = full_name(dtype)
-        return None if not written else "float" in written or "double" in written or "half" in written
-    if last in _MAKERS and name.startswith("torch."):
-        return True
-    if last == "float":
+        return re.search("float|half|double", written) is not None if written else None
+    if (last in _MAKERS and name.startswith("torch.")) or last in ("float", "FloatTensor", "Tensor"):
         return True
     if last in _VALUES and call.args:
-        if last in ("FloatTensor", "Tensor"):
-            return True
         value = call.args[1 if last == "full" and len(call.args) > 1 else 0].value
         found = is_floating(tree, value, depth=depth - 1)
         return False if found is None and made_of_numbers else found
     if last in ("int", "len", "LongTensor", "IntTensor"):
         return False
     if isinstance(call.func, cst.Attribute):
-        if made_of_numbers and last not in _SAME and last != "to":
-            return None
-        if last in _FLOAT_METHODS:
-            return True
-        if last in _INT_METHODS:
-            return False
-        if last == "to" and (to := full_name(call.args[0].value) if call.args else "").startswith("torch."):
-            return "float" in to or "half" in to or "double" in to
+        to = full_name(call.args[0].value) if last == "to" and call.args else ""
+        if to.startswith("torch."):
+            return re.search("float|half|double", to) is not None
         if last in _SAME or last == "to":
             return is_floating(tree, call.func.value, made_of_numbers=made_of_numbers, depth=depth - 1)
+        if made_of_numbers or last in _FLOAT_METHODS | _INT_METHODS:
+            return None if made_of_numbers else last in _FLOAT_METHODS
     return True if not made_of_numbers and _LOSSES.search(name) else None
 
 

@@ -75,6 +75,14 @@ class Edits:
         """The module's new text."""
         return self.tree.module.visit(_ApplyEdits(self, self._touched())).code
 
+    def planned_lines(self) -> set[int]:
+        """The lines of the old text with a node that is replaced or removed."""
+        found = set[int]()
+        for node in (*self._changes, *self._removed, *self._kept_comments):
+            first = self.tree.line(node)
+            found.update(range(first, first + self.tree.text(node).count("\n") + 1))
+        return found
+
     def _touched(self) -> set[int]:
         """The nodes with a change in them, by identity: the others need no visit."""
         changes = (self._changes, self._before, self._after, self._kept_comments, self._wraps, self._removed)

@@ -106,6 +106,12 @@ def assignments_of(tree: SyntaxTree, variable: str) -> list[tuple[cst.BaseExpres
     return _assignments_by_variable(tree).get(variable, [])
 
 
+def values_of(tree: SyntaxTree, node: cst.CSTNode | None) -> list[cst.BaseExpression]:
+    """What a variable is assigned; nothing for other expressions."""
+    variable = tree.variable(node) if node is not None else None
+    return [value for value, _ in assignments_of(tree, variable)] if variable else []
+
+
 @of_tree
 def _assignments_by_variable(tree: SyntaxTree) -> dict[str, list[tuple[cst.BaseExpression, cst.BaseExpression]]]:
     found: dict[str, list[tuple[cst.BaseExpression, cst.BaseExpression]]] = {}

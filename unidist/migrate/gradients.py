@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from unidist.migrate.context import is_constant
-from unidist.migrate.flow import assignments, assignments_of, is_parameter, is_target, references
+from unidist.migrate.flow import assignments, assignments_of, callees, is_parameter, is_target, references
 from unidist.migrate.syntax import Problem, SyntaxTree, argument, full_name
 
 _ASSIGNED = "a gradient is assigned by hand, and unidist does not average it"
@@ -44,8 +44,8 @@ _DETACHING = _TO_NUMBERS | {
 _CONVERSIONS = {"float", "int", "bool", "len"}
 _MAKING = {
     "tensor", "from_numpy", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm",
-    "linspace", "eye", "Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "IntTensor", "zeros_like",
-    "ones_like", "rand_like", "randn_like", "empty_like",
+    "linspace", "eye", "Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "IntTensor", "ByteTensor",
+    "zeros_like", "ones_like", "rand_like", "randn_like", "empty_like",
 }  # fmt: skip
 _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
@@ -59,6 +59,11 @@ def gradient_problems(tree: SyntaxTree) -> Iterator[Problem]:
             yield call, _SECOND
         if _may_be_skipped(tree, call):
             yield call, _SKIPPED
+
+
+def assigns_gradients(tree: SyntaxTree) -> bool:
+    """Whether a module assigns gradients by hand."""
+    return any(True for _ in _assigned_by_hand(tree))
 
 
 def _may_be_skipped(tree: SyntaxTree, backward: cst.Call) -> bool:
@@ -97,22 +102,8 @@ def _assigned_by_hand(tree: SyntaxTree) -> Iterator[Problem]:
     values = {target: value for value, target in assignments(tree)}
     for node, base in _gradients(tree):
         whole = _whole_gradient(tree, node)
-        parent = tree.parent(whole)
-        if isinstance(parent, cst.AugAssign) and parent.target is whole:
-            scales = isinstance(parent.operator, (cst.MultiplyAssign, cst.DivideAssign))
-            if not (scales or _is_same_on_all_ranks(tree, parent.value, base)):
-                yield node, _ASSIGNED
-        elif isinstance(node, cst.Attribute) and is_target(tree, whole) and not isinstance(parent, cst.Del):
-            if whole not in values or not _is_of_itself(tree, values[whole], base):
-                yield node, _ASSIGNED
-        elif isinstance(node, cst.Name) and isinstance(whole, cst.Subscript) and is_target(tree, whole):
-            if whole not in values or not _is_same_on_all_ranks(tree, values[whole], base):
-                yield node, _ASSIGNED
-        elif isinstance(parent, cst.Attribute) and isinstance(call := tree.parent(parent), cst.Call):
-            method = parent.attr.value
-            changes = call.func is parent and method.endswith("_") and not method.endswith("__")
-            if changes and method not in _SCALING and not _adds_same_on_all_ranks(tree, call, base):
-                yield node, _ASSIGNED
+        if _is_changed(tree, node, whole, base, values.get(whole)):
+            yield node, _ASSIGNED
     for call in tree.all(cst.Call):
         name = full_name(call.func).split(".")[-1]
         if name in ("setattr", "__setattr__") and len(call.args) > 2 and _is_string(call.args[-2].value, "grad"):
@@ -120,6 +111,27 @@ def _assigned_by_hand(tree: SyntaxTree) -> Iterator[Problem]:
                 yield call, _ASSIGNED
         elif re.match(r"_foreach_(add|sub|copy|lerp|addc)\w*_$", name) and "grad" in tree.text(call):
             yield call, _ASSIGNED
+
+
+def _is_changed(
+    tree: SyntaxTree, node: cst.BaseExpression, whole: cst.BaseExpression, base: str, value: cst.BaseExpression | None
+) -> bool:
+    """Whether a gradient, or a part of it, gets values that may differ between the ranks."""
+    parent = tree.parent(whole)
+    if isinstance(parent, cst.AugAssign) and parent.target is whole:
+        scales = isinstance(parent.operator, (cst.MultiplyAssign, cst.DivideAssign))
+        return not (scales or _is_same_on_all_ranks(tree, parent.value, base))
+    is_set = is_target(tree, whole) and not isinstance(parent, cst.Del)
+    if isinstance(node, cst.Attribute) and is_set:
+        return value is None or not _is_of_itself(tree, value, base)
+    if isinstance(node, cst.Name) and isinstance(whole, cst.Subscript) and is_set:
+        return value is None or not _is_same_on_all_ranks(tree, value, base)
+    call = tree.parent(parent)
+    if not isinstance(parent, cst.Attribute) or not isinstance(call, cst.Call) or call.func is not parent:
+        return False
+    method = parent.attr.value
+    in_place = method.endswith("_") and not method.endswith("__") and method not in _SCALING
+    return in_place and not _adds_same_on_all_ranks(tree, call, base)
 
 
 def _gradients(tree: SyntaxTree) -> Iterator[tuple[cst.BaseExpression, str]]:
@@ -297,6 +309,8 @@ def _is_converted(tree: SyntaxTree, call: cst.Call) -> bool:
             if above.attr.value in _TO_NUMBERS:
                 return True
             node = outer
+        elif isinstance(above, cst.Attribute) and above.attr.value == "data":
+            return True
         elif isinstance(above, cst.Subscript) and above.value is node:
             node = above
         elif isinstance(above, cst.Arg) and isinstance(outer := tree.parent(above), cst.Call):
@@ -309,40 +323,55 @@ def _is_constant(tree: SyntaxTree, node: cst.BaseExpression, depth: int = 8) -> 
     """Whether a value requires no gradient: numbers, tensors made of numbers, detached tensors."""
     if depth == 0:
         return False
-
-    def inner(*parts: cst.BaseExpression) -> bool:
-        return all(_is_constant(tree, part, depth - 1) for part in parts)
-
-    if isinstance(node, (cst.BaseNumber, cst.BaseString, cst.Comparison)):
+    if isinstance(node, (cst.BaseNumber, cst.BaseString, cst.Comparison)) or is_constant(node, True, False, None):
         return True
-    if isinstance(node, cst.UnaryOperation):
-        return inner(node.expression)
-    if isinstance(node, cst.BinaryOperation):
-        return inner(node.left, node.right)
-    if isinstance(node, cst.IfExp):
-        return inner(node.body, node.orelse)
-    if isinstance(node, (cst.List, cst.Tuple)):
-        return inner(*(element.value for element in node.elements))
-    if isinstance(node, cst.Subscript):
-        return inner(node.value)
     if isinstance(node, cst.Call):
         return _is_constant_call(tree, node, depth)
     if isinstance(node, cst.Attribute) and node.attr.value in ("data", "grad", "shape"):
         return True
-    if isinstance(node, cst.Name) and node.value in ("True", "False", "None"):
-        return True
+    fields = next((fields for kind, fields in _PARTS.items() if isinstance(node, kind)), ())
+    parts = [getattr(node, name) for name in fields]
+    if isinstance(node, (cst.List, cst.Tuple)):
+        parts = [element.value for element in node.elements]
+    if parts:
+        return all(_is_constant(tree, part, depth - 1) for part in parts)
+    return isinstance(node, (cst.Name, cst.Attribute)) and _holds_constants(tree, node, depth - 1)
+
+
+#: The fields of expressions whose values are constant if all of these are.
+_PARTS = {
+    cst.UnaryOperation: ("expression",),
+    cst.BinaryOperation: ("left", "right"),
+    cst.IfExp: ("body", "orelse"),
+    cst.Subscript: ("value",),
+}
+
+
+def _holds_constants(tree: SyntaxTree, node: cst.BaseExpression, depth: int) -> bool:
+    """Whether all that a variable is assigned requires no gradient."""
     variable = tree.variable(node)
     if variable is None or is_parameter(tree, variable):
         return False
     values = assignments_of(tree, variable)
-    unpacked = any(
-        isinstance(tree.parent(target), cst.Element) and not isinstance(tree.parent(value), cst.Element)
-        for value, target in values
-    )
-    changed = [each.value for each in tree.all(cst.AugAssign) if tree.variable(each.target) == variable]
+    changes = [each for each in tree.all(cst.AugAssign) if tree.variable(each.target) == variable]
     bound = {use for use in references(tree).get(variable, ()) if is_target(tree, use)}
-    known = {target for _, target in values} | {each.target for each in tree.all(cst.AugAssign)}
-    return bool(values) and not unpacked and bound <= known and inner(*(value for value, _ in values), *changed)
+    known = {target for _, target in values} | {each.target for each in changes}
+    return (
+        bool(values)
+        and bound <= known
+        and all(_is_constant(tree, each.value, depth) for each in changes)
+        and all(_is_constant_part(tree, *pair, depth) for pair in values)
+    )
+
+
+def _is_constant_part(tree: SyntaxTree, value: cst.BaseExpression, target: cst.BaseExpression, depth: int) -> bool:
+    """Whether what a target gets of a value requires no gradient; the value may be a tuple that is unpacked."""
+    element = tree.parent(target)
+    if not isinstance(element, cst.Element) or isinstance(tree.parent(value), cst.Element):
+        return _is_constant(tree, value, depth)
+    targets = tree.parent(element)
+    assert isinstance(targets, (cst.Tuple, cst.List))
+    return _returns_constants(tree, value, list(targets.elements).index(element), depth)
 
 
 def _is_constant_call(tree: SyntaxTree, call: cst.Call, depth: int) -> bool:
@@ -357,3 +386,15 @@ def _is_constant_call(tree: SyntaxTree, call: cst.Call, depth: int) -> bool:
     elif not of_torch:
         return False
     return not any(each.star for each in call.args) and all(_is_constant(tree, each, depth - 1) for each in values)
+
+
+def _returns_constants(tree: SyntaxTree, call: cst.BaseExpression, index: int, depth: int) -> bool:
+    """Whether an element of the tuples that functions of this module return requires no gradient."""
+    functions = callees(tree, call) if isinstance(call, cst.Call) else []
+    returned = [each.value for function in functions for each in tree.all(cst.Return, function.body)]
+    return bool(returned) and all(
+        isinstance(value, cst.Tuple)
+        and index < len(value.elements)
+        and _is_constant(tree, value.elements[index].value, depth)
+        for value in returned
+    )

@@ -9,17 +9,25 @@ from typing import Literal
 
 import libcst as cst
 
+from unidist.migrate.comments import rewrite_comments
 from unidist.migrate.context import Context, Elsewhere, Options
 from unidist.migrate.file_report import Remark
 from unidist.migrate.names import Names, find_names, in_import, is_horovod
 from unidist.migrate.reasons import remark_on
 from unidist.migrate.rules import NATIVE_RULES, RULES_OF_ALL_LEVELS
+from unidist.migrate.rules.imports import STAYS
+from unidist.migrate.self_check import fault
 from unidist.migrate.syntax import SyntaxTree
 from unidist.migrate.torch_module import migrate_torch_module, names_torch
 
 Level = Literal["native", "hvd"]
 _USED_ELSEWHERE = "other files call Horovod through this variable, so it holds the drop-in"
 _NAME_IS_TAKEN = "the file uses the name unidist for something of its own, so all calls stay on the drop-in"
+_UNSOUND = "this tool would break the file, and so does not use unidist's own calls in it: {}"
+_ASKED_FOR = (
+    "the file asks whether Horovod is there, and so imports the drop-in",
+    "`import unidist`, which is there wherever the migrated program runs",
+)
 _ESCAPES = "the module is passed on and cannot be followed, so all variables that hold it hold the drop-in"
 
 
@@ -65,7 +73,13 @@ def migrate_module(
     if level == "native" and after == text and names_torch(text, options) and not _USES_HOROVOD.search(text):
         after, more = migrate_torch_module(text, exported, elsewhere, options)
         remarks = sorted([*remarks, *more], key=lambda remark: remark.line)
+    if wrong := fault(text, after):
+        return text, [_unsound(wrong)]
     return after, remarks
+
+
+def _unsound(wrong: str) -> Remark:
+    return Remark(1, "", _UNSOUND.format(wrong), "migrate it by hand, and report the file as a fault of unidist")
 
 
 def _migrate_horovod(
@@ -73,10 +87,6 @@ def _migrate_horovod(
 ) -> tuple[str, list[Remark]]:
     tree = SyntaxTree(text)
     names = find_names(tree)
-    elastic = [use for use, symbol in names.symbols.items() if symbol.startswith("elastic")]
-    if elastic:
-        unchanged = Context(tree, names)
-        return text, [remark_on(unchanged, use) for use in elastic]
     migrate = partial(_migrate, tree, names, exported, elsewhere, options)
     if level == "native" and (other := _other_unidist(tree)) is not None:
         after, remarks, _ = migrate("hvd")
@@ -84,8 +94,20 @@ def _migrate_horovod(
         return after, [*remarks, Remark(tree.line(other), line, _NAME_IS_TAKEN, "rename it, then migrate again")]
     after, remarks, reasons = migrate(level)
     if (reasons or imports_drop_in(after)) and not options.partial:
+        reasons = reasons or [remark for remark in remarks if remark.why in STAYS] or _imported(tree, names)
         after, remarks, _ = migrate("hvd")
+    elif level == "native" and after != text and not _names_horovod(after):
+        after = rewrite_comments(after)
     return after, sorted([*remarks, *reasons], key=lambda remark: remark.line)
+
+
+def _imported(tree: SyntaxTree, names: Names) -> list[Remark]:
+    return [Remark(tree.line(node), tree.text(node), *_ASKED_FOR) for node in names.imports[:1]]
+
+
+def _names_horovod(code: str) -> bool:
+    """Whether a module still imports Horovod or the drop-in."""
+    return imports_drop_in(code) or _USES_HOROVOD.search(code) is not None
 
 
 def _other_unidist(tree: SyntaxTree) -> cst.Name | None:
@@ -128,7 +150,10 @@ def _migrate(
         reasons += _reasons_of_remaining(context)
     for rule in RULES_OF_ALL_LEVELS:
         rule(context)
-    return context.edits.apply(), context.edits.remarks, reasons
+    after = context.edits.apply()
+    if wrong := fault(tree.module.code, after, context.edits.planned_lines()):
+        return tree.module.code, [], [_unsound(wrong)]
+    return after, context.edits.remarks, reasons
 
 
 def _reasons_of_remaining(context: Context) -> Iterator[Remark]:

@@ -11,7 +11,7 @@ import libcst as cst
 
 from unidist.hvd.names import drop_in_name
 from unidist.migrate.flow import assignments, destinations, follow, is_target
-from unidist.migrate.syntax import SyntaxTree, full_name, of_tree
+from unidist.migrate.syntax import SyntaxTree, bound_name, full_name, of_tree
 
 #: Submodules of horovod.torch whose calls it exports itself.
 _SUBMODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
@@ -96,55 +96,50 @@ def find_names(tree: SyntaxTree) -> Names:
     names = Names(
         imports=_imports(tree), dynamic_imports=[call for call in tree.all(cst.Call) if _imports_module(tree, call)]
     )
-    bound = imported_names(tree)
-    also_set = {
-        node.value
-        for node in tree.all(cst.Name)
-        if node.value in bound
-        and tree.variable(node) is not None
-        and any(symbol_of(name) is not None for name in tree.imported(node))
-    }
-    also_set |= {item.name.value for node in tree.all(cst.Global) for item in node.names} & bound
-    modules = {root_name(node) for node in tree.all(cst.Name) if "" in map(symbol_of, tree.imported(node))}
-    names.rebound = _also_bound_elsewhere(tree, bound) | (also_set - modules)
-    also_set -= names.rebound
-    in_classes = _imported_in_classes(tree) & bound
-    also_set |= in_classes
-    names.import_only = bound - also_set - names.rebound
-    starts = {variable for node in tree.all(cst.Name) if node.value in also_set and (variable := tree.variable(node))}
-    starts |= {f".{name}" for name in in_classes}
-    for node in tree.all((cst.Name, cst.Attribute, cst.Call)):
-        if in_import(tree, node):
-            continue
-        is_module = any(symbol_of(name) == "" for name in tree.imported(node)) and not isinstance(node, cst.Call)
-        if is_module and root_name(node) in names.rebound:
-            continue
-        if (is_module and not isinstance(tree.parent(node), cst.Attribute)) or _imports_module(tree, node):
-            reached = destinations(tree, node)
-            starts |= set(reached or ())
-            if reached is None:
-                names.escapes.append(node)
-    flow = follow(tree, starts)
-    names.aliases, names.escapes = flow.variables, [*names.escapes, *flow.escapes]
+    flow, escapes = follow(tree, _starts(tree, names)), names.escapes
+    names.aliases, names.escapes = flow.variables, [*escapes, *flow.escapes]
     for node in tree.all((cst.Name, cst.Attribute)):
-        if in_import(tree, node):
+        if in_import(tree, node) or root_name(node) in names.rebound:
             continue
-        if is_target(tree, node) and not (isinstance(node, cst.Attribute) and _symbol_of_node(tree, names, node)):
+        found, set_here = _symbol_of_node(tree, names, node), is_target(tree, node)
+        above = tree.parent(node)
+        longer = isinstance(above, cst.Attribute) and _symbol_of_node(tree, names, above) is not None
+        if found is None or longer or (set_here and not (isinstance(node, cst.Attribute) and found)):
             continue
-        if root_name(node) in names.rebound:
-            continue
-        found = _symbol_of_node(tree, names, node)
-        if found is None or (
-            isinstance(tree.parent(node), cst.Attribute) and _symbol_of_node(tree, names, tree.parent(node)) is not None
-        ):
-            continue
-        if found:
-            names.symbols[node] = found
-            names.replaced |= {found} if is_target(tree, node) else set()
-        else:
+        if not found:
             names.modules.append(node)
+            continue
+        names.symbols[node] = found
+        names.replaced |= {found} if set_here else set()
     names.replaced |= _replaced_by_name(tree, names)
     return names
+
+
+def _starts(tree: SyntaxTree, names: Names) -> set[str]:
+    """The variables that are given the module; notes names that something else binds too, and where it escapes."""
+    bound, in_classes = imported_names(tree), _imported_in_classes(tree)
+    held = [node for node in tree.all(cst.Name) if any(symbol_of(name) is not None for name in tree.imported(node))]
+    also_set = {node.value for node in held if node.value in bound and tree.variable(node) is not None}
+    also_set |= {item.name.value for node in tree.all(cst.Global) for item in node.names} & bound
+    modules = {root_name(node) for node in held if "" in map(symbol_of, tree.imported(node))}
+    names.rebound = _also_bound_elsewhere(tree, bound) | (also_set - modules)
+    also_set = (also_set - names.rebound) | (in_classes & bound)
+    names.import_only = bound - also_set - names.rebound
+    starts = {variable for node in tree.all(cst.Name) if node.value in also_set and (variable := tree.variable(node))}
+    starts |= {f".{name}" for name in in_classes & bound}
+    for node in tree.all((cst.Name, cst.Attribute, cst.Call)):
+        if not in_import(tree, node) and _is_module_as_value(tree, names, node):
+            reached = destinations(tree, node)
+            starts.update(reached or ())
+            names.escapes += [node] if reached is None else []
+    return starts
+
+
+def _is_module_as_value(tree: SyntaxTree, names: Names, node: cst.BaseExpression) -> bool:
+    """``hvd`` in ``self.hvd = hvd``, and ``import_module("horovod.torch")``."""
+    if isinstance(node, cst.Call) or "" not in map(symbol_of, tree.imported(node)):
+        return _imports_module(tree, node)
+    return root_name(node) not in names.rebound and not isinstance(tree.parent(node), cst.Attribute)
 
 
 def _replaced_by_name(tree: SyntaxTree, names: Names) -> set[str]:
@@ -186,7 +181,7 @@ def _also_bound_elsewhere(tree: SyntaxTree, bound: set[str]) -> set[str]:
         module = f"{full_name(node.module)}." if isinstance(node, cst.ImportFrom) and node.module else ""
         for alias in node.names:
             if symbol_of(module + full_name(alias.name)) is None and (alias.asname or module):
-                found.add(full_name(alias.asname.name) if alias.asname else full_name(alias.name))
+                found.add(bound_name(alias))
     return found & bound
 
 
@@ -200,7 +195,7 @@ def _is_module_or_none(tree: SyntaxTree, value: cst.BaseExpression) -> bool:
 def _imported_in_classes(tree: SyntaxTree) -> set[str]:
     """Names that are imported in the body of a class, and so are its attributes."""
     return {
-        full_name(alias.asname.name) if alias.asname else full_name(alias.name)
+        bound_name(alias)
         for node in tree.all((cst.Import, cst.ImportFrom))
         if not isinstance(node.names, cst.ImportStar)
         for alias in node.names
@@ -223,7 +218,7 @@ def imported_names(tree: SyntaxTree) -> set[str]:
         ):
             for alias in statement.names:
                 if symbol_of(f"{full_name(statement.module)}.{full_name(alias.name)}") is not None:
-                    found.add(full_name(alias.asname.name) if alias.asname else full_name(alias.name))
+                    found.add(bound_name(alias))
     return found
 
 

@@ -6,7 +6,7 @@ import ast
 import gc
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -18,9 +18,11 @@ from unidist.migrate import files
 from unidist.migrate.context import Elsewhere, Options
 from unidist.migrate.file_report import FileReport, Remark
 from unidist.migrate.files import FileKind
+from unidist.migrate.gradients import assigns_gradients
 from unidist.migrate.launch_lines import LONGEST, ImportsHorovod, launch_lines, launch_lines_of_python
 from unidist.migrate.module import DEFAULT_OPTIONS, Level, imports_drop_in, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
+from unidist.migrate.syntax import SyntaxTree
 from unidist.migrate.torch_module import names_torch
 from unidist.migrate.workers import results_in_order
 
@@ -35,11 +37,9 @@ _FROM = re.compile(r"^[ \t]*from\s+(?!horovod\b)([.\w]+)\s+import\s+(?:\(([^)]*)
 _IMPORT = re.compile(r"^[ \t]*import\s+([.\w]+)", re.MULTILINE)
 #: Packages whose modules are not the program's own.
 _LIBRARIES = {"torch", "horovod", "unidist", "torchvision", "numpy"}
-#: Methods of Horovod's optimizers.
+#: Methods of Horovod's optimizers, and gradients that are assigned, as they look like.
 _OF_OPTIMIZER = re.compile(r"(?i:opt\w*)\.synchronize\(\)|\.(?:skip_synchronize|set_backward_passes_per_step)\(")
-_GRADIENT = re.compile(
-    r"\.grad(?:\.data)?(?:\[[^\]\n]*\])?\s*(?:[+-]?=(?!=)(?!\s*None\b)|\.(?:add|sub|copy|set|normal|addcmul|addcdiv|lerp)_\()"
-)
+_GRADIENT = re.compile(r"\.grad\b.*(?:=|_\()|setattr\(.*grad|_foreach_")
 _OF_MODULE = re.compile(r"\b(\w+)\.hvd\b")
 #: Calls through an attribute, by names that Horovod has and unidist does not.
 _OF_ATTRIBUTE = re.compile(
@@ -74,15 +74,15 @@ class Exports:
     starts: set[Path] = field(default_factory=set)
     #: Whether those of them start unidist once they are migrated, as far as that has been asked.
     migrated_starts: dict[Path, bool] = field(default_factory=dict)
-    #: The names of the modules that each file imports from.
+    #: The full names that each file imports, of modules and of what is in them.
     imports: dict[Path, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def of(self, path: Path) -> set[str]:
         """The names of a file, and ``.attr`` for the attributes, that other files use."""
         program = self._program(path.resolve()) if self.attributes else set()
-        return self.names.get(_module_name(path), set()) | {
-            f".{name}" for name, paths in self.attributes.items() if paths & program
-        }
+        attributes = {f".{name}" for name, paths in self.attributes.items() if paths & program}
+        package = {"*"} if path.stem == "__init__" else set()
+        return self.names.get(_module_name(path), set()) | attributes | package
 
     def elsewhere(self, path: Path) -> Elsewhere:
         """What other files of the same program do with a file's optimizers and gradients."""
@@ -126,7 +126,7 @@ class Exports:
         imported: dict[Path, set[Path]] = {}
         importers: dict[Path, set[Path]] = defaultdict(set)
         for each, names in self.imports.items():
-            imported[each] = set().union(*(by_name[name] for name in names & by_name.keys()))
+            imported[each] = {other for name in names for other in _nearest(each, name, by_name)}
             for other in imported[each]:
                 importers[other].add(each)
         return imported, importers
@@ -140,6 +140,25 @@ def _reached(start: set[Path], edges: Mapping[Path, set[Path]]) -> set[Path]:
         found |= new
         waiting += new
     return found
+
+
+def _nearest(importer: Path, name: str, by_name: Mapping[str, set[Path]]) -> set[Path]:
+    """The files that an import may mean: below the nearest directory above the importing file in which there is one,
+    as scripts and packages find them; else all with the whole dotted name.
+    """
+    parts = [part for part in name.split(".") if part]
+    if not parts or parts[0] in _LIBRARIES:
+        return set()
+    ends = [each.with_suffix("").parts for each in (Path(*parts, "__init__.py"), Path(*parts))]
+    found = {
+        each: each.parents[len(end) - 1]
+        for each in by_name.get(parts[-1], ())
+        for end in ends
+        if each.with_suffix("").parts[-len(end) :] == end
+    }
+    above = {each: root for each, root in found.items() if root in importer.parents}
+    depth = max((len(root.parts) for root in above.values()), default=0)
+    return {each for each, root in above.items() if len(root.parts) == depth} or set(found)
 
 
 def _module_name(path: Path) -> str:
@@ -200,9 +219,8 @@ def _names_torch(data: bytes, level: Level, options: Options) -> bool:
     return level == "native" and names_torch(data.decode("latin-1"), options)
 
 
-def _died(path: Path, status: int) -> FileReport:
-    how = f"signal {-status}" if status < 0 else f"status {status}"
-    return _failed(path, 1, f"the process that read it ended with {how}", "migrate it by hand")
+def _died(path: Path) -> FileReport:
+    return _failed(path, 1, "the process that read it died, perhaps for want of memory", "migrate it by hand")
 
 
 def find_exports(paths: Iterable[Path]) -> Exports:
@@ -214,27 +232,35 @@ def find_exports(paths: Iterable[Path]) -> Exports:
         with suppress(OSError):
             text = path.read_bytes().decode("latin-1")
             own = path.resolve()
-            found.imports[own] = set()
+            found.imports[own] = {match[1] for match in _IMPORT.finditer(text)}
             for match in _FROM.finditer(text):
-                names = (match[2] or match[3]).split(",")
-                module = match[1].split(".")[-1]
-                names = [name.split(" as ")[0].strip() for name in names]
-                found.names[module].update(names)
-                if match[1].split(".")[0] not in _LIBRARIES:
-                    found.imports[own].update({module, *names})
-            modules = [match[1].split(".") for match in _IMPORT.finditer(text)]
-            found.imports[own].update(parts[-1] for parts in modules if parts[0] not in _LIBRARIES)
+                names = [name.split(" as ")[0].strip() for name in (match[2] or match[3]).split(",")]
+                found.names[match[1].split(".")[-1]].update(names)
+                found.imports[own].update([match[1], *(f"{match[1].rstrip('.')}.{name}" for name in names)])
             if _STARTS.search(text):
                 found.starts.add(own)
-            if _OF_OPTIMIZER.search(text):
+            if _OF_OPTIMIZER.search(text) and _has(text, _calls_methods):
                 found.optimizer_methods.add(own)
-            if _GRADIENT.search(text):
+            if _GRADIENT.search(text) and _has(text, assigns_gradients):
                 found.gradients.add(own)
             for match in _OF_MODULE.finditer(text):
                 found.names[match[1]].add("hvd")
             for match in _OF_ATTRIBUTE.finditer(text):
                 found.attributes[match[1]].add(own)
     return found
+
+
+def _has(text: str, what: Callable[[SyntaxTree], bool]) -> bool:
+    """Whether a module has something; also if it cannot be read."""
+    try:
+        return what(SyntaxTree(text))
+    except Exception:
+        return True
+
+
+def _calls_methods(tree: SyntaxTree) -> bool:
+    """Whether a module calls a method that only Horovod's optimizers have."""
+    return any(_OF_OPTIMIZER.search(f"{tree.text(call.func)}()") for call in tree.all(cst.Call))
 
 
 def migrate_file(path: Path, level: Level, exports: Exports, options: Options = DEFAULT_OPTIONS) -> FileReport | None:

@@ -37,23 +37,14 @@ _REASONS: dict[str, Reason] = {
         "unidist converts all BatchNorm layers of a model at once",
         "use torch's BatchNorm layers, and wrap_model(sync_bn=True)",
     ),
-    "elastic": (
-        "elastic training stays Horovod's, which the drop-in has",
-        "nothing: 'unidist run --hvd --min-np ...' starts the file as it is, see docs/elastic.md",
-    ),
     "ProcessSet": _PROCESS_SETS,
     "add_process_set": _PROCESS_SETS,
     "broadcast_object_fn": ("unidist has no equivalent of this call", "unidist.broadcast_object"),
-    "broadcast_": (
-        "which tensor it changes in place cannot be determined",
-        "tensor.copy_(unidist.broadcast(tensor))",
-    ),
     "": ("unidist has no equivalent of this call", "keep it on the drop-in, or rewrite what needs it"),
 }
-_MAY_BE_INTEGERS = (
-    "whether the tensor is floating-point cannot be determined; Horovod truncates the average of integers, unidist "
-    "refuses it",
-    "unidist.all_reduce(tensor, 'mean') if it is, unidist.allreduce_metric for a metric",
+_INTEGERS = (
+    "the tensor is of integers or bool: Horovod truncates their average, unidist refuses it",
+    "`unidist.allreduce_metric(tensor)` for the exact mean, as float32",
 )
 _GRADIENT = (
     "a gradient may flow through it: Horovod averages it, unidist sums it",
@@ -109,7 +100,7 @@ def _reason(context: Context, use: cst.BaseExpression) -> Reason:
         if reduction(context, arguments) is None:
             return _ADASUM if context.symbol(arguments.get("op")) == "Adasum" else _REDUCTION
         assert isinstance(call, cst.Call)
-        return _NO_GRADIENT if has_other_gradient(context, call, arguments) else _MAY_BE_INTEGERS
+        return _NO_GRADIENT if has_other_gradient(context, call, arguments) else _INTEGERS
     if arguments is not None and "process_set" in arguments:
         return _PROCESS_SETS
     if arguments is not None and isinstance(call, cst.Call) and has_other_gradient(context, call, arguments):

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, overload
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from unidist.migrate.parsing import parse
 from unidist.migrate.positions import Positions
 from unidist.migrate.scopes import Scopes
 
@@ -45,7 +44,7 @@ class SyntaxTree:
     """
 
     def __init__(self, text: str) -> None:
-        self.module = parse(text)
+        self.module = cst.parse_module(text)
         #: All nodes, parents first, in the order of the text.
         self.nodes: list[cst.CSTNode] = []
         # By a node's identity, as its hash is computed in Python: its index among them.
@@ -346,6 +345,11 @@ def is_pure(node: cst.BaseExpression) -> bool:
             isinstance(part.slice, cst.Index) and is_pure(part.slice.value) for part in node.slice
         )
     return isinstance(node, (cst.Name, cst.Integer, cst.SimpleString))
+
+
+def bound_name(alias: cst.ImportAlias) -> str:
+    """The name that an import binds, dotted if it has no ``as``."""
+    return full_name(alias.asname.name if alias.asname else alias.name)
 
 
 def argument(call: cst.Call, name: str) -> cst.BaseExpression | None:

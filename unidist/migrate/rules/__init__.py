@@ -6,6 +6,7 @@ It decides about some of Horovod's names and marks their uses as handled, so tha
 from unidist.migrate.rules.barriers import change_barriers, keep_calls_beside_join
 from unidist.migrate.rules.calls import change_plain_calls, keep_replaced_calls
 from unidist.migrate.rules.collectives import change_allreduce, change_collectives
+from unidist.migrate.rules.elastic import change_elastic
 from unidist.migrate.rules.imports import change_imports
 from unidist.migrate.rules.loaders import change_loaders
 from unidist.migrate.rules.notices import report_surroundings
@@ -16,6 +17,7 @@ NATIVE_RULES = (
     keep_replaced_calls,
     keep_calls_beside_join,
     change_optimizers,
+    change_elastic,
     change_barriers,
     change_loaders,
     change_collectives,

@@ -8,6 +8,7 @@ from unidist.migrate.context import Context
 from unidist.migrate.flow import callees
 from unidist.migrate.rules.calls import PLAIN_CALLS
 from unidist.migrate.rules.loaders import has_even_loops, is_even
+from unidist.migrate.syntax import Statement, full_name
 
 
 def keep_calls_beside_join(context: Context) -> None:
@@ -40,17 +41,9 @@ def change_barriers(context: Context) -> None:
 
 #: Calls that return on all ranks at about the same time.
 _SYNCHRONIZING = {
-    "init",
-    "barrier",
-    "join",
-    "broadcast_parameters",
-    "broadcast_optimizer_state",
-    "broadcast_object",
-    "broadcast",
-    "allreduce",
-    "allgather",
-    "allgather_object",
-}
+    "init", "barrier", "join", "broadcast_parameters", "broadcast_optimizer_state", "broadcast_object", "broadcast",
+    "allreduce", "allgather", "allgather_object",
+}  # fmt: skip
 _UNEVEN = (
     "ranks may reach join() after different numbers of steps, and a rank in hvd.join() takes part in the drop-in's "
     "calls alone: all optimizers and collective calls of this file stay on the drop-in, and those of other files must",
@@ -66,7 +59,26 @@ def is_barrier(context: Context, call: cst.Call) -> bool:
     statement = context.tree.is_statement(call)
     if statement is None or call.args:
         return False
-    return (has_even_loops(context) and not _has_uneven_calls(context)) or _follows_collective(context, statement)
+    return (
+        _is_called_barrier(context, statement)
+        or (has_even_loops(context) and not _has_uneven_calls(context))
+        or _follows_collective(context, statement)
+    )
+
+
+def _is_called_barrier(context: Context, statement: Statement) -> bool:
+    """Whether the script takes it for one: ``torch.distributed.barrier()`` in the other branch of the condition, or a
+    function of that name that does nothing else.
+    """
+    for above in context.tree.parents(statement):
+        if isinstance(above, cst.If):
+            names = {full_name(call.func).split(".")[-1] for call in context.tree.all(cst.Call, above)}
+            if "barrier" in names and above.orelse is not None:
+                return True
+        if isinstance(above, cst.FunctionDef):
+            loops = any(context.tree.all((cst.For, cst.While), above.body))
+            return "barrier" in above.name.value.lower() and not loops
+    return False
 
 
 def _has_uneven_calls(context: Context) -> bool:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
-from unidist.migrate.flow import assignments_of
+from unidist.migrate.flow import values_of
 from unidist.migrate.syntax import full_name, keyword
 
-_FIRST_STEP = (
-    "if there is no state yet, Horovod's call takes a step with zero gradients (Adam's step count starts at 1, "
-    "weight decay changes weights); unidist's takes none"
+FIRST_STEP = (
+    "on a new optimizer, Horovod's call takes a step with zero gradients (Adam's step count starts at 1, weight decay "
+    "changes weights), which moves the losses; unidist's takes none"
 )
+OLD_NUMBERS = "for the old numbers `import unidist.hvd`, and here `unidist.hvd.broadcast_optimizer_state({}, {})`"
 
 
 def change_broadcasts(context: Context) -> None:
@@ -34,8 +35,9 @@ def change_broadcasts(context: Context) -> None:
         context.keep_comments(call)
         context.edits.replace(call, _rewritten(context, call, name, arguments))
         context.mark_handled(call.func)
-        if name == "broadcast_optimizer_state" and not _is_plain_sgd(context, state):
-            context.remark(call, _FIRST_STEP, "nothing; the losses differ slightly from the legacy ones")
+        if name == "broadcast_optimizer_state" and not is_plain_sgd(context, state):
+            root = context.text(arguments["root_rank"]) if "root_rank" in arguments else "0"
+            context.remark(call, FIRST_STEP, OLD_NUMBERS.format(context.text(state), root))
 
 
 def _rewritten(context: Context, call: cst.Call, name: str, arguments: Arguments) -> Callable[[cst.Call], cst.Call]:
@@ -54,10 +56,9 @@ def _rewritten(context: Context, call: cst.Call, name: str, arguments: Arguments
     return change
 
 
-def _is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:
+def is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:
     """Whether an optimizer is visibly one on which a step with zero gradients has no effect."""
-    variable = context.tree.variable(optimizer)
-    made = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
+    made = values_of(context.tree, optimizer)
     made = [value for value in made if not (isinstance(value, cst.Call) and context.symbol(value.func))]
     return bool(made) and all(
         isinstance(value, cst.Call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unidist.migrate.context import Context, is_compared_with_zero
+from unidist.migrate.context import Context, replace_zero_test
 
 #: Calls without arguments, and unidist's names for them.
 PLAIN_CALLS = {
@@ -21,19 +21,9 @@ PLAIN_CALLS = {
 }
 #: The other calls that become unidist's.
 _OTHER_CALLS = (
-    "allreduce",
-    "allreduce_",
-    "allgather",
-    "allgather_object",
-    "alltoall",
-    "broadcast",
-    "broadcast_",
-    "broadcast_object",
-    "broadcast_parameters",
-    "broadcast_optimizer_state",
-    "DistributedOptimizer",
-    "join",
-)
+    "allreduce", "allreduce_", "allgather", "allgather_object", "alltoall", "broadcast", "broadcast_",
+    "broadcast_object", "broadcast_parameters", "broadcast_optimizer_state", "DistributedOptimizer", "join",
+)  # fmt: skip
 _REPLACED = (
     "the script replaces this call by a function of its own, which unidist's call would bypass",
     "keep it, or wrap unidist's call by hand",
@@ -66,8 +56,8 @@ def change_plain_calls(context: Context) -> None:
         called = isinstance(above, cst.Call) and above.func is use
         if called and isinstance(above, cst.Call) and above.args:
             continue
-        if called and context.symbol(use) == "rank" and is_compared_with_zero(context.tree, above):
-            context.edits.replace(context.tree.parent(above), cst.Call(context.unidist_name_for(use, "is_main")))
-        else:
+        is_main = cst.Call(context.unidist_name_for(use, "is_main"))
+        is_rank = called and context.symbol(use) == "rank"
+        if not (is_rank and replace_zero_test(context.tree, context.edits, above, is_main)):
             context.edits.replace(use, context.unidist_name_for(use, PLAIN_CALLS[context.names.symbols[use]]))
         context.mark_handled(use)

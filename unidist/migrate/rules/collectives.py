@@ -10,7 +10,7 @@ from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.dtypes import is_floating
 from unidist.migrate.flow import assignments, is_parameter
 from unidist.migrate.gradients import may_carry_gradient, may_require_gradient
-from unidist.migrate.syntax import is_pure, keyword
+from unidist.migrate.syntax import keyword
 
 #: Collectives with the same arguments in unidist: the name there, and the first argument.
 COLLECTIVES = {
@@ -23,8 +23,14 @@ COLLECTIVES = {
 #: Arguments without effect on the result.
 _WITHOUT_EFFECT = {"name", "ignore_name_scope"}
 OPS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
-Options = list[tuple[str, cst.BaseExpression]]
-_TRUNCATED = "Horovod truncates the average of integers towards 0; allreduce_metric gives the exact mean as float32"
+_TRUNCATED = (
+    "Horovod truncates the average of integers towards 0; allreduce_metric gives the exact mean as float32",
+    "nothing, unless this is an integer whose average was to be truncated",
+)
+_ASSUMED = (
+    "the tensor is taken for floating-point; if it is of integers, the call raises a TypeError",
+    "nothing; for integers `unidist.allreduce_metric`, which gives the exact mean",
+)
 
 
 def change_collectives(context: Context) -> None:
@@ -42,14 +48,11 @@ def change_collectives(context: Context) -> None:
         _replace_call(context, call, name, [arguments[first], arguments.get("root_rank")], values)
     for call in list(context.calls("broadcast_")):
         arguments = context.arguments(call)
-        if (
-            arguments is None
-            or set(arguments) - {"tensor", "root_rank", *_WITHOUT_EFFECT}
-            or not _can_copy_into(context, arguments)
-        ):
+        if arguments is None or set(arguments) - {"tensor", "root_rank", *_WITHOUT_EFFECT}:
             continue
-        source: Options = [] if is_constant(arguments["root_rank"], 0) else [("src", arguments["root_rank"])]
-        _replace_in_place_call(context, call, arguments["tensor"], "broadcast", source)
+        tensor, root = arguments["tensor"], arguments["root_rank"]
+        source = [] if is_constant(root, 0) else [keyword("src", root)]
+        _replace_call(context, call, "broadcast_", [tensor, root], [cst.Arg(tensor), *source])
 
 
 def has_other_gradient(context: Context, call: cst.Call, arguments: Arguments) -> bool:
@@ -77,25 +80,19 @@ def change_allreduce(context: Context) -> None:
         tensor = arguments["tensor"]
         if has_other_gradient(context, call, arguments):
             continue
-        metric = op == "mean" and _is_metric(context, call, tensor)
-        floating = is_floating(context.tree, tensor)
-        is_known = floating or metric or context.options.assume_average
-        if (op == "mean" and (floating is False or not is_known)) or (
-            not metric and not context.options.assume_average and _may_be_bool(context, tensor)
-        ):
-            continue
         in_place = context.symbol(call.func) == "allreduce_"
-        if in_place and not _can_copy_into(context, arguments):
+        if not in_place and isinstance(context.tree.parent(call), cst.Expr):
+            _replace_call(context, call, "barrier", [], [])  # its result is not used: ranks wait for each other
             continue
-        name = "allreduce_metric" if metric else "all_reduce"
-        default = "mean" if metric else "sum"
-        options: Options = [] if op == default else [("op", cst.SimpleString(f'"{op}"'))]
-        if in_place:
-            _replace_in_place_call(context, call, tensor, name, options)
-        else:
-            _replace_call(context, call, name, [tensor], [cst.Arg(tensor), *(keyword(*option) for option in options)])
-            if metric and op == "mean" and not floating:
-                context.remark(call, _TRUNCATED, "nothing, unless this is an integer whose average was to be truncated")
+        metric = op == "mean" and not in_place and _is_metric(context, call, tensor)
+        floating = is_floating(context.tree, tensor)
+        if (op == "mean" and floating is False) or (not metric and _may_be_bool(context, tensor)):
+            continue
+        name = "allreduce_metric" if metric else "all_reduce_" if in_place else "all_reduce"
+        options = [] if op == ("mean" if metric else "sum") else [keyword("op", cst.SimpleString(f'"{op}"'))]
+        _replace_call(context, call, name, [tensor], [cst.Arg(tensor), *options])
+        if op == "mean" and not floating:
+            context.remark(call, *(_TRUNCATED if metric else _ASSUMED))
 
 
 def reduction(context: Context, arguments: Arguments) -> str | None:
@@ -148,17 +145,6 @@ def _may_be_bool(context: Context, tensor: cst.BaseExpression) -> bool:
     return isinstance(tensor, cst.Comparison) or ".bool()" in context.text(tensor)
 
 
-def _can_copy_into(context: Context, arguments: Arguments) -> bool:
-    """Whether ``x.copy_(...)`` can replace an in-place operation on a tensor."""
-    tensor = arguments["tensor"]
-    if not is_pure(tensor):
-        return False
-    if isinstance(tensor, cst.Attribute) and tensor.attr.value in ("grad", "data"):
-        return True
-    made_of_numbers = is_floating(context.tree, tensor, made_of_numbers=True)
-    return made_of_numbers is not None
-
-
 def _replace_call(
     context: Context, call: cst.Call, name: str, kept: list[cst.BaseExpression | None], values: list[cst.Arg]
 ) -> None:
@@ -172,16 +158,6 @@ def _replace_call(
     for argument in call.args:
         if all(argument.value is not each for each in kept):
             context.mark_handled(argument)
-
-
-def _replace_in_place_call(
-    context: Context, call: cst.Call, tensor: cst.BaseExpression, name: str, options: Options
-) -> None:
-    context.keep_comments(call)
-    values = [cst.Arg(tensor.deep_clone()), *(keyword(*option) for option in options)]
-    copy = cst.Attribute(tensor.deep_clone(), cst.Name("copy_"))
-    context.edits.replace(call, cst.Call(copy, [cst.Arg(cst.Call(context.unidist_name_for(call.func, name), values))]))
-    context.mark_handled(call)
 
 
 def _rebuilt(context: Context, original: cst.Call, updated: cst.Call, new: cst.Call) -> cst.Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -12,18 +13,11 @@ from unidist.migrate.syntax import Problem, Statement, full_name
 
 #: Calls whose result is a tensor of the script's own.
 _NEW_TENSORS = {
-    "clone",
-    "detach",
-    "tensor",
-    "as_tensor",
-    "from_numpy",
-    "zeros",
-    "ones",
-    "rand",
-    "randn",
-    "rand_like",
+    "clone", "detach", "tensor", "as_tensor", "from_numpy", "zeros", "ones", "rand", "randn", "rand_like",
     "zeros_like",
-}
+}  # fmt: skip
+#: What a loop over parameters is over.
+_OF_MODEL = re.compile(r"param|module|children|layer|model|net", re.IGNORECASE)
 
 
 def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[Problem]:
@@ -31,11 +25,24 @@ def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[Pr
     tree = context.tree
     for node in tree.all(cst.Attribute):
         changes = node.attr.value == "requires_grad_" or (node.attr.value == "requires_grad" and is_target(tree, node))
+        if not changes:
+            continue
         made = isinstance(node.value, cst.Call) and full_name(node.value.func).split(".")[-1] in _NEW_TENSORS
-        if made or isinstance(node.value, cst.BinaryOperation):
+        if made or isinstance(node.value, cst.BinaryOperation) or _is_of_batch(context, node.value):
             continue  # not a parameter
-        if changes and not _is_all_before(context, node, before) and not _is_of_whole_model(context, node, flow):
+        if not _is_all_before(context, node, before) and not _is_of_whole_model(context, node, flow):
             yield node, "some parameters are frozen or unfrozen after DistributedOptimizer, which unidist refuses"
+
+
+def _is_of_batch(context: Context, node: cst.BaseExpression) -> bool:
+    """Whether a variable is set by a loop that trains, over something else than the parts of a model."""
+    variable = context.tree.variable(node)
+    for loop in context.tree.all(cst.For) if variable else ():
+        targets = {context.tree.variable(name) for name in context.tree.all(cst.Name, inside=loop.target)}
+        trains = any(context.tree.method_calls("backward", loop.body))
+        if variable in targets and trains and not _OF_MODEL.search(context.text(loop.iter)):
+            return True
+    return False
 
 
 def _is_all_before(context: Context, node: cst.CSTNode, before: Statement) -> bool:

@@ -18,7 +18,12 @@ _REEXPORTED = "other files may import this name from here, so it stays, as the d
 _REBOUND = "this name is also bound to something else, so calls through it stay on the drop-in"
 _REPLACE = "replace it by hand, or keep Horovod for it"
 _DROP_IN = ("unidist has no equivalent, so it is imported from the drop-in", "keep it, or rewrite what needs it")
-_RUN = ("unidist starts no processes, so it is imported from the drop-in", "start the script with torchrun")
+_RUN = (
+    "horovod.run() starts processes on any hosts, and unidist.spawn() on this one, so it stays, as the drop-in's",
+    "`unidist.spawn(fn, np, args)` on one host, else start the script by `unidist run`, then migrate again",
+)
+#: Why a file stays on the drop-in although each of its calls has an equivalent.
+STAYS = {_REEXPORTED, _REBOUND, _DROP_IN[0], _RUN[0]}
 
 
 def change_imports(context: Context) -> None:
@@ -38,7 +43,8 @@ def change_imports(context: Context) -> None:
         elif isinstance(node, cst.Name):
             imports.module(node)
     for variable in context.renamed:
-        for node in references(context.tree).get(variable, ()):
+        imported = [node for node in context.names.modules if context.is_renamed(node)]
+        for node in (*references(context.tree).get(variable, ()), *imported):
             context.edits.replace(node, lambda updated: updated.with_changes(value="unidist"))
     imports.finish()
 
@@ -56,6 +62,7 @@ class _Imports:
         #: Names that other files import from this one.
         self._exported = {*context.exported, *_named_in_strings(context)}
         self._tree = context.tree
+        self._read = {name.value for name in context.tree.all(cst.Name) if not in_import(context.tree, name)}
         #: Names through which the drop-in is still used.
         self._still_used = {root_name(use) for use in context.remaining_uses()} | context.names.rebound
         if not context.aliases_are_native:
@@ -103,6 +110,8 @@ class _Imports:
         needs_unidist_too = node in self._imports_to_extend
         for alias in node.names:
             name, bound = full_name(alias.name), full_name(alias.asname.name) if alias.asname else None
+            if self._is_unused(node, name, bound or name.split(".")[0]):
+                continue
             if symbol_of(name) is None and not is_horovod(name):
                 aliases.append(alias)
             elif symbol_of(name) is not None:
@@ -138,7 +147,7 @@ class _Imports:
             return [kept], False
         mixed = bound is not None and bound not in self._context.names.import_only
         if mixed and self._context.aliases_are_native:
-            if self._is_renamed(bound or ""):
+            if bound in self._context.renamed_names:
                 return [cst.ImportAlias(cst.Name("unidist"))], False
             return [alias.with_changes(name=cst.Name("unidist"))], False
         first = bound or name.split(".")[0]
@@ -149,9 +158,14 @@ class _Imports:
             self._remark_reexported(alias, first)
         return [kept] if exported else [], self._is_used(first)
 
-    def _is_renamed(self, bound: str) -> bool:
-        """Whether the variables of this name get the name ``unidist``."""
-        return any(variable.rpartition(".")[2] == bound for variable in self._context.renamed)
+    def _is_unused(self, node: cst.CSTNode, name: str, bound: str) -> bool:
+        """Whether neither this file nor another one uses what an import of Horovod binds.
+
+        One in a ``try`` may show whether Horovod is there.
+        """
+        if not self._context.native or not is_horovod(name) or {bound, "*"} & (self._read | self._exported):
+            return False
+        return not any(isinstance(above, cst.Try) for above in self._tree.parents(node))
 
     def _package(self, node: cst.Import, alias: cst.ImportAlias, first: str) -> tuple[list[cst.ImportAlias], bool]:
         """What replaces ``horovod`` itself, and whether ``import unidist`` is needed beside it."""
@@ -240,6 +254,8 @@ class _Imports:
         name = full_name(alias.name)
         bound = full_name(alias.asname.name) if alias.asname else name
         whole = f"{module}.{name}"
+        if self._is_unused(node, whole, bound):
+            return None, False
         meaning, target, used = symbol_of(whole), drop_in_name_of(whole), self._is_used(bound)
         if bound in self._context.names.rebound and target is not None:
             self._remark_rebound(alias, bound)
@@ -252,7 +268,7 @@ class _Imports:
                 if target is not None:
                     self._remark_reexported(alias, bound)
             elif self._context.aliases_are_native and is_horovod(whole):
-                asname = None if self._is_renamed(bound) else cst.AsName(cst.Name(bound))
+                asname = None if bound in self._context.renamed_names else cst.AsName(cst.Name(bound))
                 return cst.Import([cst.ImportAlias(cst.Name("unidist"), asname)]), False
         if target is None:
             if is_horovod(whole):

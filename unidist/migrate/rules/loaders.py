@@ -8,7 +8,7 @@ import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.flow import assignments, callees, follow, is_target, references
-from unidist.migrate.syntax import Statement, argument, full_name, keyword
+from unidist.migrate.syntax import Statement, argument, bound_name, full_name, keyword
 
 _SAMPLER = "torch.utils.data.distributed.DistributedSampler"
 _SAMPLERS = {_SAMPLER, "torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler"}
@@ -16,16 +16,8 @@ _LOADERS = {"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoad
 _POSITIONS = ("dataset", "num_replicas", "rank", "shuffle", "seed", "drop_last")
 #: Methods whose results have the same length on all ranks.
 _SAME_LENGTH_METHODS = {
-    "parameters",
-    "named_parameters",
-    "buffers",
-    "named_buffers",
-    "modules",
-    "state_dict",
-    "items",
-    "keys",
-    "values",
-}
+    "parameters", "named_parameters", "buffers", "named_buffers", "modules", "state_dict", "items", "keys", "values",
+}  # fmt: skip
 
 _NOT_EVERY_EPOCH = (
     "whether set_epoch() precedes every iteration over the loader cannot be determined; "
@@ -144,6 +136,8 @@ def _iterable_of(loop: cst.For) -> cst.BaseExpression:
 def change_loaders(context: Context) -> None:
     """Each sampler that serves one loader and nothing else; others stay, with unidist's rank and world size."""
     gone: list[Statement] = []
+    if any(symbol.startswith("elastic") for symbol in context.names.symbols.values()):
+        return  # a sampler that is made before the world changes keeps its share
     for pair in list(_samplers_with_loaders(context)):
         uses = _uses_of_sampler(context, pair)
         epochs = [use for use in uses or () if _called_method(context, use) == "set_epoch"]
@@ -183,7 +177,7 @@ def _drop_import(context: Context, statements: list[Statement]) -> None:
         for alias in node.names:
             if f"{full_name(node.module)}.{full_name(alias.name)}" not in _SAMPLERS:
                 continue
-            bound = full_name(alias.asname.name) if alias.asname else full_name(alias.name)
+            bound = bound_name(alias)
             uses = [each for each in tree.all(cst.Name) if each.value == bound and not tree.is_inside(each, node)]
             if not all(any(tree.is_inside(use, gone) for gone in statements) for use in uses):
                 continue

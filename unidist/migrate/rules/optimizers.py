@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
 
 import libcst as cst
 
-from unidist.migrate.context import Arguments, Context, is_constant
-from unidist.migrate.flow import INSPECTING, assignments, assignments_of, follow, references, result_variables
+from unidist.migrate.context import Arguments, Context, Refusal, is_constant
+from unidist.migrate.flow import (
+    INSPECTING,
+    assignments,
+    assignments_of,
+    follow,
+    is_parameter,
+    passed_to,
+    references,
+    result_variables,
+    values_of,
+)
 from unidist.migrate.gradients import gradient_problems
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
+from unidist.migrate.rules.elastic import elastic_models, elastic_uses
 from unidist.migrate.rules.freezing import frozen_later
 from unidist.migrate.rules.replicating import COMPRESSION, METHODS, OptimizerPlan, horovod_method, replace_optimizer
 from unidist.migrate.syntax import Statement, full_name, is_pure
 
 _AVERAGE = "keep it, or use a plain optimizer and unidist.all_reduce(p.grad, 'mean') for each gradient"
-
-
-@dataclass
-class Refusal(Exception):
-    """Why the optimizers of a module stay Horovod's."""
-
-    node: cst.CSTNode
-    why: str
-    remedy: str = field(default="write unidist.replicate(model) and a plain optimizer by hand, see docs/migrating.md")
 
 
 def change_optimizers(context: Context) -> None:
@@ -34,23 +36,46 @@ def change_optimizers(context: Context) -> None:
     """
     try:
         optimizers = [_plan(context, call) for call in context.calls("DistributedOptimizer")]
+        elastic = elastic_models(context, [each.model for each in optimizers])
+        for each in optimizers if elastic else ():
+            _check_compression(context, each, elastic[context.text(each.model)])
         _check_together(context, optimizers)
         compressions = _compressions(context, optimizers)
     except Refusal as refusal:
         line = context.tree.line(context.tree.statement(refusal.node) or refusal.node)
-        for use in list(context.uses("DistributedOptimizer")):
+        uses = list(context.uses("DistributedOptimizer"))
+        for use in uses or elastic_uses(context)[:1]:
             here = context.tree.line(context.tree.statement(use) or use) == line
             where = "" if here else f" (line {line}: `{context.first_line(refusal.node)}`)"
-            context.kept[use] = f"this optimizer stays on the drop-in: {refusal.why}{where}", refusal.remedy
-        context.covered.update(context.uses("broadcast_parameters", "broadcast_optimizer_state"))
+            what = "this optimizer stays" if uses else "elastic training stays"
+            context.kept[use] = f"{what} on the drop-in: {refusal.why}{where}", refusal.remedy
+        elastic_rest = [use for use in elastic_uses(context) if use not in context.kept]
+        context.kept.update(dict.fromkeys(elastic_rest, ("", "")))
+        context.covered.update([*context.uses("broadcast_parameters", "broadcast_optimizer_state"), *elastic_rest])
         return
     for index, optimizer in enumerate(optimizers):
         is_first = not any(_is_same_model(context, other, optimizer) for other in optimizers[:index])
-        replace_optimizer(context, optimizer, is_first=is_first)
+        places: list[tuple[Statement, str | None]] = [(optimizer.before, None)]
+        if elastic:
+            places = [*elastic[context.text(optimizer.model)]]
+        replace_optimizer(context, optimizer, places if is_first else [])
     for node in compressions:
         context.edits.replace(node, cst.parse_expression(COMPRESSION[context.names.symbols[node]]))
         context.mark_handled(node)
     change_broadcasts(context)
+
+
+def _check_compression(context: Context, each: OptimizerPlan, places: list[tuple[Statement, str]]) -> None:
+    """
+    Raises:
+        Refusal: the compression is another thing, or nothing, in the function that trains elastically.
+    """
+    compression = each.compression
+    if compression is None or context.symbol(compression) in COMPRESSION:
+        return
+    if not all(context.is_bound_at(compression, statement) for statement, _ in places):
+        why = f"compression={context.text(compression)} is not known where the elastic training begins"
+        raise Refusal(each.call, why, "assign it at the top of the module, then migrate again")
 
 
 def _is_same_model(context: Context, left: OptimizerPlan, right: OptimizerPlan) -> bool:
@@ -174,17 +199,17 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
     Raises:
         Refusal: it cannot be determined, or it is more than one.
     """
-    if any(node.attr.value == "add_param_group" for node in context.tree.all(cst.Attribute)):
-        raise Refusal(call, "add_param_group() may add parameters of another model")
     named = arguments.get("named_parameters")
+    for node in context.tree.all(cst.Attribute):
+        if node.attr.value == "add_param_group" and not (named is not None and _is_before(context, node, call)):
+            raise Refusal(call, "add_param_group() may add parameters of another model")
     if named is not None and not is_constant(named, None):
         found = _owner_of_parameters(context, named)
         if found is None:
             raise Refusal(call, f"named_parameters={context.text(named)} is not visibly model.named_parameters()")
         return found
     inner = arguments["optimizer"]
-    variable = context.tree.variable(inner)
-    values = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
+    variable, values = context.tree.variable(inner), values_of(context.tree, inner)
     owners: list[cst.BaseExpression] = []
     for value in values if variable else [inner]:
         if value is call or is_constant(value, None):
@@ -202,6 +227,12 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
             "pass named_parameters=model.named_parameters(), then migrate again",
         )
     return owners[0]
+
+
+def _is_before(context: Context, node: cst.CSTNode, call: cst.Call) -> bool:
+    """Whether a node is before a call in its function: Horovod checks there that all parameters are named."""
+    tree = context.tree
+    return tree.function(node) is tree.function(call) and tree.position(node) < tree.position(call)
 
 
 def _owner_of_parameters(context: Context, named: cst.BaseExpression) -> cst.BaseExpression | None:
@@ -243,7 +274,7 @@ def _broadcast_statement(
         if found is None or context.text(found) != context.text(model):
             continue
         arguments = context.arguments(call) or {}
-        if not is_constant(arguments.get("root_rank"), 0):
+        if not is_constant(context.value_of(arguments.get("root_rank")), 0):
             raise Refusal(
                 optimizer,
                 f"`{context.first_line(call)}` sends the weights of another rank than 0, whose weights replicate sends",
@@ -307,24 +338,14 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
     for use in context.uses("DistributedOptimizer"):
         if not isinstance(context.tree.parent(use), cst.Call):
             raise Refusal(use, "DistributedOptimizer is used without being called")
-    for node, why in gradient_problems(context.tree) if optimizers else ():
-        raise Refusal(node, why, _AVERAGE)
+    if not optimizers:
+        return
     known = {use for each in optimizers for use in each.flow.uses}
-    for node in context.tree.all(cst.Attribute):
-        method = node.attr.value in ("skip_synchronize", "synchronize") and optimizers and node.value not in known
-        if (
-            method
-            and not context.tree.imported(node)
-            and context.symbol(node) is None
-            and "cuda" not in context.text(node)
-        ):
-            raise Refusal(node, f"which optimizer `{context.text(node)}` belongs to cannot be determined")
-    for text in context.tree.all(cst.SimpleString):
-        if optimizers and text.evaluated_value in METHODS:
-            raise Refusal(text, f"{text.value} names a method of Horovod's optimizer")
+    averages_before = _averages_before_steps(context, known)
+    for node, why in gradient_problems(context.tree) if not averages_before else ():
+        raise Refusal(node, why, _AVERAGE)
+    _check_methods(context, known)
     for each in optimizers:
-        for use in each.flow.uses:
-            _check_method(context, use)
         if context.elsewhere.optimizer_method and _is_reachable(context, each):
             raise Refusal(
                 each.call,
@@ -332,9 +353,62 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
                 "optimizers have",
                 "remove that call (unidist's gradients are averaged when backward() returns), then migrate again",
             )
-    if optimizers and context.elsewhere.gradient:
+    if context.elsewhere.gradient and not averages_before:
         why = f"{context.elsewhere.gradient}, a file of the same program, assigns gradients by hand"
         raise Refusal(optimizers[0].call, why, _AVERAGE)
+
+
+def _check_methods(context: Context, known: set[cst.BaseExpression]) -> None:
+    """
+    Raises:
+        Refusal: a method of Horovod's optimizers is used in a way that cannot be removed.
+    """
+    for node in context.tree.all(cst.Attribute):
+        if node.attr.value not in ("skip_synchronize", "synchronize") or node.value in known:
+            continue
+        if not (context.tree.imported(node) or context.symbol(node) is not None or "cuda" in context.text(node)):
+            raise Refusal(node, f"which optimizer `{context.text(node)}` belongs to cannot be determined")
+    for text in context.tree.all(cst.SimpleString):
+        if text.evaluated_value in METHODS:
+            raise Refusal(text, f"{text.value} names a method of Horovod's optimizer")
+    for use in known:
+        _check_method(context, use)
+
+
+def _averages_before_steps(context: Context, uses: set[cst.BaseExpression]) -> bool:
+    """Whether each step of some optimizers is in ``skip_synchronize()``, after ``synchronize()`` in the same function.
+
+    Horovod averages nothing there either, so that gradients may have been changed in between, as K-FAC does.
+    """
+    tree = context.tree
+    of_optimizers = [
+        call for call in tree.all(cst.Call) if isinstance(call.func, cst.Attribute) and call.func.value in uses
+    ]
+    synchronized = {
+        tree.function(call): tree.position(call) for call in of_optimizers if _method(call) == "synchronize"
+    }
+    steps = [call for call in of_optimizers if _method(call) == "step"]
+    steps += [call for call in tree.method_calls("step") if any(arg.value in uses for arg in call.args)]
+    return bool(steps) and all(
+        synchronized.get(tree.function(step), (sys.maxsize, 0)) < tree.position(step) and _is_in_skip(context, step)
+        for step in steps
+    )
+
+
+def _method(call: cst.Call) -> str:
+    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+
+
+def _is_in_skip(context: Context, node: cst.CSTNode) -> bool:
+    """Whether a node is in ``with optimizer.skip_synchronize():``, or in the other branch of an ``if`` around one."""
+    child = node
+    for above in context.tree.parents(node):
+        if isinstance(above, cst.With) and any("skip_synchronize" in context.text(item.item) for item in above.items):
+            return True
+        if isinstance(above, cst.If) and child is above.orelse and "skip_synchronize" in context.text(above.body):
+            return True
+        child = above
+    return False
 
 
 def _is_reachable(context: Context, each: OptimizerPlan) -> bool:
@@ -371,8 +445,15 @@ def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
         return []
     found: list[cst.BaseExpression] = []
     for each in optimizers:
-        if each.compression is not None:
-            found += _constants(context, each.call, each.compression)
+        if each.compression is None:
+            continue
+        constants = _constants(context, each.call, each.compression)
+        if not _is_never_compressed(context, each.compression, constants):
+            found += constants
+            continue
+        each.compression = None
+        for constant in constants:
+            context.remove(context.tree.statement(constant) or each.statement)
     others = [
         use for use in context.uses() if context.names.symbols[use].startswith("Compression") and use not in found
     ]
@@ -380,6 +461,35 @@ def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
     if found and outside:
         raise Refusal(outside[0], "this compression is passed to something else than the optimizer")
     return found
+
+
+def _given(context: Context, variable: str | None) -> list[cst.BaseExpression]:
+    """What a parameter is given by its default and by the calls of this file; nothing if other files may call it."""
+    found = passed_to(context.tree, variable or "")
+    for parameter in context.tree.all(cst.Param):
+        if context.tree.variable(parameter.name) != variable:
+            continue
+        function = next(
+            each for each in context.tree.parents(parameter) if isinstance(each, (cst.FunctionDef, cst.Lambda))
+        )
+        if not isinstance(function, cst.FunctionDef) or function.name.value in context.exported:
+            return []
+        found = [*found, *([parameter.default] if parameter.default is not None else [])]
+    return found
+
+
+def _is_never_compressed(
+    context: Context, compression: cst.BaseExpression, constants: list[cst.BaseExpression]
+) -> bool:
+    """Whether it is a variable to which statements assign ``Compression.none`` and nothing else."""
+    none = all(context.names.symbols[each] == "Compression.none" for each in constants)
+    return (
+        none
+        and isinstance(compression, cst.Name)
+        and all(
+            isinstance(context.tree.parent(each), cst.Assign) and context.tree.statement(each) for each in constants
+        )
+    )
 
 
 def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> list[cst.BaseExpression]:
@@ -394,7 +504,8 @@ def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> li
             )
         return [*_constants(context, call, node.body), *_constants(context, call, node.orelse)]
     variable = context.tree.variable(node)
-    values = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
+    values = values_of(context.tree, node)
+    values += _given(context, variable) if is_parameter(context.tree, variable) else []
     if isinstance(node, cst.Name) and values and variable and not any(value is call for value in values):
         uses = follow(context.tree, [variable]).uses
         if all(context.tree.is_inside(use, call) for use in uses):

@@ -9,7 +9,7 @@ import libcst as cst
 from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.flow import Flow
 from unidist.migrate.rules.accumulation import change_accumulation
-from unidist.migrate.syntax import Statement, full_name, keyword
+from unidist.migrate.syntax import Statement, dotted, full_name, keyword
 
 _ADASUM_BRANCH = (
     "unidist has no Adasum: the script raises an error where it is asked for",
@@ -44,9 +44,13 @@ class OptimizerPlan:
     flow: Flow
 
 
-def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) -> None:
-    """Replace one; ``is_first``: no other one before trains the same model."""
-    tree, edits = context.tree, context.edits
+def replace_optimizer(context: Context, each: OptimizerPlan, places: list[tuple[Statement, str | None]]) -> None:
+    """Replace one.
+
+    Args:
+        places: the statements before which its model is replicated, and the name that it has there if it is another.
+    """
+    edits = context.edits
     change_accumulation(context, each.arguments.get("backward_passes_per_step"), each.flow, each.model, each.before)
     predivide = each.arguments.get("gradient_predivide_factor")
     if predivide is not None and not is_constant(predivide, 1):
@@ -65,8 +69,9 @@ def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) 
     if each.broadcast is not None:
         edits.remove(each.broadcast)
         context.mark_handled(each.broadcast)
-    if is_first:
-        edits.insert(each.before, cst.SimpleStatementLine([cst.Expr(_replicate(context, each))]))
+    for statement, name in places:
+        model = each.model.deep_clone() if name is None else dotted(name)
+        edits.insert(statement, cst.SimpleStatementLine([cst.Expr(_replicate(context, each, model))]))
     for node in (
         each.call.func,
         *(value for name, value in each.arguments.items() if name not in ("optimizer", "compression")),
@@ -77,6 +82,12 @@ def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) 
     for use in each.flow.uses:
         _change_method(context, use)
         _remark_on_use(context, each, use)
+    _remark_on_others(context, each)
+
+
+def _remark_on_others(context: Context, each: OptimizerPlan) -> None:
+    """Remark on clipping before Horovod has averaged, and on state that is loaded before wrapping."""
+    tree, inner = context.tree, each.arguments["optimizer"]
     if not any(_accessed_attribute(context, use) == "synchronize" for use in each.flow.uses):
         for call in tree.all(cst.Call):
             if full_name(call.func).split(".")[-1] in ("clip_grad_norm_", "clip_grad_value_", "unscale_"):
@@ -89,8 +100,8 @@ def replace_optimizer(context: Context, each: OptimizerPlan, *, is_first: bool) 
             context.remark(loaded, why, "nothing, if the state was meant to be loaded")
 
 
-def _replicate(context: Context, each: OptimizerPlan) -> cst.Call:
-    options = [cst.Arg(each.model.deep_clone())]
+def _replicate(context: Context, each: OptimizerPlan, model: cst.BaseExpression) -> cst.Call:
+    options = [cst.Arg(model)]
     if each.compression is not None:
         value: cst.BaseExpression = each.compression.deep_clone()
         if context.symbol(each.compression) in COMPRESSION:

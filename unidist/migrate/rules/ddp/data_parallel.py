@@ -7,8 +7,9 @@ DataParallel splits a batch and computes the loss of all of it. With a mean over
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import libcst as cst
 
@@ -72,14 +73,7 @@ def change_data_parallel(context: TorchContext) -> None:
         context.refuse(calls[0], "no loop of this file trains the model", _BY_HAND)
     for backward in tree.method_calls("backward"):
         _check_loss(context, backward)
-    loaders: list[cst.Call] = []
-    for loop in loops:
-        found = _loaders_of(context, loop)
-        if not found:
-            context.refuse(loop, "the DataLoader of this loop is not visible", _BY_HAND)
-        loaders += [each for each in found if each not in loaders]
-    for loader in loaders:
-        _shard(context, loader)
+    loaders = _shard_all(context, loops)
     called = {call.func for call in calls}
     for use in context.uses("DataParallel"):
         if use not in called and not is_asked_for(context, use):
@@ -96,6 +90,19 @@ def change_data_parallel(context: TorchContext) -> None:
     _guard_files(context)
     context.wrapped |= {variable for variable in _models(context) if variable is not None}
     report_evaluation(context)
+
+
+def _shard_all(context: TorchContext, loops: list[cst.For]) -> list[cst.Call]:
+    """Shard the loaders over which loops go."""
+    loaders: list[cst.Call] = []
+    for loop in loops:
+        found = _loaders_of(context, loop)
+        if not found:
+            context.refuse(loop, "the DataLoader of this loop is not visible", _BY_HAND)
+        loaders += [each for each in found if each not in loaders]
+    for loader in loaders:
+        _shard(context, loader)
+    return loaders
 
 
 def _wrap(context: TorchContext, call: cst.Call) -> Iterator[cst.CSTNode]:
@@ -148,47 +155,56 @@ def _check_loss(context: TorchContext, backward: cst.Call) -> None:
 
 def _is_mean(context: TorchContext, node: cst.BaseExpression, depth: int = 6) -> bool:
     """Whether a value is visibly a mean over the samples, or such values times constants."""
-    tree = context.tree
-    if depth == 0:
+    rule = next((rule for kind, rule in _MEANS.items() if isinstance(node, kind)), None)
+    return depth > 0 and rule is not None and rule(context, node, depth - 1)
+
+
+def _is_mean_of_terms(context: TorchContext, node: cst.BinaryOperation, depth: int) -> bool:
+    means = [_is_mean(context, each, depth) for each in (node.left, node.right)]
+    numbers = [_is_number(context, each) for each in (node.left, node.right)]
+    if isinstance(node.operator, (cst.Add, cst.Subtract)):
+        return all(means)
+    divided = means[0] and numbers[1]
+    if isinstance(node.operator, cst.Multiply):
+        return divided or (numbers[0] and means[1])
+    return isinstance(node.operator, cst.Divide) and divided
+
+
+def _is_mean_by_call(context: TorchContext, node: cst.Call, depth: int) -> bool:
+    variable = context.tree.variable(node.func)
+    values = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
+    if variable and is_parameter(context.tree, variable):
+        values += passed_to(context.tree, variable)
+        values = [each for value in values for each in _assigned(context, value)]
+    if values:
+        return all(isinstance(value, cst.Call) and _is_loss(context, value) for value in values)
+    method = node.func if isinstance(node.func, cst.Attribute) else None
+    if method is not None and method.attr.value == "mean" and not node.args and _is_output(context, method.value):
+        return True
+    return _is_loss(context, node.func if isinstance(node.func, cst.Call) else node)  # nn.MSELoss()(a, b)
+
+
+def _is_mean_by_name(context: TorchContext, node: cst.Name, depth: int) -> bool:
+    variable = context.tree.variable(node)
+    if variable is None:
         return False
-    if isinstance(node, cst.BinaryOperation):
-        left, right = (_is_mean(context, each, depth - 1) for each in (node.left, node.right))
-        if isinstance(node.operator, (cst.Add, cst.Subtract)):
-            return left and right
-        numbers = (_is_number(context, node.left), _is_number(context, node.right))
-        if isinstance(node.operator, cst.Multiply):
-            return (left and numbers[1]) or (numbers[0] and right)
-        return isinstance(node.operator, cst.Divide) and left and numbers[1]
-    if isinstance(node, cst.Call):
-        made: cst.CSTNode = node
-        variable = tree.variable(node.func)
-        values = [value for value, _ in assignments_of(tree, variable)] if variable else []
-        if variable and is_parameter(tree, variable):
-            values += passed_to(tree, variable)
-            values = [each for value in values for each in _assigned(context, value)]
-        if values:
-            return all(isinstance(value, cst.Call) and _is_loss(context, value) for value in values)
-        if isinstance(made, cst.Call) and isinstance(made.func, cst.Call):  # nn.MSELoss()(a, b)
-            made = made.func
-        moved = isinstance(node.func, cst.Attribute) and node.func.attr.value == "mean" and not node.args
-        if moved and isinstance(node.func, cst.Attribute) and _is_output(context, node.func.value):
-            return True
-        return isinstance(made, cst.Call) and _is_loss(context, made)
-    if isinstance(node, cst.Name) and (variable := tree.variable(node)) is not None:
-        values = [value for value, _ in assignments_of(tree, variable)]
-        targets = [use for use in references(tree).get(variable, ()) if is_target(tree, use)]
-        same = [value for value in values if not _is_of(context, value, variable)]
-        rest = [value for value in values if _is_of(context, value, variable)]
-        if any(context.text(value) == f"{node.value}.mean()" for value in rest):
-            return all(_comes_from_model(context, value) for value in same) and len(rest) == 1
-        scaled = all(isinstance(value, cst.BinaryOperation) and _is_number(context, value.right) for value in rest)
-        return (
-            bool(same)
-            and scaled
-            and len(targets) == len(values) + _scalings(context, variable)
-            and all(_is_mean(context, value, depth - 1) for value in same)
-        )
-    return False
+    values = [value for value, _ in assignments_of(context.tree, variable)]
+    targets = [use for use in references(context.tree).get(variable, ()) if is_target(context.tree, use)]
+    rest = [value for value in values if _is_of(context, value, variable)]
+    same = [value for value in values if value not in rest]
+    if any(context.text(value) == f"{node.value}.mean()" for value in rest):
+        return len(rest) == 1 and all(_comes_from_model(context, value) for value in same)
+    if not same or len(targets) != len(values) + _scalings(context, variable):
+        return False
+    scaled = all(isinstance(value, cst.BinaryOperation) and _is_number(context, value.right) for value in rest)
+    return scaled and all(_is_mean(context, value, depth) for value in same)
+
+
+_MEANS: dict[type[cst.BaseExpression], Callable[[TorchContext, Any, int], bool]] = {
+    cst.BinaryOperation: _is_mean_of_terms,
+    cst.Call: _is_mean_by_call,
+    cst.Name: _is_mean_by_name,
+}
 
 
 def _scalings(context: TorchContext, variable: str) -> int:

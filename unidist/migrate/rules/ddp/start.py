@@ -6,7 +6,7 @@ import re
 
 import libcst as cst
 
-from unidist.migrate.context import is_compared_with_zero, is_constant
+from unidist.migrate.context import is_constant, replace_zero_test
 from unidist.migrate.flow import assignments_of, callers, is_parameter
 from unidist.migrate.rules.ddp.names import TorchContext, argument_named, place_of
 from unidist.migrate.rules.ddp.places import first_reading, is_by_cuda
@@ -162,8 +162,9 @@ def change_plain_calls(context: TorchContext) -> None:
             context.keep(use, *_GROUPS)
         elif not is_constant(arguments.get("async_op"), None, False):
             context.keep(use, *_ASYNC)
-        elif name == "rank" and is_compared_with_zero(context.tree, call):
-            context.edits.replace(tree.parent(call), cst.Call(context.unidist_name(use, "is_main")))
+        elif name == "rank" and replace_zero_test(
+            tree, context.edits, call, cst.Call(context.unidist_name(use, "is_main"))
+        ):
             context.mark_handled(use)
             context.drop(*(arg.value for arg in call.args))
         else:

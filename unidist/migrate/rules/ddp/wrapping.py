@@ -53,13 +53,13 @@ def change_models(context: TorchContext) -> None:
         if problem is not None:
             context.keep(call.func, *problem)
             continue
-        values: list[tuple[str, cst.BaseExpression]] = [("", arguments["module"])]
-        values += _sync_bn(context, call, arguments["module"])
-        if is_apex:
-            values.append(("broadcast_buffers", cst.Name("False")))
-        for name in _OPTIONS:
-            if name in arguments and not is_constant(arguments[name], *_DEFAULTS[name]):
-                values.append((name.replace("forward_sync", "broadcast"), arguments[name]))
+        values = [("", arguments["module"]), *_sync_bn(context, call, arguments["module"])]
+        values += [("broadcast_buffers", cst.Name("False"))] if is_apex else []
+        values += [
+            (name.replace("forward_sync", "broadcast"), arguments[name])
+            for name in _OPTIONS
+            if name in arguments and not is_constant(arguments[name], *_DEFAULTS[name])
+        ]
         context.rebuild(call, "wrap_model", values)
         for value, target in assignments(tree):
             if value is call and (variable := tree.variable(target)) is not None:
