@@ -3,10 +3,12 @@
 import contextlib
 import copy
 import gc
+import sys
 import warnings
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -29,6 +31,8 @@ from tests.contract.models import (
     train,
     whole_batch,
 )
+from tests.support.frames import documented, frames
+from unidist.context import current
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25, 1e-4])
@@ -680,3 +684,28 @@ def test_no_sync_around_a_backward_pass_alone_is_a_warning_once() -> None:
     with unidist.no_sync(model):
         loss_of(model, 0).backward()
     loss_of(model, 0).backward()
+
+
+def test_frames_of_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames that docs/architecture.md lists, and how many Python calls a parameter costs."""
+    model = unidist.wrap_model(nn.Sequential(*(nn.Linear(3, 3) for _ in range(20))), broadcast_buffers=False)
+    backend, seen, calls = current(), [], 0
+    if unidist.world_size() == 1 or isinstance(model, nn.parallel.DistributedDataParallel):
+        pytest.skip("gradients are averaged without this package's code")
+    start = backend.start_all_reduce
+    monkeypatch.setattr(
+        backend, "start_all_reduce", lambda *args, **options: [seen.append(frames()), start(*args, **options)][1]
+    )
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and "/unidist/gradients/" in frame.f_code.co_filename
+
+    model(torch.ones(1, 3)).sum().backward()  # allocates the bucket
+    loss = model(torch.ones(1, 3)).sum()
+    before = sys.getprofile()
+    sys.setprofile(count)
+    loss.backward()
+    sys.setprofile(before)
+    assert seen == [documented("A gradient")] * 2
+    assert 40 < calls <= 4 * 40

@@ -96,7 +96,9 @@ class Bucket:
                 self.reallocate()
             grads, views, in_place = [], [], []
             for index in indices:
-                param, grad = self.params[index], self._dense_gradient(index)
+                param, grad = self.params[index], self.params[index].grad
+                if grad is not None and grad.layout != torch.strided:
+                    grad = self._dense(param, grad)
                 if self.views[index].data_ptr() != self._addresses[index]:  # p.grad.data = ..., model.double().float()
                     self.views[index] = self._view(self._parts[index], index)
                 view = self.views[index]
@@ -118,17 +120,14 @@ class Bucket:
             elif prescale != 1 and in_place:
                 torch._foreach_mul_(in_place, prescale)
 
-    def _dense_gradient(self, index: int) -> Tensor | None:
-        param = self.params[index]
-        if param.grad is not None and param.grad.layout != torch.strided:
-            if not (param.grad.is_sparse and self._takes_sparse):
-                raise UnidistError(
-                    f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient, which only "
-                    "nn.Embedding and nn.EmbeddingBag with sparse=True may have."
-                )
-            self._were_sparse.append(param)
-            return param.grad.to_dense()
-        return param.grad
+    def _dense(self, param: Tensor, grad: Tensor) -> Tensor:
+        if not (grad.is_sparse and self._takes_sparse):
+            raise UnidistError(
+                f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient, which only nn.Embedding and "
+                "nn.EmbeddingBag with sparse=True may have."
+            )
+        self._were_sparse.append(param)
+        return grad.to_dense()
 
     def restore_sparse(self) -> None:
         """Make the gradients sparse that were when they were copied in."""
@@ -151,7 +150,9 @@ class LargeBucket(Bucket):
     @torch.no_grad()
     def copy_in(self, indices: Iterable[int], prescale: float) -> None:
         """See ``Bucket``."""
-        param, grad = self.params[0], self._dense_gradient(0)
+        param, grad = self.params[0], self.params[0].grad
+        if grad is not None and grad.layout != torch.strided:
+            grad = self._dense(param, grad)
         numel, _, strides = self._layouts[0]
         has_layout = grad is not None and (grad.stride() == strides or (strides is None and grad.is_contiguous()))
         if grad is not None and has_layout and not grad.requires_grad:

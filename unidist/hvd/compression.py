@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from unidist.gradients.buckets import Bucket
 
 
 class Compressor:
@@ -51,3 +54,27 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
+
+
+def compress_bucket(bucket: Bucket, compression: type[Compressor]) -> tuple[Tensor, Callable[[], object] | None]:
+    """Return what is sent of a bucket, and what puts the result of it into the bucket."""
+    flat = bucket.flat
+    if compression is NoneCompressor:
+        return flat, None
+    if compression is FP16Compressor:
+        sent, ctx = FP16Compressor.compress(flat)
+        return sent, lambda: flat.copy_(FP16Compressor.decompress(sent, ctx))
+    return _compress_each(bucket, compression)
+
+
+def _compress_each(bucket: Bucket, compression: type[Compressor]) -> tuple[Tensor, Callable[[], object]]:
+    """What is sent of a bucket with a user's compressor, which compresses each gradient by itself; and its inverse."""
+    parts, ctxs = zip(*(compression.compress(view) for view in bucket.views))
+    sent = torch.cat([part.reshape(-1) for part in parts])
+
+    def decompress() -> None:
+        received = torch.split(sent, [part.numel() for part in parts])
+        for view, part, like, ctx in zip(bucket.views, received, parts, ctxs):
+            view.copy_(compression.decompress(part.view_as(like), ctx))
+
+    return sent, decompress

@@ -20,7 +20,7 @@ from unidist.gradients.backward_pass import watch_gradients
 from unidist.gradients.buckets import Bucket
 from unidist.gradients.reducer import GradientReducer, empty_sparse_gradient
 from unidist.hvd.basics import Average, Max, Min, Product, Sum
-from unidist.hvd.compression import Compressor, FP16Compressor, NoneCompressor
+from unidist.hvd.compression import Compressor, NoneCompressor, compress_bucket
 from unidist.hvd.errors import HorovodInternalError
 from unidist.hvd.mpi_ops import sparse_allreduce_async
 from unidist.hvd.operation import GLOBAL_SET
@@ -249,7 +249,7 @@ class _Reducer(GradientReducer):
         """See ``GradientReducer``."""
         self._announce()
         flat, timeline, row = bucket.flat, self._session.timeline, f"{self._label}.bucket.{index}"
-        sent, decompress = _compressed(bucket, self._options.compression)
+        sent, decompress = compress_bucket(bucket, self._options.compression)
         if timeline.on:
             timeline.begin(row, "ALLREDUCE")
         with horovod_errors():
@@ -281,30 +281,6 @@ class _Reducer(GradientReducer):
             param.grad = result.to_dense() if dense else result
 
         return wait
-
-
-def _compressed(bucket: Bucket, compression: type[Compressor]) -> tuple[Tensor, Callable[[], object] | None]:
-    """Return what is sent of a bucket, and what puts the result of it into the bucket."""
-    flat = bucket.flat
-    if compression is NoneCompressor:
-        return flat, None
-    if compression is FP16Compressor:
-        sent, ctx = FP16Compressor.compress(flat)
-        return sent, lambda: flat.copy_(FP16Compressor.decompress(sent, ctx))
-    return _compress_each(bucket, compression)
-
-
-def _compress_each(bucket: Bucket, compression: type[Compressor]) -> tuple[Tensor, Callable[[], object]]:
-    """What is sent of a bucket with a user's compressor, which compresses each gradient by itself; and its inverse."""
-    parts, ctxs = zip(*(compression.compress(view) for view in bucket.views))
-    sent = torch.cat([part.reshape(-1) for part in parts])
-
-    def decompress() -> None:
-        received = torch.split(sent, [part.numel() for part in parts])
-        for view, part, like, ctx in zip(bucket.views, received, parts, ctxs):
-            view.copy_(compression.decompress(part.view_as(like), ctx))
-
-    return sent, decompress
 
 
 @contextmanager
