@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,6 +28,14 @@ def _reference_counts(objects: Sequence[object]) -> list[int]:
 
 #: The count of an object to which only its list refers; how many references the call adds depends on the interpreter.
 (_UNSHARED,) = _reference_counts([object()])
+
+
+@cache
+def _of_grad() -> int:
+    """Return by how much an object's count grows where it is the ``grad`` of a parameter, which depends on torch."""
+    param, grad = torch.zeros(1, device="cpu", requires_grad=True), [torch.zeros(1, device="cpu")]
+    param.grad = grad[0]
+    return _reference_counts(grad)[0] - _UNSHARED
 
 
 class Bucket:
@@ -85,7 +94,11 @@ class Bucket:
         # The bucket's own references: flat, its parts and its views; here the storage's name.
         if torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) > 2 * len(self.views) + 2:
             return True
-        return max(_reference_counts(self.views), default=0) > _UNSHARED
+        counts = _reference_counts(self.views)
+        return max(counts) > _UNSHARED and any(
+            count > _UNSHARED + (_of_grad() if param.grad is view else 0)
+            for param, view, count in zip(self.params, self.views, counts)
+        )
 
     def copy_in(self, indices: Iterable[int], prescale: float) -> None:
         """Copy gradients, times ``prescale``, into ``flat``, which becomes their storage; zeros where a parameter
