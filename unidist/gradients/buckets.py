@@ -94,11 +94,10 @@ class Bucket:
         # The bucket's own references: flat, its parts and its views; here the storage's name.
         if torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) > 2 * len(self.views) + 2:
             return True
-        counts = _reference_counts(self.views)
-        return max(counts) > _UNSHARED and any(
-            count > _UNSHARED + (_of_grad() if param.grad is view else 0)
-            for param, view, count in zip(self.params, self.views, counts)
-        )
+        for param, view, count in zip(self.params, self.views, _reference_counts(self.views)):
+            if count > _UNSHARED and count > _UNSHARED + (_of_grad() if param.grad is view else 0):
+                return True
+        return False
 
     def copy_in(self, indices: Iterable[int], prescale: float) -> None:
         """Copy gradients, times ``prescale``, into ``flat``, which becomes their storage; zeros where a parameter
