@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unidist.backends.base import Backend, Group, Op, Start, Wait
-from unidist.diagnosis.watch import places
+from unidist.diagnosis.watch import locations
 from unidist.diagnosis.watch.rank_state import RankState
 from unidist.diagnosis.watch.report import explanation
 from unidist.errors import BackendError
@@ -91,7 +91,7 @@ class Ranks:
         with self._lock:
             if self.turn is not None:
                 self.lost, self.failure = self.turn, reason
-                self.lost_place = places.place_of(self.threads[self.turn])
+                self.lost_place = locations.location_of(self.threads[self.turn])
                 end = ctypes.pythonapi.PyThreadState_SetAsyncExc
                 end(ctypes.c_ulong(self.threads[self.turn]), ctypes.py_object(SystemExit))
                 self._pass_on(self.turn)
@@ -271,12 +271,12 @@ class ThreadsBackend(Backend):
         rank, process = self.topology.rank, _this_process()
         state = RankState(rank, process.host.name, process.pid, operations=tuple(self.operations()))
         if rank not in self._ranks.ended:
-            return replace(state, place=places.place_of(self._ranks.threads[rank]))
+            return replace(state, place=locations.location_of(self._ranks.threads[rank]))
         error = self._ranks.ended[rank]
         if error is None:
             after = f", after {state.last_done}" if state.last_done else ""
             return replace(state, silence=f"has ended without an exception{after}")
-        text = f"{type(error).__name__}: {error}, at {places.place_in(error.__traceback__)}"
+        text = f"{type(error).__name__}: {error}, at {locations.location_in(error.__traceback__)}"
         return replace(state, silence="has ended", error=text, follows=self.follows(error, None))
 
 

@@ -374,11 +374,11 @@ def test_commits_of_another_user_are_not_read(tmp_path: Path, monkeypatch: pytes
         while not Path(f"/proc/{stranger.pid}/cmdline").read_bytes().startswith(b"/usr/bin/python3\0-ISc"):
             time.sleep(0.01)
         try:
-            assert host_memory._Holder.find() is None
-            ours = host_memory._Holder.start()
+            assert host_memory._CommitProcess.find() is None
+            ours = host_memory._CommitProcess.start()
             for commit in (1, 2, 3):
                 ours.write(commit, {"x": torch.ones(3)})
-            found = host_memory._Holder.find()
+            found = host_memory._CommitProcess.find()
             assert found is not None
             assert (commit_of := found.read()) is not None and commit_of[0] == 3
             found.clear()
@@ -387,7 +387,7 @@ def test_commits_of_another_user_are_not_read(tmp_path: Path, monkeypatch: pytes
             end = time.monotonic() + 10
             while ours.runs() and time.monotonic() < end:
                 time.sleep(0.01)
-            assert not ours.runs() and host_memory._Holder.find() is None
+            assert not ours.runs() and host_memory._CommitProcess.find() is None
         finally:
             stranger.kill()
 

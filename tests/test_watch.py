@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from unidist.cli import main
 from unidist.diagnosis.operations import JOIN, OperationRecord, RecentOperations, format_ranks
-from unidist.diagnosis.watch import flight_recorder, jobs, places
+from unidist.diagnosis.watch import flight_recorder, jobs, locations
 from unidist.diagnosis.watch.rank_state import RankState
 from unidist.diagnosis.watch.report import findings, report
 from unidist.diagnosis.watch.server import Peer, Server, ask
@@ -222,7 +222,7 @@ def test_an_entry_of_the_flight_recorder() -> None:
 def test_the_line_is_the_users_own() -> None:
     found: list[str] = []
     layer = torch.nn.Linear(1, 1)
-    layer.register_forward_hook(lambda *_: found.append(places.place_of(threading.get_ident())))
+    layer.register_forward_hook(lambda *_: found.append(locations.location_of(threading.get_ident())))
 
     def step() -> None:
         torch.nn.Sequential(layer)(torch.ones(1))  # inside torch's modules the hook is the innermost line
@@ -234,13 +234,13 @@ def test_the_line_is_the_users_own() -> None:
     thread.start()
     time.sleep(0.05)
     # Nothing in it is the user's.
-    assert thread.ident is not None and "threading.py" in places.place_of(thread.ident)
-    assert "in wait" in places.stacks() and "test_the_line_is_the_users_own" not in places.stacks()
+    assert thread.ident is not None and "threading.py" in locations.location_of(thread.ident)
+    assert "in wait" in locations.stacks() and "test_the_line_is_the_users_own" not in locations.stacks()
     waiting.set()
     try:
         json.loads("{")
     except ValueError as error:
-        assert "test_the_line_is_the_users_own" in places.place_in(error.__traceback__)
+        assert "test_the_line_is_the_users_own" in locations.location_in(error.__traceback__)
 
 
 # ------------------------------------------------------------------------------------ the server

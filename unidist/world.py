@@ -71,7 +71,7 @@ class World:
         if backend is None or os.getpid() != self._process:
             return
         if watch is not None and alone:
-            watch.say_goodbye()
+            watch.announce_end()
         backend.shutdown()
         if watch is not None:
             watch.close()

@@ -18,7 +18,7 @@ from unidist.cli.machine import describe
 from unidist.cli.options import BackendAtLauncher
 from unidist.cli.status import status
 from unidist.compare.comparison import Comparison, Side, notes, tables, verdict
-from unidist.compare.picture import plot
+from unidist.compare.plot import plot
 from unidist.compare.recording import read
 from unidist.launchers.table import unavailable
 from unidist.launchers.world import run_world

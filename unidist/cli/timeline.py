@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from unidist.diagnosis.timeline.picture import plot
+from unidist.diagnosis.timeline.plot import plot
 from unidist.diagnosis.timeline.trace import merged, read_all
 from unidist.diagnosis.timeline.waiting import Waits, verdict, waits
 

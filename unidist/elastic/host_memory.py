@@ -37,7 +37,7 @@ while True:
 #: Whether a commit could not be written, which was said.
 _failed = False
 #: What holds the commits that this process writes.
-_holder: _Holder | None = None
+_holder: _CommitProcess | None = None
 
 
 def restarts() -> bool:
@@ -56,7 +56,7 @@ def write(commit: int, state: Any) -> None:
         return
     try:
         if _holder is None or not _holder.runs():  # to find it takes a while
-            _holder = _Holder.find() or _Holder.start()
+            _holder = _CommitProcess.find() or _CommitProcess.start()
         _holder.write(commit, state)
     except (OSError, RuntimeError) as error:  # torch reports failed writes as the latter
         _failed = True
@@ -65,17 +65,17 @@ def write(commit: int, state: Any) -> None:
 
 def read() -> tuple[int, Any] | None:
     """The last commit of the processes before a restart, or None."""
-    holder = _Holder.find() if restarts() else None
+    holder = _CommitProcess.find() if restarts() else None
     return holder.read() if holder else None
 
 
 def remove() -> None:
     """The training has ended well: there is nothing to go on with."""
-    if restarts() and local_rank() == 0 and (holder := _Holder.find()):
+    if restarts() and local_rank() == 0 and (holder := _CommitProcess.find()):
         holder.clear()
 
 
-class _Holder:
+class _CommitProcess:
     """The process that holds the commits of a torchrun: two files in memory, and a third that says which has the last.
 
     Args:
@@ -88,7 +88,7 @@ class _Holder:
         self._files = files
 
     @classmethod
-    def start(cls) -> _Holder:
+    def start(cls) -> _CommitProcess:
         files = [os.memfd_create(_NAME) for _ in range(3)]
         try:
             process = subprocess.Popen(
@@ -102,7 +102,7 @@ class _Holder:
                 os.close(file)
 
     @classmethod
-    def find(cls) -> _Holder | None:
+    def find(cls) -> _CommitProcess | None:
         """The one of this process's torchrun."""
         command = _command()
         for name in filter(str.isdigit, os.listdir("/proc")):

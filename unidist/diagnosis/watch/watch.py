@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 from unidist.diagnosis.operations import OperationRecord
-from unidist.diagnosis.watch import jobs, places
+from unidist.diagnosis.watch import jobs, locations
 from unidist.diagnosis.watch.rank_state import RankState
 from unidist.diagnosis.watch.report import explanation, report
 from unidist.diagnosis.watch.server import Peer, Server, ask, listen
@@ -75,7 +75,7 @@ class Watch:
         self._stall = stall
         #: What makes calls; its line is this rank's.
         self._caller = threading.get_ident()
-        places.find_libraries()
+        locations.find_libraries()
         #: Further operations, of a layer above the backend.
         self.sources: list[Source] = []
         #: The error with which this rank has failed.
@@ -104,9 +104,9 @@ class Watch:
             self._server.start()
         backend.watch = self
         _open_watches.add(self)
-        atexit.register(self.say_goodbye)  # before the libraries' own
+        atexit.register(self.announce_end)  # before the libraries' own
 
-    def say_goodbye(self) -> None:
+    def announce_end(self) -> None:
         """Tell the others, which may go on, that this rank leaves without an exception. A second call has no effect."""
         if self._failure is None and not self._ending and os.getpid() == self._peers[self._rank].process.pid:
             state = self.own_state()
@@ -118,7 +118,7 @@ class Watch:
 
     def close(self) -> None:
         """End it."""
-        atexit.unregister(self.say_goodbye)
+        atexit.unregister(self.announce_end)
         self._backend.watch = None
         _open_watches.discard(self)
         if self._file is not None:
@@ -149,11 +149,11 @@ class Watch:
             process.host.name,
             process.pid,
             silence=self._ending,
-            place=place or places.place_of(self._caller),
+            place=place or locations.location_of(self._caller),
             operations=tuple(operations),
             error=error,
             follows=follows,
-            stacks=places.stacks() if stacks else "",
+            stacks=locations.stacks() if stacks else "",
         )
 
     def states(self) -> list[RankState]:
@@ -276,7 +276,9 @@ class Watch:
         follows = self._backend.follows(error, trace)
         failure = self._failure
         if failure is None or not follows:  # else the error of the call says more
-            failure = _Failure(f"{type(error).__name__}: {_one_line(error)}", places.place_in(trace), follows, 0.0)
+            failure = _Failure(
+                f"{type(error).__name__}: {_one_line(error)}", locations.location_in(trace), follows, 0.0
+            )
         self._failure = failure._replace(at=math.inf)
         return {"silence": _ENDED, "error": f"{failure.error}, at {failure.place}", "follows": follows}
 

@@ -13,7 +13,7 @@ from functools import cache
 from types import FrameType, TracebackType
 
 
-def place_of(thread: int) -> str:
+def location_of(thread: int) -> str:
     """The line and function of the user's code in which a thread is, such as ``train.py:41 (step)``.
 
     It is the innermost one that is not of torch, unidist, Horovod, an installed package or the standard library; if
@@ -21,12 +21,12 @@ def place_of(thread: int) -> str:
     """
     frames = sys._current_frames()
     frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
-    return _place([(each, each.f_lineno) for each in _outwards(frame)])
+    return _location([(each, each.f_lineno) for each in _outwards(frame)])
 
 
-def place_in(trace: TracebackType | None) -> str:
+def location_in(trace: TracebackType | None) -> str:
     """The same of a traceback."""
-    return _place([(frame, line) for frame, line in traceback.walk_tb(trace)][::-1])
+    return _location([(frame, line) for frame, line in traceback.walk_tb(trace)][::-1])
 
 
 def stacks() -> str:
@@ -40,7 +40,7 @@ def stacks() -> str:
     )
 
 
-def _place(frames: list[tuple[FrameType, int]]) -> str:
+def _location(frames: list[tuple[FrameType, int]]) -> str:
     """The place in frames, innermost first."""
     if not frames:
         return ""
