@@ -1,6 +1,6 @@
 """Peak memory of training, in a world of its own for each contender.
 
-As a program (``python -m benchmarks.memory unidist|DDP|'DDP bucket view'|hvd``) it is one rank of such a world.
+As a program (``python -m benchmarks.memory CONTENDER``) it is one rank of such a world.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from benchmarks.measure import OURS, Case
 from unidist.launchers.table import unavailable
 from unidist.launchers.world import run_world
 
-#: Launcher, backend, and the raw wrappers beside ours.
-CONTENDERS = {"gloo": ("torchrun", ["DDP", "DDP bucket view"]), "horovod": ("horovodrun", ["hvd"])}
+#: Launcher, backend, and what is beside ``wrap_model``: the raw libraries' wrappers, and our other ones.
+CONTENDERS = {
+    "gloo": ("torchrun", ["DDP", "DDP bucket view", "replicate", "drop-in"]),
+    "horovod": ("horovodrun", ["hvd", "replicate"]),
+}
 WIDTH, LAYERS = 2048, 12
 
 
@@ -57,9 +60,13 @@ def _rank(contender: str) -> None:
     wrapped: nn.Module = model
     if contender == OURS:
         wrapped = unidist.wrap_model(model)
-    elif contender == "hvd":
-        import horovod.torch as hvd
-
+    elif contender == "replicate":
+        unidist.replicate(model)
+    elif contender in ("hvd", "drop-in"):
+        if contender == "hvd":
+            import horovod.torch as hvd
+        else:
+            from unidist import hvd
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     else:
