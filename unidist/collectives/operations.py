@@ -63,7 +63,7 @@ def all_reduce(tensor: TensorOrBool, op: ReduceOp = "sum", group: Group | None =
     """
     if isinstance(tensor, bool):
         return bool(all_reduce(torch.tensor(tensor), op, group))
-    backend = _member(group)
+    backend = member(group)
     _check_op(tensor, op)
     compare(backend, group, "all_reduce", tensor, op)
 
@@ -94,7 +94,7 @@ def all_reduce_(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None
         TypeError: the dtype has no such ``op``.
         ValueError: unknown ``op``, or the tensor requires grad.
     """
-    backend = _member(group)
+    backend = member(group)
     if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError("all_reduce_ of a tensor that requires grad: pass tensor.detach(), or use all_reduce.")
     _check_op(tensor, op)
@@ -137,7 +137,7 @@ def _map_tensors(call: str, fn: Callable[[Tensor], Tensor], tree: T, group: Grou
     """Call a collective for a tensor, or for each of a structure that must be the same on every rank."""
     if isinstance(tree, (dict, list, tuple)):
         keys = ", ".join("".join(f"[{key!r}]" for key in path) for path, _ in walk(tree))
-        compare(_member(group), group, call, option=f"a structure of {keys or 'nothing'}", always=True)
+        compare(member(group), group, call, option=f"a structure of {keys or 'nothing'}", always=True)
     mapped: T = map_leaves(fn, tree)
     return mapped
 
@@ -152,7 +152,7 @@ def _padded(tensor: Tensor, value: float, group: Group | None) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, group: Group | None) -> Tensor:
-    backend = _member(group)
+    backend = member(group)
     _check_dense(tensor)
     rows, gathered = _gather(backend, group, "all_gather", tensor.detach(), tensor)
     me = backend.ranks(group).index(backend.topology.rank)
@@ -183,7 +183,7 @@ def broadcast(tensor: T, src: int = 0, group: Group | None = None) -> T:
 
 
 def _broadcast(tensor: Tensor, src: int, group: Group | None) -> Tensor:
-    backend = _member(group)
+    backend = member(group)
     _check_src(backend, src, group)
     _check_dense(tensor)
     compare(backend, group, "broadcast", tensor, f"from rank {src}")
@@ -234,7 +234,7 @@ def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | N
         src: a global rank of the group.
         group: the ranks that take part.
     """
-    backend = _member(group)
+    backend = member(group)
     _check_src(backend, src, group)
     for tensor in tensors:
         _check_dense(tensor)
@@ -270,7 +270,7 @@ def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group
         ValueError: ``splits`` does not fit the tensor or the group.
         MismatchError: on every rank, when dtypes or trailing dimensions differ.
     """
-    backend = _member(group)
+    backend = member(group)
     _check_dense(tensor)
     ranks = backend.ranks(group)
     send = _splits(tensor, splits, len(ranks))
@@ -300,7 +300,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
     Raises:
         ValueError: dim 0 is not a multiple of the group's size.
     """
-    backend = _member(group)
+    backend = member(group)
     _check_op(tensor, op)
     size = len(backend.ranks(group))
     if tensor.dim() == 0 or tensor.shape[0] % size:
@@ -326,7 +326,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
 
 def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
     """Every rank's object, in rank order; any object that can be pickled. Collective."""
-    backend = _member(group)
+    backend = member(group)
     sizes, flat = _gather(backend, group, "all_gather_object", _pickled(obj))
     return [unpickled(part) for part in torch.split(flat, sizes)]
 
@@ -336,7 +336,7 @@ def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
 
     The other ranks' ``obj`` is ignored.
     """
-    backend = _member(group)
+    backend = member(group)
     _check_src(backend, src, group)
     is_src = backend.topology.rank == src
     data = _pickled(obj) if is_src else torch.empty(0, dtype=torch.uint8)
@@ -353,7 +353,7 @@ def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
 
 def barrier(group: Group | None = None) -> None:
     """Wait until every rank of the group has made this call. Collective."""
-    backend = _member(group)
+    backend = member(group)
     compare(backend, group, "barrier")
     backend.barrier(group)
 
@@ -444,7 +444,8 @@ def _apply(tensor: Tensor, run: Callable[[Tensor], Tensor], transpose: Callable[
 
 
 # --------------------------------------------------------------------------------- arguments
-def _member(group: Group | None) -> Backend:
+def member(group: Group | None) -> Backend:
+    """Return the running backend, if this rank is in the group."""
     backend = current()
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group={group!r} is not a group: pass what new_group(ranks) returned.")
