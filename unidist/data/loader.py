@@ -327,15 +327,16 @@ def shard_loader(
 
 def _place_in(group: Group | DeviceMesh | None) -> tuple[int, int]:
     """This rank's number among those that share the samples, and how many they are."""
-    if group is None or isinstance(group, Group) or not hasattr(group, "get_local_rank"):
-        backend = member(group)
-        ranks = backend.ranks(group)
+    given: Any = group
+    if not hasattr(given, "get_local_rank"):  # a DeviceMesh has it, whose module is not imported for this
+        backend = member(given)
+        ranks = backend.ranks(given)
         return ranks.index(backend.topology.rank), len(ranks)
-    if group.ndim > 1:  # a DeviceMesh, known without an import of torch.distributed
+    if given.ndim > 1:
         raise ValueError(
-            f"shard_loader(group={group}) has {group.ndim} dimensions: pass the data-parallel one, as mesh['dp']."
+            f"shard_loader(group={group}) has {given.ndim} dimensions: pass the data-parallel one, as mesh['dp']."
         )
-    return group.get_local_rank(), group.size()
+    return given.get_local_rank(), given.size()
 
 
 def _source(loader: DataLoader[Any], shuffle: bool | None) -> Sampler[Any]:
