@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
@@ -20,12 +20,21 @@ from unidist.data.sharding import Position, Sharding, mix_seeds
 from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit, shards_itself
 from unidist.diagnosis.spans import spans
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 T = TypeVar("T")
 #: Samples that a worker reads for one that it keeps, above which there is a warning.
 _READ_PER_KEPT = 16
+
+
+@runtime_checkable
+class Mesh(Protocol):
+    """What is used of a ``torch.distributed.device_mesh.DeviceMesh``."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    def get_local_rank(self) -> int: ...
+
+    def size(self) -> int: ...
 
 
 class ShardLoader(DataLoader[T]):
@@ -194,7 +203,7 @@ def shard_loader(
     worker_split: WorkerSplit | None = None,
     permutation: Permutation | None = None,
     check_stream: bool = True,
-    group: Group | DeviceMesh | None = None,
+    group: Group | Mesh | None = None,
 ) -> ShardLoader[T]:
     """A DataLoader like ``loader`` that yields this rank's shard of the samples.
 
@@ -325,18 +334,17 @@ def shard_loader(
     return sharding_loader
 
 
-def _place_in(group: Group | DeviceMesh | None) -> tuple[int, int]:
+def _place_in(group: Group | Mesh | None) -> tuple[int, int]:
     """This rank's number among those that share the samples, and how many they are."""
-    given: Any = group
-    if not hasattr(given, "get_local_rank"):  # a DeviceMesh has it, whose module is not imported for this
-        backend = member(given)
-        ranks = backend.ranks(given)
+    if not isinstance(group, Mesh):
+        backend = member(group)
+        ranks = backend.ranks(group)
         return ranks.index(backend.topology.rank), len(ranks)
-    if given.ndim > 1:
+    if group.ndim > 1:
         raise ValueError(
-            f"shard_loader(group={group}) has {given.ndim} dimensions: pass the data-parallel one, as mesh['dp']."
+            f"shard_loader(group={group}) has {group.ndim} dimensions: pass the data-parallel one, as mesh['dp']."
         )
-    return given.get_local_rank(), given.size()
+    return group.get_local_rank(), group.size()
 
 
 def _source(loader: DataLoader[Any], shuffle: bool | None) -> Sampler[Any]:
