@@ -60,6 +60,18 @@ class Group:
     ranks: tuple[int, ...]
     #: The library's own handle.
     handle: Any = field(repr=False, compare=False)
+    _rank: int = field(default=-1, repr=False, compare=False)
+
+    def rank(self) -> int:
+        """Return this process's rank in the group, from 0; -1 outside it, as torch does."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self.ranks
 
 
 class Watcher(Protocol):

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Train a small character language model on a text file, with gradient accumulation.
 
     torchrun --nproc-per-node 2 examples/charlm.py

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Train a small CNN on scikit-learn's handwritten digits, on any launcher and backend.
 
     torchrun --nproc-per-node 2 examples/digits.py

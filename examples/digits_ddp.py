@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """The training of digits.py in raw torch.distributed, for comparison.
 
     torchrun --nproc-per-node 2 examples/digits_ddp.py

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """The training of digits.py in raw Horovod, for comparison.
 
     horovodrun -np 2 python examples/digits_horovod.py

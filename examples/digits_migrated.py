@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """digits_horovod.py as ``unidist migrate`` writes it, on unidist's own calls.
 
     torchrun --nproc-per-node 2 examples/digits_migrated.py

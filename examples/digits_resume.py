@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Train on handwritten digits as long runs do: accumulation, clipping, AMP, a schedule, and checkpoints to go on from.
 
     torchrun --nproc-per-node 2 examples/digits_resume.py

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Train on handwritten digits on any number of ranks: where the tutorial "From one GPU to many" ends.
 
     torchrun --nproc-per-node 2 examples/many_gpus.py

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Train on handwritten digits in one process: where the tutorial "From one GPU to many" begins.
 
     python examples/one_gpu.py

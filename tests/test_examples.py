@@ -1,5 +1,6 @@
 """The example of the README, ``make demo``, and the examples that are not in the matrix or in test_checkpoint.py."""
 
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def test_each_starts_with_the_command_that_runs_it(example: Path) -> None:
     head = example.read_text().split('"""')[1]
     assert re.search(rf"^    (python|torchrun|horovodrun) .*examples/{example.name}$", head, re.MULTILINE)
+    assert os.access(example, os.X_OK) and example.read_text().startswith("#!/usr/bin/env python3\n")
 
 
 def test_charlm(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import tempfile
 import textwrap
 from pathlib import Path
@@ -17,8 +19,9 @@ from hypothesis import strategies as st
 import unidist.hvd
 from docs import tables
 from tests.support import hvd_programs
-from tests.support.worlds import LEGACY, PROJECTS, ROOT, Result, distance, run_suite, run_world, shown
+from tests.support.worlds import LEGACY, PROJECTS, PYTHON, ROOT, Result, distance, run_suite, run_world, shown
 from unidist.hvd.execution import scale_
+from unidist.hvd.names import directory
 
 #: Launcher and backend: Horovod on Gloo and on MPI, the drop-in on gloo and on MPI.
 HOROVOD = [("horovodrun", "horovod"), ("openmpi", "horovod")]
@@ -162,6 +165,12 @@ def test_averages_of_whole_numbers_are_exact_on_any_number_of_ranks(dtype: torch
     assert scale_(torch.tensor([98, -98]), 0.5, 49).tolist() == [1, -1]
 
 
+def test_horovods_launcher_is_unidist_run() -> None:
+    command = [PYTHON, "-m", "horovod.runner.launch", "-np", "2", "--dry-run", "a.py"]
+    result = subprocess.run(command, env={**os.environ, "PYTHONPATH": directory()}, capture_output=True, text=True)
+    assert result.returncode == 0 and "a.py" in result.stdout and "rank" in result.stdout, result
+
+
 def test_every_way_to_import() -> None:
     result = drop_in(
         """
@@ -185,6 +194,7 @@ def test_every_way_to_import() -> None:
         from horovod.torch.optimizer import _DistributedOptimizer
         from horovod.runner.util.threads import in_thread
         import horovod.runner
+        from horovod.runner.launch import run_commandline
         from horovod import run
         import unidist.hvd
         assert one is two is three is unidist.hvd and horovod.__version__ == "0.28.1"
@@ -206,7 +216,7 @@ def test_every_way_to_import() -> None:
         in_thread(calls.append, (4,)).join()
         in_thread(lambda: 1 / 0, silent=True).join()
         assert calls == [3, 4]
-        for missing in ("horovod.tensorflow", "horovod.torch.nothing", "horovod.runner.launch"):
+        for missing in ("horovod.tensorflow", "horovod.torch.nothing"):
             try:
                 importlib.import_module(missing)
             except ModuleNotFoundError as error:

@@ -15,7 +15,7 @@ import pytest
 from tests.support.worlds import PYTHON
 from unidist.errors import LaunchError
 from unidist.launchers.table import missing
-from unidist.run import options
+from unidist.run import options, output
 from unidist.run.hosts import HostSlots, Placement, allocated_hosts, parse_hosts, place, read_hostfile
 
 unit = pytest.mark.unit
@@ -215,3 +215,25 @@ def test_horovods_own_parser_reads_the_same(tmp_path: Path) -> None:
         assert ours(line) == expected, line
         accepted += expected != "refused"
     assert accepted > 200, accepted
+
+
+@unit
+def test_a_progress_bar_stays_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    printed = output.Output(2)
+    for text in ("\r", " 0 %\r", " 50 %\r", "100 %\n"):
+        printed.write(0, "stderr", text)
+    assert capfd.readouterr().err == "[0]<stderr>: 0 %\r[0]<stderr>: 50 %\r[0]<stderr>:100 %\n"
+    printed.write(0, "stderr", " 1 %\r")
+    printed.write(1, "stderr", "a warning\r\n\n")
+    output.say("done")
+    printed.write(1, "stdout", "2 %\r")
+    printed.close()
+    out, err = capfd.readouterr()
+    assert err == "[0]<stderr>: 1 %\r\n[1]<stderr>:a warning\n[1]<stderr>:\nunidist run: done\n"
+    assert out == "[1]<stdout>:2 %\r\n"
+    assert printed.last_lines(0) == ["100 %"] and printed.last_lines(1) == ["a warning", ""]
+
+
+@unit
+def test_every_option_has_a_help() -> None:
+    assert [action.option_strings for action in options.parser()._actions if not action.help] == []

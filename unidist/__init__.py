@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from unidist.collectives.operations import broadcast as broadcast
     from unidist.collectives.operations import broadcast_ as broadcast_
     from unidist.collectives.operations import broadcast_object as broadcast_object
+    from unidist.collectives.operations import first_rank as first_rank
     from unidist.collectives.operations import new_group as new_group
     from unidist.collectives.operations import reduce_scatter as reduce_scatter
     from unidist.collectives.running_metrics import Accuracy as Accuracy

@@ -110,7 +110,7 @@ def _start(launch: Launch) -> Any:
             f"mpi4py cannot be used under {name}: {error}. Install it for this launcher's MPI (pip install mpi4py; "
             "Debian's MPICH: see docs/launchers.md). Backends other than 'mpi' do not need it if MASTER_ADDR and "
             "MASTER_PORT are set to rank 0's host and a free port of it."
-        ) from error
+        ) from None
     size = MPI.COMM_WORLD.Get_size()
     if size != launch.world_size:
         library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip()

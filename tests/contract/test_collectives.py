@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -428,3 +429,62 @@ def test_second_derivatives() -> None:
         if move is unidist.broadcast and unidist.rank() > 0:
             expected = 0.0
         torch.testing.assert_close(tensor.grad, torch.full((size,), expected))
+
+
+def test_structures() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    gathered = unidist.all_gather({"ids": torch.full((rank + 1, 2), rank), "loss": [torch.tensor(float(rank))]})
+    assert gathered["ids"][:, 0].tolist() == [each for each in range(size) for _ in range(each + 1)]
+    assert gathered["loss"][0].tolist() == list(range(size))
+    root = unidist.broadcast((torch.tensor(rank), {"x": torch.ones(2) * rank}), src=size - 1)
+    assert root[0].item() == size - 1 and root[1]["x"].tolist() == [size - 1] * 2
+    assert unidist.all_gather({}) == {}
+    if size > 1:
+        with pytest.raises(unidist.MismatchError, match=r"all_gather \(a structure of \['a'\], \['b'\]\)"):
+            unidist.all_gather({key: torch.zeros(1) for key in ("ab" if rank else "a")})
+
+
+def test_all_gather_pads_the_ends() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    mine = torch.full((2, rank + 1, 3 - rank % 2), float(rank), requires_grad=True)
+    gathered = unidist.all_gather(mine, pad=-1)
+    assert gathered.shape == (2 * size, size, 3)
+    for each in range(size):
+        expected = torch.full((2, size, 3), -1.0)
+        expected[:, : each + 1, : 3 - each % 2] = each
+        assert torch.equal(gathered[2 * each : 2 * each + 2], expected)
+    gathered.sum().backward()
+    assert mine.grad is not None and torch.equal(mine.grad, torch.full_like(mine, float(size)))
+    assert unidist.all_gather(torch.ones(1, rank + 1, dtype=torch.bool), pad=False).sum() == sum(range(size + 1))
+    assert unidist.all_gather(torch.tensor(rank), pad=0).tolist() == list(range(size))
+
+
+def test_all_reduce_of_a_python_bool() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    assert unidist.all_reduce(rank == 0, "or") is True
+    assert unidist.all_reduce(rank == 0, "and") is (size == 1)
+    with pytest.raises(TypeError, match=r"'sum' of torch\.bool"):
+        unidist.all_reduce(True)
+
+
+def test_rank_and_size_of_a_group() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    group = unidist.new_group(range(size // 2, size))
+    assert group.size() == size - size // 2 and (rank in group) == (rank >= size // 2)
+    assert group.rank() == (rank - size // 2 if rank in group else -1)
+    assert unidist.new_group(group.ranks) is group
+
+
+def test_the_first_rank_goes_first(tmp_path_factory: pytest.TempPathFactory) -> None:
+    rank = unidist.rank()
+    for local in (False, True):
+        is_first = (unidist.local_rank() if local else rank) == 0
+        path = Path(unidist.broadcast_object(str(tmp_path_factory.mktemp("cache") / "file")))
+        with unidist.first_rank(local=local):
+            assert path.exists() is not is_first
+            path.touch()
+        unidist.barrier()
+        error: type[Exception] = OSError if is_first else unidist.CollectiveError
+        with pytest.raises(error, match="no such file"), unidist.first_rank(local=local):
+            raise OSError("no such file")
+    unidist.barrier()

@@ -430,3 +430,35 @@ def test_only_data_loaders_are_sharded() -> None:
 
     with pytest.raises(TypeError, match="prepare cannot shard this WebLoader"):
         unidist.prepare(WebLoader(4))
+
+
+def test_the_ranks_of_one_model_get_the_same_samples() -> None:
+    """Two models at most, each on some ranks (tensor parallelism), whose data-parallel groups are across them."""
+    rank, size = unidist.rank(), unidist.world_size()
+    models = 2 if size % 2 == 0 else 1
+    width = size // models
+    groups = [unidist.new_group(range(column, size, width)) for column in range(width)]
+    group = groups[rank % width]
+    data = TensorDataset(torch.arange(12.0))
+    loader = unidist.shard_loader(DataLoader(data, batch_size=2, shuffle=True), group=group)
+    mean, total = unidist.Mean(group), unidist.Sum(group)
+    seen = []
+    for (batch,) in loader:
+        seen += batch.tolist()
+        mean.update(batch)
+        total.update(batch)
+    assert group.size() == models and len(seen) == 12 // models
+    everyone = unidist.all_gather_object(seen)
+    for model in range(models):
+        assert all(each == everyone[model * width] for each in everyone[model * width : (model + 1) * width])
+    assert sorted(number for each in everyone[::width] for number in each) == list(range(12))
+    assert mean.compute() == 5.5 and total.compute() == 66
+    assert unidist.allreduce_metric(1, op="sum", group=group) == models
+    if unidist.backend_name() in ("gloo", "mpi"):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (models, width), mesh_dim_names=("dp", "tp"))
+        again = unidist.shard_loader(DataLoader(data, batch_size=2, shuffle=True), group=mesh["dp"])
+        assert [number for (batch,) in again for number in batch.tolist()] == seen
+        with pytest.raises(ValueError, match=r"has 2 dimensions: pass the data-parallel one, as mesh\['dp'\]"):
+            unidist.shard_loader(DataLoader(data), group=mesh)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 from importlib.util import find_spec
 
 import click
@@ -123,3 +124,14 @@ def _hosts(given: argparse.Namespace) -> list[hosts.HostSlots]:
     if not found and given.num_proc is None and given.min_num_proc is None:
         raise LaunchError("-np is missing: the number of ranks, such as unidist run -np 2 python train.py")
     return found
+
+
+def run_commandline() -> None:
+    """The command, by Horovod's name: ``horovod.runner.launch`` is this module where ``horovod`` is the drop-in."""
+    from unidist.cli import main
+
+    main(["run", *sys.argv[1:]], prog_name="unidist")
+
+
+if __name__ == "__main__":
+    run_commandline()

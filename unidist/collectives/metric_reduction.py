@@ -11,9 +11,10 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from unidist.backends.base import Group
 from unidist.collectives.agreement import first_difference
 from unidist.collectives.consistency import compare
-from unidist.collectives.operations import from_ordered, to_ordered
+from unidist.collectives.operations import from_ordered, member, to_ordered
 from unidist.context import current
 from unidist.diagnosis.operations import dtype_name
 from unidist.errors import MismatchError
@@ -29,7 +30,9 @@ _BLOCK = 64
 _EXACT = 2**53
 
 
-def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricOp = "mean") -> T:
+def allreduce_metric(
+    value: T, weight: float | Tensor | None = None, op: MetricOp = "mean", group: Group | None = None
+) -> T:
     """Reduce a number or tensor, or a structure of them, over all ranks. Collective.
 
     All values of a call are reduced in one collective, in float64; sums of integers are exact.
@@ -39,6 +42,7 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
         weight: this rank's weight in a mean, such as its number of samples, so that a short last batch counts
             less; with 0 this rank's value is ignored. Default: all ranks have equal weights.
         op: ``mean``, ``sum``, ``min`` or ``max``.
+        group: the ranks that take part, such as those of the data-parallel dimension.
 
     Returns:
         The same structure: numbers for numbers (a mean is a float; ``sum``, ``min`` and ``max`` of integers are
@@ -65,19 +69,19 @@ def allreduce_metric(value: T, weight: float | Tensor | None = None, op: MetricO
             numbers += _pack(leaf, op, factor)
     sizes = [len(numbers), *map(len, tensors)]
     padding = -sum(sizes) % _BLOCK
-    backend = current()
+    backend = member(group)
     payload = torch.tensor(numbers if tensors else numbers + [0.0] * padding, dtype=torch.float64)
     if tensors:
         payload = torch.cat([payload, *tensors, payload.new_zeros(padding)])
-    compare(backend, None, "allreduce_metric", option=f"{op} of {sum(sizes) + padding} numbers, padded")
+    compare(backend, group, "allreduce_metric", option=f"{op} of {sum(sizes) + padding} numbers, padded")
     extremum = op in ("min", "max")
     reduced = (to_ordered(payload, op) if extremum else payload).to(backend.device)
-    backend.all_reduce(reduced, "sum" if op == "mean" else op)
+    backend.all_reduce(reduced, "sum" if op == "mean" else op, group)
     combined = from_ordered(reduced.cpu(), op) if extremum else reduced.cpu()
     head, *parts = torch.split(combined, [*sizes, padding]) if tensors else [combined]
     totals = head.tolist()
     if not _is_same(totals, op):
-        _raise_different(found)
+        _raise_different(found, group)
     scalars, tensor_parts = iter(totals[skip:]), iter(parts)
 
     def unpack(leaf: Any) -> Any:
@@ -190,13 +194,13 @@ def _is_same(result: Sequence[float], op: str) -> bool:
     return int(result[0]) == -int(result[1])
 
 
-def _raise_different(found: Sequence[tuple[Any, Any]]) -> NoReturn:
+def _raise_different(found: Sequence[tuple[Any, Any]], group: Group | None) -> NoReturn:
     """Name the first value in which the ranks differ. Collective, outside ``unidist.join``."""
     entries = [f"{''.join(f'[{key!r}]' for key in path)} {_named(leaf)}".strip() for path, leaf in found]
-    difference = first_difference(entries) if current().compares else None
+    difference = first_difference(entries, group) if current().compares else None
     where = ""
     if difference is not None:
-        values = dict(zip(current().ranks(None), difference.values))
+        values = dict(zip(current().ranks(group), difference.values))
         where = " (" + ", ".join(f"rank {rank}: {value or 'nothing more'}" for rank, value in values.items()) + ")"
     raise MismatchError(
         f"allreduce_metric: the ranks passed values of different structure{where}: pass the same keys, lengths and "

@@ -14,22 +14,28 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from operator import index
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from unidist.backends.base import Backend, Group, Op
 from unidist.backends.reductions import WIDER
 from unidist.collectives.consistency import compare, compare_gathered, compare_received, described, digest
-from unidist.context import current
+from unidist.context import current, is_main, local_rank
 from unidist.diagnosis.operations import format_ranks
+from unidist.errors import CollectiveError
 from unidist.gradients.buckets import split_into_buckets
+from unidist.tree import map_leaves, walk
 
 T = TypeVar("T")
+TensorOrBool = TypeVar("TensorOrBool", Tensor, bool)
 #: Bytes of a payload that is sent along with its size, in one all_gather: at first, and at most.
 _INLINE_BYTES, _LARGEST_INLINE_BYTES = 256, 2**16
 #: Of a broadcast.
@@ -39,11 +45,11 @@ _BUCKET_MB = 64
 ReduceOp = Literal["sum", "mean", "min", "max", "product", "and", "or"]
 
 
-def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
+def all_reduce(tensor: TensorOrBool, op: ReduceOp = "sum", group: Group | None = None) -> TensorOrBool:
     """Reduce the ranks' tensors element by element. Collective.
 
     Args:
-        tensor: the same shape and dtype on every rank.
+        tensor: the same shape and dtype on every rank; or a Python bool, for which a bool is returned.
         op: ``sum``, ``mean`` (floating and complex), ``min``, ``max``, ``product``; ``and`` or ``or`` on bool.
             Integer sums wrap around as in torch. Half precision is reduced in float32 and rounded once.
         group: the ranks that take part.
@@ -55,7 +61,9 @@ def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None)
         TypeError: the dtype has no such ``op``.
         ValueError: unknown ``op``, or one without a gradient on a tensor that requires grad.
     """
-    backend = _member(group)
+    if isinstance(tensor, bool):
+        return bool(all_reduce(torch.tensor(tensor), op, group))
+    backend = member(group)
     _check_op(tensor, op)
     compare(backend, group, "all_reduce", tensor, op)
 
@@ -86,7 +94,7 @@ def all_reduce_(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None
         TypeError: the dtype has no such ``op``.
         ValueError: unknown ``op``, or the tensor requires grad.
     """
-    backend = _member(group)
+    backend = member(group)
     if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError("all_reduce_ of a tensor that requires grad: pass tensor.detach(), or use all_reduce.")
     _check_op(tensor, op)
@@ -101,21 +109,50 @@ def all_reduce_(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None
     return tensor
 
 
-def all_gather(tensor: Tensor, group: Group | None = None) -> Tensor:
+def all_gather(tensor: T, group: Group | None = None, *, pad: float | None = None) -> T:
     """Concatenate the ranks' tensors along dim 0, in rank order. Collective.
 
     Args:
-        tensor: any dtype. The first dimension may differ between ranks (0 included), the others may not.
-            A 0-d tensor counts as one row.
+        tensor: any dtype. The first dimension may differ between ranks (0 included), the others may not, without
+            ``pad``. A 0-d tensor counts as one row. Or nested dicts, lists and tuples of tensors.
         group: the ranks that take part.
+        pad: fills the ends of dimensions that differ between ranks, such as the lengths of generated sequences.
 
     Returns:
-        A new tensor of shape ``(sum of first dims, *tensor.shape[1:])``, equal on every rank.
+        A new tensor of shape ``(sum of first dims, *tensor.shape[1:])``, equal on every rank; or the same structure of
+        them.
 
     Raises:
-        MismatchError: on every rank, when dtypes or trailing dimensions differ.
+        MismatchError: on every rank, when structures, dtypes, numbers of dimensions or, without ``pad``, trailing
+            dimensions differ.
     """
-    backend = _member(group)
+
+    def gather(leaf: Tensor) -> Tensor:
+        return _all_gather(leaf if pad is None else _padded(leaf, pad, group), group)
+
+    return _map_tensors("all_gather", gather, tensor, group)
+
+
+def _map_tensors(call: str, fn: Callable[[Tensor], Tensor], tree: T, group: Group | None) -> T:
+    """Call a collective for a tensor, or for each of a structure that must be the same on every rank."""
+    if isinstance(tree, (dict, list, tuple)):
+        keys = ", ".join("".join(f"[{key!r}]" for key in path) for path, _ in walk(tree))
+        compare(member(group), group, call, option=f"a structure of {keys or 'nothing'}", always=True)
+    mapped: T = map_leaves(fn, tree)
+    return mapped
+
+
+def _padded(tensor: Tensor, value: float, group: Group | None) -> Tensor:
+    """Pad a tensor's ends to the largest size of each dimension but the first over all ranks. Collective."""
+    _check_dense(tensor)
+    shape = tensor.shape[1:]
+    longest = _all_gather(torch.tensor(shape, dtype=torch.int64).unsqueeze(0), group).amax(0).tolist()
+    ends = [width for size, most in zip(reversed(shape), reversed(longest)) for width in (0, most - size)]
+    return F.pad(tensor, ends, value=value) if any(ends) else tensor
+
+
+def _all_gather(tensor: Tensor, group: Group | None) -> Tensor:
+    backend = member(group)
     _check_dense(tensor)
     rows, gathered = _gather(backend, group, "all_gather", tensor.detach(), tensor)
     me = backend.ranks(group).index(backend.topology.rank)
@@ -130,18 +167,23 @@ def all_gather(tensor: Tensor, group: Group | None = None) -> Tensor:
     return _apply(tensor, run, transpose)
 
 
-def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
+def broadcast(tensor: T, src: int = 0, group: Group | None = None) -> T:
     """Give every rank the tensor of rank ``src``. Collective.
 
     Args:
-        tensor: the same shape and dtype on every rank; the values of ``src`` are used.
+        tensor: the same shape and dtype on every rank; the values of ``src`` are used. Or nested dicts, lists and
+            tuples of tensors.
         src: a global rank of the group.
         group: the ranks that take part.
 
     Returns:
-        A new tensor, equal on every rank. Gradients flow, summed, to rank ``src``.
+        A new tensor, equal on every rank, or the same structure of them. Gradients flow, summed, to rank ``src``.
     """
-    backend = _member(group)
+    return _map_tensors("broadcast", lambda leaf: _broadcast(leaf, src, group), tensor, group)
+
+
+def _broadcast(tensor: Tensor, src: int, group: Group | None) -> Tensor:
+    backend = member(group)
     _check_src(backend, src, group)
     _check_dense(tensor)
     compare(backend, group, "broadcast", tensor, f"from rank {src}")
@@ -192,7 +234,7 @@ def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | N
         src: a global rank of the group.
         group: the ranks that take part.
     """
-    backend = _member(group)
+    backend = member(group)
     _check_src(backend, src, group)
     for tensor in tensors:
         _check_dense(tensor)
@@ -228,7 +270,7 @@ def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group
         ValueError: ``splits`` does not fit the tensor or the group.
         MismatchError: on every rank, when dtypes or trailing dimensions differ.
     """
-    backend = _member(group)
+    backend = member(group)
     _check_dense(tensor)
     ranks = backend.ranks(group)
     send = _splits(tensor, splits, len(ranks))
@@ -258,7 +300,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
     Raises:
         ValueError: dim 0 is not a multiple of the group's size.
     """
-    backend = _member(group)
+    backend = member(group)
     _check_op(tensor, op)
     size = len(backend.ranks(group))
     if tensor.dim() == 0 or tensor.shape[0] % size:
@@ -284,7 +326,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
 
 def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
     """Every rank's object, in rank order; any object that can be pickled. Collective."""
-    backend = _member(group)
+    backend = member(group)
     sizes, flat = _gather(backend, group, "all_gather_object", _pickled(obj))
     return [unpickled(part) for part in torch.split(flat, sizes)]
 
@@ -294,7 +336,7 @@ def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
 
     The other ranks' ``obj`` is ignored.
     """
-    backend = _member(group)
+    backend = member(group)
     _check_src(backend, src, group)
     is_src = backend.topology.rank == src
     data = _pickled(obj) if is_src else torch.empty(0, dtype=torch.uint8)
@@ -311,9 +353,40 @@ def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
 
 def barrier(group: Group | None = None) -> None:
     """Wait until every rank of the group has made this call. Collective."""
-    backend = _member(group)
+    backend = member(group)
     compare(backend, group, "barrier")
     backend.barrier(group)
+
+
+@contextmanager
+def first_rank(local: bool = False) -> Iterator[None]:
+    """Let rank 0 go through a ``with`` block first, and then the others, as for a download into a cache. Collective. ::
+
+        with unidist.first_rank():
+            data = load_dataset("imdb")  # downloaded by rank 0, and read by the others
+
+    The others wait for at most the timeout of ``init``. The block must make no collective calls.
+
+    Args:
+        local: each node's rank 0 goes first, for a cache that nodes do not share.
+
+    Raises:
+        CollectiveError: on every rank, when a first rank has failed: which, and with what. There, its own exception is
+            raised.
+    """
+    is_first = not local_rank() if local else is_main()
+    try:
+        if is_first:
+            yield
+    except Exception as error:
+        all_gather_object(f"{type(error).__name__}: {error}")
+        raise
+    failures = {rank: failure for rank, failure in enumerate(all_gather_object("")) if failure}
+    if failures:
+        rank, failure = next(iter(failures.items()))
+        raise CollectiveError(f"first_rank: rank {rank} has failed in the block, which the others wait for: {failure}")
+    if not is_first:
+        yield
 
 
 def new_group(ranks: Sequence[int]) -> Group:
@@ -342,7 +415,8 @@ def new_group(ranks: Sequence[int]) -> Group:
             f"{backend.topology.world_size - 1}."
         )
     if key not in backend.groups:
-        backend.groups[key] = backend.new_group(key)
+        rank = backend.topology.rank
+        backend.groups[key] = replace(backend.new_group(key), _rank=key.index(rank) if rank in key else -1)
     return backend.groups[key]
 
 
@@ -370,7 +444,8 @@ def _apply(tensor: Tensor, run: Callable[[Tensor], Tensor], transpose: Callable[
 
 
 # --------------------------------------------------------------------------------- arguments
-def _member(group: Group | None) -> Backend:
+def member(group: Group | None) -> Backend:
+    """Return the running backend, if this rank is in the group."""
     backend = current()
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group={group!r} is not a group: pass what new_group(ranks) returned.")

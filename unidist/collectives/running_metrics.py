@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from unidist.backends.base import Group
 from unidist.collectives.metric_reduction import allreduce_metric
 from unidist.collectives.operations import all_gather_object
 from unidist.context import current
@@ -15,9 +16,14 @@ M = TypeVar("M")
 
 
 class Metric:
-    """Totals of this rank. ``update`` is local and does not wait for the device; ``compute`` is collective."""
+    """Totals of this rank. ``update`` is local and does not wait for the device; ``compute`` is collective.
 
-    def __init__(self) -> None:
+    Args:
+        group: the ranks that ``compute`` combines; default: the world.
+    """
+
+    def __init__(self, group: Group | None = None) -> None:
+        self.group = group
         self.reset()
 
     def reset(self) -> None:
@@ -35,7 +41,7 @@ class Metric:
         mine = [0.0] * length
         for row in self._totals.values():
             mine = [total + float(amount) for total, amount in zip(mine, row)]
-        return allreduce_metric(mine, op="sum")
+        return allreduce_metric(mine, op="sum", group=self.group)
 
 
 class Mean(Metric):
@@ -88,10 +94,11 @@ class Accuracy(Metric):
     Args:
         top_k: a prediction is correct if the target is among the ``top_k`` highest scores.
         ignore_index: targets of this value do not count, as in ``torch.nn.functional.cross_entropy``.
+        group: the ranks that ``compute`` combines; default: the world.
     """
 
-    def __init__(self, top_k: int = 1, ignore_index: int | None = None) -> None:
-        super().__init__()
+    def __init__(self, top_k: int = 1, ignore_index: int | None = None, group: Group | None = None) -> None:
+        super().__init__(group)
         if top_k < 1:
             raise ValueError(f"Accuracy(top_k={top_k}) must be 1 or more.")
         self.top_k = top_k

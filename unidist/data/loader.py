@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from unidist.backends.base import Group
+from unidist.collectives.operations import member
 from unidist.context import current, is_initialized
 from unidist.data.comparison import DataComparison, HubRows, Streams
 from unidist.data.same_stream import empty_table, own_split
@@ -21,6 +23,18 @@ from unidist.diagnosis.spans import spans
 T = TypeVar("T")
 #: Samples that a worker reads for one that it keeps, above which there is a warning.
 _READ_PER_KEPT = 16
+
+
+@runtime_checkable
+class Mesh(Protocol):
+    """What is used of a ``torch.distributed.device_mesh.DeviceMesh``."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    def get_local_rank(self) -> int: ...
+
+    def size(self) -> int: ...
 
 
 class ShardLoader(DataLoader[T]):
@@ -189,6 +203,7 @@ def shard_loader(
     worker_split: WorkerSplit | None = None,
     permutation: Permutation | None = None,
     check_stream: bool = True,
+    group: Group | Mesh | None = None,
 ) -> ShardLoader[T]:
     """A DataLoader like ``loader`` that yields this rank's shard of the samples.
 
@@ -229,6 +244,9 @@ def shard_loader(
             map-style one of Hugging Face, in one small collective at the first batch of the first epoch, so that data
             that is split by rank already is an error. ``False``: ranks may have other data, or not all of them
             iterate.
+        group: the ranks that the samples are divided among, this one included; default: the world. With tensor
+            parallelism, the ranks of one model must get the same samples: pass the ranks of this rank's data-parallel
+            dimension, as what ``new_group`` returned or as ``mesh["dp"]``.
 
     Raises:
         TypeError: not a DataLoader, a ``DistributedSampler``, a sampler without a length, ``shuffle`` for a sampler of
@@ -267,8 +285,7 @@ def shard_loader(
         raise ValueError(
             "shard_loader(pad=True, drop_last=True): the last samples can be repeated or dropped, not both."
         )
-    topology = current().topology
-    sharding = Sharding(topology.rank, topology.world_size, drop_last, pad)
+    sharding = Sharding(*_place_in(group), drop_last, pad)
     options: dict[str, Any] = {
         name: getattr(loader, name)
         for name in (
@@ -303,7 +320,7 @@ def shard_loader(
     if _is_stateful(loader):
         if isinstance(source, ShardStream):
             raise TypeError("shard_loader cannot divide an iterable dataset in a StatefulDataLoader: use a DataLoader.")
-        seeds = torch.Generator().manual_seed(mix_seeds(seed, topology.rank))
+        seeds = torch.Generator().manual_seed(mix_seeds(seed, sharding.rank))
         return type(loader)(**options, generator=seeds)  # type: ignore[return-value]
     options.pop("snapshot_every_n_steps", None)
     sharding_loader: ShardLoader[T] = ShardLoader(source, seed, draws=loader.generator is None, **options)
@@ -315,6 +332,19 @@ def shard_loader(
     elif check_stream and hasattr(loader.dataset, "_fingerprint") and hasattr(loader.dataset, "with_format"):
         sharding_loader._comparison = HubRows(loader.dataset)
     return sharding_loader
+
+
+def _place_in(group: Group | Mesh | None) -> tuple[int, int]:
+    """This rank's number among those that share the samples, and how many they are."""
+    if not isinstance(group, Mesh):
+        backend = member(group)
+        ranks = backend.ranks(group)
+        return ranks.index(backend.topology.rank), len(ranks)
+    if group.ndim > 1:
+        raise ValueError(
+            f"shard_loader(group={group}) has {group.ndim} dimensions: pass the data-parallel one, as mesh['dp']."
+        )
+    return group.get_local_rank(), group.size()
 
 
 def _source(loader: DataLoader[Any], shuffle: bool | None) -> Sampler[Any]:

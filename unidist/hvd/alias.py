@@ -59,6 +59,9 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "horovod" and not fullname.startswith("horovod."):
             return None
+        if fullname == "horovod.runner.launch":  # a file of its own, for python -m
+            source = importlib.util.find_spec("unidist.cli.run")
+            return importlib.util.spec_from_file_location(fullname, source.origin if source else None)
         name = drop_in_name(fullname)
         if fullname not in _PACKAGES and (name is None or not _is_module(name)):
             raise ModuleNotFoundError(

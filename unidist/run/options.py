@@ -218,11 +218,17 @@ def parser(prog: str = "unidist run") -> argparse.ArgumentParser:
         else:
             tuning.add_argument(setting.flag, type=setting.type, help=setting.help)
     stall = tuning.add_mutually_exclusive_group()
-    stall.add_argument("--stall-check", action="store_false", dest="no_stall_check", default=None)
-    stall.add_argument("--no-stall-check", action="store_true", dest="no_stall_check", default=None)
+    stall.add_argument("--stall-check", action="store_false", dest="no_stall_check", default=None, help="the default")
+    stall.add_argument(
+        "--no-stall-check", action="store_true", dest="no_stall_check", default=None,
+        help="no warnings of ranks that others wait for",
+    )  # fmt: skip
     stamps = result.add_argument_group("logging").add_mutually_exclusive_group()
-    stamps.add_argument("--log-with-timestamp", action="store_true", default=None)
-    stamps.add_argument("--log-without-timestamp", action="store_false", dest="log_with_timestamp", default=None)
+    stamps.add_argument("--log-with-timestamp", action="store_true", default=None, help="Horovod logs with the time")
+    stamps.add_argument(
+        "--log-without-timestamp", action="store_false", dest="log_with_timestamp", default=None,
+        help="Horovod logs without it",
+    )  # fmt: skip
     stamps.add_argument("--log-hide-timestamp", action="store_false", dest="log_with_timestamp", help=argparse.SUPPRESS)
     stamps.add_argument(
         "--no-log-hide-timestamp", action="store_true", dest="log_with_timestamp", help=argparse.SUPPRESS

@@ -15,7 +15,9 @@ from unidist.errors import LaunchError
 
 #: Lines that are kept of each rank.
 _LAST = 20
-_LINE_ENDS = re.compile("\r\n|\n|\r")
+_LINES = re.compile("[^\r\n]*[\r\n]|[^\r\n]+")
+#: The file and the rank of the progress bar that was printed last, and whose line has no end yet.
+_bar: tuple[TextIO, int] | None = None
 
 
 class Output:
@@ -54,12 +56,13 @@ class Output:
             self._files[rank, stream] = path.open("w", buffering=1, encoding="utf-8", errors="surrogateescape")
 
     def write(self, rank: int, stream: str, text: str) -> None:
-        """Print the lines of a rank to the stream of this process that they had in it."""
-        lines = _LINE_ENDS.split(text.removesuffix("\n"))
+        """Print the lines of a rank to the stream of this process that they had in it; a progress bar stays a line."""
+        found = [line for line in _LINES.findall(text.replace("\r\n", "\n")) if line != "\r"]
+        lines = [line if line[-1] in "\r\n" else f"{line}\n" for line in found]
         stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._timestamps else ""
-        printed = "".join(f"{stamp}[{rank}]<{stream}>:{line}\n" for line in lines)
-        self._last.setdefault(rank, deque(maxlen=_LAST)).extend(lines)
-        _print(sys.stdout if stream == "stdout" else sys.stderr, printed)
+        printed = "".join(f"{stamp}[{rank}]<{stream}>:{line}" for line in lines)
+        self._last.setdefault(rank, deque(maxlen=_LAST)).extend(line[:-1] for line in lines if line[-1] == "\n")
+        _print(sys.stdout if stream == "stdout" else sys.stderr, printed, rank)
         if (rank, stream) not in self._files:  # a worker of an elastic run, which came later
             self._open(rank)
         if file := self._files.get((rank, stream)):
@@ -70,7 +73,8 @@ class Output:
         return list(self._last.get(rank, ()))
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and end the line of a progress bar."""
+        _print(sys.stderr, "")
         for file in self._files.values():
             file.close()
 
@@ -81,8 +85,14 @@ def say(text: str) -> None:
         _print(sys.stderr, f"unidist run: {text}\n")
 
 
-def _print(file: TextIO, text: str) -> None:
+def _print(file: TextIO, text: str, rank: int = -1) -> None:
+    global _bar
+    if _bar is not None and _bar != (file, rank):
+        os.write(_bar[0].fileno(), b"\n")
+        _bar = None
     # Bytes as they are: a rank may print what is no text. No buffer, which would be written once more at the end.
     data = text.encode("utf-8", "surrogateescape")
     while data:
         data = data[os.write(file.fileno(), data) :]
+    if text:
+        _bar = (file, rank) if text.endswith("\r") else None
