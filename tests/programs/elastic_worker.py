@@ -22,6 +22,9 @@ if WHAT == "fail at the start" or (REPLACES and (DIRECTORY / "broken").exists())
     sys.exit(3)
 member = membership.current()
 assert member is not None
+if WHAT == "end when held" and member.number == 0:
+    take_message = member._take_message
+    member._take_message = lambda message: os._exit(0) if "hold" in message else take_message(message)  # type: ignore[method-assign]
 
 
 def take(name: str) -> bool:
