@@ -1,4 +1,4 @@
-"""Whether the hosts can connect to each other, before a library tries it: gloo says nothing of a firewall for minutes."""
+"""Whether the hosts can connect to each other, before gloo tries it, which says nothing of a firewall for minutes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def require(world: Rendezvous, timeout: timedelta | None) -> None:
         raise BackendError(
             f"rank {own} on host {world.hosts[own].name} cannot connect to rank {other} on host "
             f"{world.hosts[other].name} at {address}, port {port}: {error}"
-            + f" ({len(every)} of such pairs in all)" * (len(every) > 1)
+            + f" ({len(every)} of such pairs in all)"
+            * (len(every) > 1)
             + ". Is there a firewall? Ranks listen on any port: allow all TCP between the hosts, or name an interface "
             f"of a network where it is allowed in {INTERFACES[1]}."
         )

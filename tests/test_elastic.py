@@ -147,14 +147,23 @@ def test_workers_come_leave_and_fail(tmp_path: Path) -> None:
         assert job.status() == 0, job.output
 
 
+def test_a_member_ends_well_while_others_wait_for_its_number_of_checks(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost:2\n")
+    options = ["-np", "2", "--min-np", "1", "--host-discovery-script", "cat {}/hosts"]
+    with started(tmp_path, options, [*WORKER, "end when held"]) as job:
+        job.generation(0, 1)
+        job.hosts("localhost:3")
+        job.wait_for("is held")
+        job.do("end")
+        assert job.status() == 0, job.output
+
+
 def test_how_elastic_jobs_end(tmp_path: Path) -> None:
-    """All ranks fail, all hosts are blacklisted, too few hosts, the reset limits 1 and 2, hosts that come back, an
-    interrupt, and a member that ends well when the others wait for how many checks it has made."""
+    """All ranks fail, all hosts are blacklisted, too few hosts, the reset limits 1 and 2, hosts that come back, and an
+    interrupt."""
     two = ["-np", "2", "--min-np", "2"]
-    names = ("start", "training", "blacklisted", "comes back", "timeout", "limit 1", "limit 2", "interrupted", "held")
+    names = ("start", "training", "blacklisted", "comes back", "timeout", "limit 1", "limit 2", "interrupted")
     paths = [tmp_path / name.replace(" ", "-") for name in names]
-    paths[8].mkdir()
-    (paths[8] / "hosts").write_text("localhost:2")
     with (
         started(paths[0], two, [*WORKER, "fail at the start"]) as at_start,
         started(paths[1], two, [*WORKER, "fail in training"]) as in_training,
@@ -164,7 +173,6 @@ def test_how_elastic_jobs_end(tmp_path: Path) -> None:
         started(paths[5], ["-np", "2", "--min-np", "1", "--reset-limit", "1"], WORKER) as limit_1,
         started(paths[6], ["-np", "3", "--min-np", "1", "--reset-limit", "2"], WORKER) as limit_2,
         started(paths[7], two, WORKER) as interrupted,
-        started(paths[8], [*two, "--host-discovery-script", "cat {}/hosts"], [*WORKER, "end when held"]) as held,
     ):
         assert at_start.status() == 3 and "all workers have failed" in at_start.output, at_start.output
         assert in_training.status() == 5, in_training.output
@@ -180,11 +188,6 @@ def test_how_elastic_jobs_end(tmp_path: Path) -> None:
         assert [place["RANK"] for place in comes_back.generation(0, 4)] == ["0", "1"]
         comes_back.do("end")
         assert comes_back.status() == 0, comes_back.output
-        held.generation(0, 1)
-        held.hosts("localhost:3")
-        held.wait_for("worker 2 has ended|is not needed|localhost", 1)
-        held.do("end")
-        assert held.status() == 0, held.output
         assert few.status() == 1 and "2 workers are needed (-np), and 1 are left" in few.output, few.output
         interrupted.generation(0, 1)
         interrupted.process.send_signal(signal.SIGINT)

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from unidist.errors import CollectiveError
 from unidist.launch import membership
@@ -24,7 +25,14 @@ member = membership.current()
 assert member is not None
 if WHAT == "end when held" and member.number == 0:
     take_message = member._take_message
-    member._take_message = lambda message: os._exit(0) if "hold" in message else take_message(message)  # type: ignore[method-assign]
+
+    def end_when_held(message: dict[str, Any]) -> None:
+        if "hold" in message:
+            print("is held", flush=True)
+            os._exit(0)
+        take_message(message)
+
+    member._take_message = end_when_held  # type: ignore[method-assign]
 
 
 def take(name: str) -> bool:
