@@ -28,6 +28,7 @@ if WHAT == "end when held" and member.number == 0:
 
     def end_when_held(message: dict[str, Any]) -> None:
         if "hold" in message:
+            time.sleep(0.5)  # the others are held too
             print("is held", flush=True)
             os._exit(0)
         take_message(message)
