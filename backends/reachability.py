@@ -46,11 +46,9 @@ def require(world: Rendezvous, timeout: timedelta | None) -> None:
         own, other, address, port, error = every[0]
         raise BackendError(
             f"rank {own} on host {world.hosts[own].name} cannot connect to rank {other} on host "
-            f"{world.hosts[other].name} at {address}, port {port}: {error}"
-            + f" ({len(every)} of such pairs in all)"
-            * (len(every) > 1)
-            + ". Is there a firewall? Ranks listen on any port: allow all TCP between the hosts, or name an interface "
-            f"of a network where it is allowed in {INTERFACES[1]}."
+            f"{world.hosts[other].name} at {address}, port {port}: {error} (pairs of hosts: {len(every)}). Is there a "
+            "firewall? Ranks listen on any port: allow all TCP between the hosts, or name an interface of a network "
+            f"where it is allowed in {INTERFACES[1]}."
         )
 
 
