@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unidist.backends import rendezvous
+from unidist.backends import reachability, rendezvous
 from unidist.backends.base import Backend, Group, Op, Start, Wait
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
@@ -85,6 +85,8 @@ class TorchBackend(Backend):
         device = _device(name, start, world.topology)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if name != "mpi" and not dist.is_initialized():
+            reachability.require(world, start.timeout)
         sockets = GlooSockets()
         if start.default_group:
             with sockets.opened_inside():

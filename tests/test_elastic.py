@@ -147,6 +147,17 @@ def test_workers_come_leave_and_fail(tmp_path: Path) -> None:
         assert job.status() == 0, job.output
 
 
+def test_a_member_ends_well_while_others_wait_for_its_number_of_checks(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost:2\n")
+    options = ["-np", "2", "--min-np", "1", "--host-discovery-script", "cat {}/hosts"]
+    with started(tmp_path, options, [*WORKER, "end when held"]) as job:
+        job.generation(0, 1)
+        job.hosts("localhost:3")
+        job.wait_for("is held")
+        job.do("end")
+        assert job.status() == 0, job.output
+
+
 def test_how_elastic_jobs_end(tmp_path: Path) -> None:
     """All ranks fail, all hosts are blacklisted, too few hosts, the reset limits 1 and 2, hosts that come back, and an
     interrupt."""

@@ -148,6 +148,26 @@ def test_two_nodes_of_slurm(three_hosts: list[str], alone: list[float], tmp_path
             check_weights(launcher, output, engines, ranks, alone)
 
 
+def test_a_firewall_that_drops_is_named_before_gloo_waits_for_it(three_hosts: list[str]) -> None:
+    port = free_port()
+    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.77.0.1"}
+    start = time.monotonic()
+    with machines.firewall(three_hosts[1], port):
+        running = [
+            start_on(three_hosts, rank, [PYTHON, ENGINES, "gloo"], RANK=str(rank), MASTER_PORT=str(port), **world)
+            for rank in range(2)
+        ]
+        try:
+            outputs = [process.communicate(timeout=100)[0] for process in running]
+        finally:
+            for process in running:
+                kill(process)
+    for process, output in zip(running, outputs):
+        assert process.returncode == 1, output
+        assert re.search("rank 0 on host alpha cannot connect to rank 1 on host beta at 10.77.0.2, port .*: no", output)
+    assert time.monotonic() - start < 60
+
+
 # ------------------------------------------------------------------------------ unidist run, when something fails
 def test_a_failure_on_another_host_is_the_status(three_hosts: list[str]) -> None:
     process = start_on(three_hosts, 0, [*RUN, "-H", "alpha:1,beta:2", PYTHON, PRINTS, "fail", "7"])

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from unidist.errors import CollectiveError
 from unidist.launch import membership
@@ -22,6 +23,17 @@ if WHAT == "fail at the start" or (REPLACES and (DIRECTORY / "broken").exists())
     sys.exit(3)
 member = membership.current()
 assert member is not None
+if WHAT == "end when held" and member.number == 0:
+    take_message = member._take_message
+
+    def end_when_held(message: dict[str, Any]) -> None:
+        if "hold" in message:
+            time.sleep(0.5)  # the others are held too
+            print("is held", flush=True)
+            os._exit(0)
+        take_message(message)
+
+    member._take_message = end_when_held  # type: ignore[method-assign]
 
 
 def take(name: str) -> bool:

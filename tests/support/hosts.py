@@ -110,6 +110,25 @@ def set_link(host: str, state: str) -> None:
     _ip("-n", host, "link", "set", "net0", state)
 
 
+@contextmanager
+def firewall(host: str, port: int) -> Iterator[None]:
+    """Inside, a host drops TCP that comes from others, to and from all ports but one and that of ssh."""
+    rules = [
+        f"pref {10 + i} ipproto tcp {kind} {each}" for i, each in enumerate((port, 22)) for kind in ("sport", "dport")
+    ]
+    rules = [f"{rule} lookup local" for rule in rules] + ["pref 20 iif net0 ipproto tcp blackhole"]
+    _ip("-n", host, "rule", "add", "pref", "100", "lookup", "local")
+    _ip("-n", host, "rule", "del", "pref", "0")
+    try:
+        for rule in rules:
+            _ip("-n", host, "rule", "add", *rule.split())
+        yield
+    finally:
+        _ip("-n", host, "rule", "add", "pref", "0", "lookup", "local")
+        for rule in [*rules, "pref 100 lookup local"]:
+            subprocess.run(["ip", "-n", host, "rule", "del", *rule.split()], capture_output=True)
+
+
 def processes(host: str, pattern: str = "") -> list[int]:
     """The processes of a host, in whose command line a regular expression is found."""
     pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True).stdout.split()

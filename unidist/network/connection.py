@@ -36,6 +36,7 @@ _NONCE_BYTES, _MAC_BYTES = 16, 32
 _MAX_HELLO = 2**16
 _HELLO_S = 10.0
 _MAX_UNEXPECTED = 256
+_MOST_LOGGED = 1000
 
 #: Not epoll: its instances are looked at to find gloo's connections.
 Selector: type[selectors.BaseSelector] = getattr(selectors, "PollSelector", selectors.DefaultSelector)
@@ -279,6 +280,8 @@ class Acceptor:
         self._purpose = _of(purpose, server.getsockname()[:2])
         self._most = expected + _MAX_UNEXPECTED
         self._log_level = log_level
+        #: The hosts and reasons that have been logged; later ones of them are for debugging.
+        self._logged: set[tuple[str, str]] = set()
         #: Connections whose hello has not come, until when they have time, and their hosts.
         self._waiting: dict[Connection, tuple[float, str]] = {}
         self._calls: dict[int, Callable[[], None]] = {}
@@ -361,7 +364,10 @@ class Acceptor:
 
     def _refuse(self, connection: Connection, why: str) -> None:
         _, host = self._forget(connection)
-        refuse(connection, host, why, self._log_level)
+        is_known = (host, why) in self._logged or len(self._logged) >= _MOST_LOGGED
+        refuse(connection, host, why, logging.DEBUG if is_known else self._log_level)
+        if not is_known:
+            self._logged.add((host, why))
 
     def _forget(self, connection: Connection) -> tuple[float, str]:
         self.selector.unregister(connection)

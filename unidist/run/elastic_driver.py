@@ -10,6 +10,7 @@ import asyncio
 import json
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -276,6 +277,9 @@ class _ElasticDriver(Driver):
         failed = self.elastic.end(number, status, now)
         if self.elastic.finishing and self.finished is None:
             self.finished = number
+            if self.checks is not None:  # it will not say how many it has made: nobody waits for a last one
+                self.checks = None
+                self._tell_members(last_check=sys.maxsize)
         self._disconnect(number)
         if failed and not self.ending:
             who = f"worker {number}" + f", rank {rank} of generation {self.elastic.generation}," * (rank is not None)
