@@ -6,17 +6,13 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from types import ModuleType
 
-from unidist.errors import LaunchError
-from unidist.hvd.names import VERSION, drop_in_name, is_installed
+from unidist.hvd.names import VERSION, drop_in_name, export_variables, is_installed
 from unidist.hvd.optimizer import DistributedOptimizer
 from unidist.hvd.run import run
-from unidist.launch.topology import NONE, Launch, detect
 
 #: Packages that are made here: they have ``run``, and the submodules above.
 _PACKAGES = ("horovod", "horovod.runner", "horovod.runner.util")
@@ -37,20 +33,7 @@ def install() -> None:
         sys.meta_path.insert(0, _Aliases())
     # Frameworks know a wrapped optimizer by "horovod" in its class's module, which is this function's.
     DistributedOptimizer.__module__ = "horovod.torch.optimizer"
-    with suppress(LaunchError):  # init() raises it
-        _export(detect(os.environ))
-
-
-def _export(launch: Launch) -> None:
-    """What the launcher declares, in Horovod's variables. Nothing reads them here, but frameworks do."""
-    if launch.launcher is NONE:
-        return
-    node = (launch.node_rank, launch.num_nodes)
-    if launch.local_size == launch.world_size:
-        node = (0, 1)
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-    values = (launch.rank, launch.world_size, launch.local_rank, launch.local_size, *node)
-    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in zip(names, values) if value is not None})
+    export_variables()
 
 
 class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unidist.collectives.operations import unpickled
 from unidist.hvd.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
-from unidist.hvd.optimizer import _DistributedOptimizer
+from unidist.hvd.optimizer import _DistributedOptimizer, with_first_state
 from unidist.hvd.process_sets import ProcessSet, global_process_set
 from unidist.training import model as models
 
@@ -67,10 +67,13 @@ def broadcast_optimizer_state(
     is_new = not optimizer.state_dict()["state"]
     if is_new:
         _zero_gradients(optimizer, model)
-    if broadcast_object(is_new, root_rank) and is_new:
+    steps = broadcast_object(is_new, root_rank) and is_new
+    if steps:
         plain = super(_DistributedOptimizer, optimizer) if isinstance(optimizer, _DistributedOptimizer) else optimizer
         plain.step()  # type: ignore[union-attr]  # a DistributedOptimizer's own would reduce gradients
     models.broadcast_optimizer_state(optimizer, root_rank)
+    if steps:
+        with_first_state[optimizer] = optimizer.state
 
 
 def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:

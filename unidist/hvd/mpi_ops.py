@@ -25,6 +25,7 @@ from torch import Tensor
 from unidist.hvd import basics
 from unidist.hvd.basics import *  # noqa: F403 - scripts import them from here, too
 from unidist.hvd.basics import Adasum, Average, Max, Min, Product, Sum, rank
+from unidist.hvd.basics import is_homogeneous as is_homogeneous
 from unidist.hvd.common.basics import HorovodBasics
 from unidist.hvd.common.util import get_average_backwards_compatibility_fun
 from unidist.hvd.compression import Compression, Compressor

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +21,9 @@ from unidist.hvd.operation import GLOBAL_SET
 from unidist.hvd.process_sets import ProcessSet, global_process_set
 from unidist.hvd.session import current_session
 from unidist.launch import membership
+
+#: Optimizers whose state is that of ``broadcast_optimizer_state``'s step alone.
+with_first_state: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
 def DistributedOptimizer(
@@ -83,6 +88,8 @@ def DistributedOptimizer(
     # Not by its constructor: loaded state stays, and the constructor's arguments are not known.
     wrapped: Any = cls.__new__(cls)
     wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    if with_first_state.get(optimizer) is optimizer.state:  # Horovod's begins without state
+        wrapped.state = defaultdict(dict)
     options = ReduceOptions(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
     wrapped._set_up(names, backward_passes_per_step, options)
     return wrapped

@@ -61,5 +61,6 @@ def run(
 def _call(with_alias: bool, payload: bytes) -> Any:
     if with_alias:
         sys.path.insert(0, names.directory())
+        names.export_variables()
     func, args, kwargs = pickle.loads(payload)
     return func(*args, **kwargs)
