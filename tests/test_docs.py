@@ -112,6 +112,7 @@ def test_program(name: str, tmp_path: Path) -> None:
         "resume.md": "done after step 12",
         "logging.md": "rank 0 printed once",
         "testing.md": "2 passed",
+        "one-gpu-to-many.md": "(1797, 64)",
     }
     assert expected[name.split(":")[0]] in output
 
