@@ -21,7 +21,7 @@ import unidist.cli
 from docs import tables
 from tests.support import documents
 from tests.support.errors import first_words
-from tests.support.worlds import ROOT, environment, run_world, shown
+from tests.support.worlds import ROOT, environment, run_world, shown, with_torch
 from unidist import settings
 from unidist.launch.topology import LAUNCHERS
 from unidist.run import options
@@ -65,7 +65,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: str, directory: Path, **variables: str) -> str:
-    env = environment("python", {"PYTHONPATH": str(ROOT), **variables})
+    env = environment("python", {"PYTHONPATH": str(ROOT), **with_torch(), **variables})
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     done = subprocess.run(["bash", "-c", command], cwd=directory, env=env, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

@@ -41,7 +41,7 @@ def test_the_rank_the_call_and_the_line_are_named_in_time(
     # Python may start slowly where a user asks.
     env = {"UNIDIST_STALL_S": str(STALL_S), "UNIDIST_TIMEOUT": "20" if last == "backward" else "6"}
     argv = [PROGRAM, how, last, *([str(tmp_path / "asked")] if last == "backward" else [])]
-    result = run_world(launcher, 3, argv, backend=backend, env=env, timeout=60)
+    result = run_world(launcher, 3, argv, backend=backend, env=env, timeout=60, fresh=True)
     output = clean(result.output)
     assert result.returncode != 0, output
     reports = re.findall(r"^unidist: (?!rank \d has got).*?(?=^(?!  ))", output, re.MULTILINE | re.DOTALL)
@@ -111,7 +111,7 @@ def test_a_call_of_one_rank_alone_is_told_from_late_ones(tmp_path: Path) -> None
         "stalls.last()\n"
     )
     env = {"UNIDIST_STALL_S": "1", "UNIDIST_TIMEOUT": "3"}
-    result = run_world("torchrun", 2, [str(program)], backend="gloo", env=env, timeout=60)
+    result = run_world("torchrun", 2, [str(program)], backend="gloo", env=env, timeout=60, fresh=True)
     calls = (
         rf"ismatch in operation 2: rank 0 \(host {HOST}, pid \d+\) called all_reduce of float32 \[4\] at {AT}:\d+ "
         rf"\(reduce\); rank 1 \(host {HOST}, pid \d+\) called all_reduce of float32 \[1\]"
