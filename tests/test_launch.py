@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.places import expected, places
@@ -329,6 +330,36 @@ def test_spawn_returns_the_results_and_takes_a_notebooks_function() -> None:
     assert "rank 0 returned a lock, which does not pickle" in of_result and "state_dict()" in of_result
     assert "spawn(cell): new processes cannot have this function" in of_function
     assert "pip install cloudpickle" in of_function
+
+
+#: Rank 1 is killed while the process that called ``spawn`` does not run; rank 0 fails by it, and both have ended then.
+KILLED = """
+import os, signal, time, torch, unidist
+def train():
+    unidist.barrier()
+    if unidist.rank() == 1:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(0.5)  # it has stopped
+        os.kill(os.getpid(), signal.SIGKILL)
+    unidist.all_reduce(torch.ones(1))
+if __name__ == "__main__":
+    unidist.spawn(train, 2)
+"""
+
+
+def test_spawn_names_the_process_that_was_killed_first(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    command = [PYTHON, str(tmp_path / "killed.py")]
+    env = environment("python", {"UNIDIST_BACKEND": "gloo", "PYTHONPATH": str(ROOT)})
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as started:
+        process = psutil.Process(started.pid)
+        while process.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.05)
+        while [each.status() for each in process.children()].count(psutil.STATUS_ZOMBIE) < 2:
+            time.sleep(0.05)
+        process.resume()
+        output = started.communicate(timeout=60)[1]
+    assert output.endswith("ProcessExitedException: process 1 terminated with signal SIGKILL\n"), output
 
 
 @pytest.mark.unit
