@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,15 +11,17 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from torch.multiprocessing import ProcessExitedException, start_processes
 
 from tests.support.places import expected, places
 from tests.support.worlds import PYTHON, ROOT, Result, environment, free_port, run_world
 from unidist.backends import rendezvous
+from unidist.run import spawn
 
 PLACE = "tests/programs/place.py"
 
@@ -232,7 +235,9 @@ def seconds_since_the_failure(result: Result) -> float:
 
 @pytest.mark.parametrize(("launcher", "backend", "how"), FAILS)
 def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -> None:
-    result = run_world(launcher, 2, ["tests/programs/fail_on_rank.py", "1", how], backend=backend, timeout=60, fresh=True)
+    result = run_world(
+        launcher, 2, ["tests/programs/fail_on_rank.py", "1", how], backend=backend, timeout=60, fresh=True
+    )
     assert result.returncode != 0 and seconds_since_the_failure(result) < 20
     assert "trained to the end" not in result.output
     if how == "raise":
@@ -332,34 +337,18 @@ def test_spawn_returns_the_results_and_takes_a_notebooks_function() -> None:
     assert "pip install cloudpickle" in of_function
 
 
-#: Rank 1 is killed while the process that called ``spawn`` does not run; rank 0 fails by it, and both have ended then.
-KILLED = """
-import os, signal, time, torch, unidist
-def train():
-    unidist.barrier()
-    if unidist.rank() == 1:
-        os.kill(os.getppid(), signal.SIGSTOP)
-        time.sleep(0.5)  # it has stopped
+def _fails_by_the_other(rank: int) -> None:
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    unidist.all_reduce(torch.ones(1))
-if __name__ == "__main__":
-    unidist.spawn(train, 2)
-"""
+    raise ValueError("the other rank is gone")
 
 
-def test_spawn_names_the_process_that_was_killed_first(tmp_path: Path) -> None:
-    (tmp_path / "killed.py").write_text(KILLED)
-    command = [PYTHON, str(tmp_path / "killed.py")]
-    env = environment("python", {"UNIDIST_BACKEND": "gloo", "PYTHONPATH": str(ROOT)})
-    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as started:
-        process = psutil.Process(started.pid)
-        while process.status() != psutil.STATUS_STOPPED:
-            time.sleep(0.05)
-        while [each.status() for each in process.children()].count(psutil.STATUS_ZOMBIE) < 2:
-            time.sleep(0.05)
-        process.resume()
-        output = started.communicate(timeout=60)[1]
-    assert output.endswith("ProcessExitedException: process 1 terminated with signal SIGKILL\n"), output
+def test_spawn_names_the_process_that_was_killed_and_not_one_that_failed_by_it() -> None:
+    started = start_processes(_fails_by_the_other, nprocs=2, join=False, start_method="fork")
+    while len(wait(started.sentinels)) < 2:
+        time.sleep(0.01)
+    with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
+        spawn._join(started)
 
 
 @pytest.mark.unit

@@ -75,15 +75,20 @@ def start(
     with tempfile.TemporaryDirectory(prefix="unidist-spawn-") as directory:
         arguments = (nprocs, store.port, payload, directory, backend)
         started = start_processes(_run, args=arguments, nprocs=nprocs, join=False)  # type: ignore[no-untyped-call]
-        exited = None
-        try:
-            while True:
-                exited = _exited(started, wait(started.sentinels))
-                if started.join():
-                    break
-        except ProcessRaisedException as error:
-            raise exited or _first_failure(started, error) from None
+        _join(started)
         return [_result(Path(directory) / str(rank)) for rank in range(nprocs)]
+
+
+def _join(started: ProcessContext) -> None:
+    """Wait for all processes; where one fails, the others are ended, and its failure is raised."""
+    exited = None
+    try:
+        while True:
+            exited = _exited(started, wait(started.sentinels))
+            if started.join():
+                break
+    except ProcessRaisedException as error:
+        raise exited or _first_failure(started, error) from None
 
 
 def _exited(started: ProcessContext, ended: list[Any]) -> ProcessExitedException | None:
