@@ -154,6 +154,7 @@ def _kill(pid: int) -> None:
 def become(request: dict[str, object]) -> None:
     """Take over the files, the directory and the environment of the process that was started."""
     import fcntl
+    import multiprocessing.process
 
     import numpy
 
@@ -166,6 +167,7 @@ def become(request: dict[str, object]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    multiprocessing.process.ORIGINAL_DIR = request["cwd"]
     numpy.random.seed()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -41,9 +42,12 @@ shown: dict[str, list[str]] = {}
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that the kernel gives to no connection meanwhile."""
+    while True:
+        port = random.randint(20000, 32000)  # below net.ipv4.ip_local_port_range
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _two_agents(n: int, argv: Sequence[str]) -> list[list[str]]:
