@@ -1,6 +1,7 @@
 """README and the site: what they show is run, or it is said why not; what they list is all that there is."""
 
 import ast
+import difflib
 import html.parser
 import json
 import os
@@ -9,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,26 @@ def test_program(name: str, tmp_path: Path) -> None:
 def test_parts_of_programs_compile() -> None:
     for name in FRAGMENTS:
         ast.parse(PROGRAMS[name])
+
+
+@pytest.mark.unit
+def test_code_of_files_is_as_in_the_files() -> None:
+    for block in documents.excerpts():
+        texts = [(ROOT / file).read_text() for file in block.files]
+        if block.language == "diff":
+            lines = [text.splitlines(keepends=True) for text in texts]
+            assert block.text == "".join(difflib.unified_diff(*lines, *block.files)), block.files
+        else:
+            assert any(block.text in textwrap.dedent(part) for part in _parts(texts[0])), block
+    assert {block.page for block in documents.excerpts()} == {"from-horovod.md", "one-gpu-to-many.md"}
+
+
+def _parts(text: str) -> list[str]:
+    """The text, and what is indented more and more."""
+    parts = [text]
+    for depth in (4, 8):
+        parts += re.findall(rf"(?:^(?: {{{depth}}}.*)?\n)+", text, re.MULTILINE)
+    return parts
 
 
 # ------------------------------------------------------------------------------------ the site
