@@ -32,6 +32,7 @@ from unidist.run import options
 FRAGMENTS = {
     "elastic.md: import torch": "the model and the data are the reader's; test_elastic.py runs such a program",
     "logging.md: mean_loss = unidist.allreduce_metric(loss.item())": "a part of a loop",
+    "one-gpu-to-many.md: from contextlib import nullcontext": "a part of a loop; test_parity.py trains so",
     "logging.md: from torch.utils.tensorboard import SummaryWriter": "needs TensorBoard",
     "logging.md: import wandb": "needs an account of Weights & Biases",
     "timeline.md: from torch.profiler import profile": "a part of a loop; test_tracing.py merges such files",
