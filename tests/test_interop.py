@@ -94,6 +94,7 @@ def test_what_is_a_script_and_what_a_command(tmp_path: Path) -> None:
         assert done.returncode == status and said in done.stdout + done.stderr, (argv, done)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries
 def test_the_names_of_the_page_are_those_of_the_libraries() -> None:
     libraries = [["accelerate", "accelerate.Accelerator"], ["ignite.distributed", "ignite.handlers"],
                  ["lightning_fabric", "lightning_fabric.Fabric"]]  # fmt: skip
