@@ -173,3 +173,18 @@ def test_unidist_check_compares_calls_before_they_are_made(tmp_path: Path) -> No
             rf"rank (\d): rank \1 of 2 \(gloo\): the ranks do not make the same call: {calls}", result.output
         )
         assert sorted(found) == ["0", "1"], f"{calls}\n{result.output}"
+
+
+def test_ranks_that_wait_with_pythons_lock_end() -> None:
+    """As all ranks may do in Horovod when one is stopped: none of them can report."""
+    code = """
+import ctypes, time, unidist
+unidist.init()
+unidist.barrier()
+time.sleep(1)
+ctypes.PyDLL(None).sleep(600)
+"""
+    env = {"UNIDIST_STALL_S": "0.5", "UNIDIST_TIMEOUT": "3"}
+    result = run_world("horovodrun", 2, ["-c", code], backend="horovod", env=env, timeout=60)
+    assert result.returncode != 0 and result.seconds < 45, result.output
+    assert re.search(r'Timeout \(0:00:04\)!(.*\n)*.*File "<string>", line 6', result.output), result.output
