@@ -19,7 +19,7 @@ import pytest
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from tests.support.places import expected, places
-from tests.support.worlds import PYTHON, ROOT, Result, environment, free_port, run_world
+from tests.support.worlds import PYTHON, ROOT, Result, environment, free_port, run_world, with_torch
 from unidist.backends import rendezvous
 from unidist.run import spawn
 
@@ -61,7 +61,7 @@ def test_the_launchers_server_is_asked_until_it_answers() -> None:
 def test_rounds_of_init_and_shutdown_leave_nothing(launcher: str, backend: str, rounds: int) -> None:
     result = run_world(launcher, 2, ["tests/programs/rounds.py", str(rounds), backend])
     assert result.returncode == 0, result.output
-    found = [json.loads(text) for text in re.findall(r"\[\{.*\}\]", result.output)]
+    found = [json.loads(text) for text in re.findall(r"\[\{.*?\}\]", result.output)]
     assert len(found) == 2, result.output
     for early, late in found:
         # mpi4py keeps MPI running, whose errors an excepthook makes the job's.
@@ -97,9 +97,7 @@ def by_hand(options: dict[str, Any], size: int, **env: str) -> list[subprocess.C
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(
-                "python", {**env, "MY_RANK": str(rank)} if env.get("RANK") is None else {**env, "RANK": str(rank)}
-            ),
+            env=environment("python", {**env, **with_torch(), "RANK" if "RANK" in env else "MY_RANK": str(rank)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
