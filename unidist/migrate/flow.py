@@ -112,6 +112,16 @@ def values_of(tree: SyntaxTree, node: cst.CSTNode | None) -> list[cst.BaseExpres
     return [value for value, _ in assignments_of(tree, variable)] if variable else []
 
 
+def targets_of(tree: SyntaxTree, variable: str | None) -> list[cst.BaseExpression]:
+    """The places that set a variable."""
+    return [use for use in references(tree).get(variable or "", ()) if is_target(tree, use)]
+
+
+def uses_of(tree: SyntaxTree, variable: str | None) -> list[cst.BaseExpression]:
+    """The places that read a variable."""
+    return [use for use in references(tree).get(variable or "", ()) if not is_target(tree, use)]
+
+
 @of_tree
 def _assignments_by_variable(tree: SyntaxTree) -> dict[str, list[tuple[cst.BaseExpression, cst.BaseExpression]]]:
     found: dict[str, list[tuple[cst.BaseExpression, cst.BaseExpression]]] = {}

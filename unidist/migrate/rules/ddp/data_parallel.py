@@ -15,9 +15,9 @@ import libcst as cst
 
 from unidist.migrate.context import is_constant
 from unidist.migrate.flow import assignments_of, callees, callers, is_parameter, is_target, passed_to, references
-from unidist.migrate.rules.ddp.names import TorchContext, imports_of
+from unidist.migrate.rules.ddp.names import TorchContext
 from unidist.migrate.rules.ddp.wrapping import is_asked_for, report_evaluation
-from unidist.migrate.syntax import Statement, argument, full_name
+from unidist.migrate.syntax import Statement, argument, full_name, imports_of
 
 _LOADER = {"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"}
 #: Losses that are a mean over the samples, or over their elements, of which all have equally many.
