@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar, overload
@@ -151,9 +151,9 @@ class SyntaxTree:
         index = self._indices.get(id(node))
         return node if index is None else self.nodes[self._parents[index]]
 
-    def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The ancestors of a node, nearest first."""
-        while (above := self.parent(node)) is not node:
+    def parents(self, node: cst.CSTNode, below: cst.CSTNode | None = None) -> Iterator[cst.CSTNode]:
+        """The ancestors of a node, nearest first; those below another node alone."""
+        while (above := self.parent(node)) is not node and above is not below:
             yield above
             node = above
 
@@ -392,13 +392,21 @@ def imports_of(tree: SyntaxTree) -> list[Imported]:
     """What a module imports by its name, which ``import *`` does not."""
     found = []
     for node in tree.all((cst.Import, cst.ImportFrom)):
-        if isinstance(node.names, cst.ImportStar):
-            continue
         prefix = f"{module_of(node)}." if isinstance(node, cst.ImportFrom) else ""
-        for alias in node.names:
+        for alias in names_in(node):
             bound = bound_name(alias) if prefix or alias.asname else full_name(alias.name).split(".")[0]
             found.append(Imported(node, alias, prefix + full_name(alias.name), bound))
     return found
+
+
+def names_in(node: cst.Import | cst.ImportFrom) -> Sequence[cst.ImportAlias]:
+    """The names that a statement imports; none of ``import *``."""
+    return () if isinstance(node.names, cst.ImportStar) else node.names
+
+
+def without_trailing_comma(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
+    """The names without a comma after the last."""
+    return [*aliases[:-1], aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
 
 
 def module_of(node: cst.ImportFrom) -> str:

@@ -12,7 +12,15 @@ from unidist.migrate.context import Context
 from unidist.migrate.edits import Edits
 from unidist.migrate.flow import references
 from unidist.migrate.names import IMPORTERS, drop_in_name_of, in_import, is_horovod, root_name, symbol_of
-from unidist.migrate.syntax import Statement, called_name, dotted, full_name, imports_of, module_of
+from unidist.migrate.syntax import (
+    Statement,
+    called_name,
+    dotted,
+    full_name,
+    imports_of,
+    module_of,
+    without_trailing_comma,
+)
 
 _LOOKUPS = {*IMPORTERS, "find_spec", "importorskip"}
 _NOT_IN_DROP_IN = (
@@ -425,8 +433,3 @@ def _is_head(statement: cst.CSTNode) -> bool:
     first = statement.body[0]
     docstring = isinstance(first, cst.Expr) and isinstance(first.value, (cst.SimpleString, cst.ConcatenatedString))
     return docstring or isinstance(first, (cst.Import, cst.ImportFrom))
-
-
-def without_trailing_comma(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """The names without a comma after the last."""
-    return [*aliases[:-1], aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]

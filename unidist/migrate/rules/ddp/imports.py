@@ -10,8 +10,16 @@ import libcst as cst
 from unidist.migrate.edits import Edits
 from unidist.migrate.names import in_import, root_name
 from unidist.migrate.rules.ddp.names import symbol_of
-from unidist.migrate.rules.imports import add_import, without_trailing_comma
-from unidist.migrate.syntax import Statement, SyntaxTree, dotted, full_name, imports_of
+from unidist.migrate.rules.imports import add_import
+from unidist.migrate.syntax import (
+    Statement,
+    SyntaxTree,
+    dotted,
+    full_name,
+    imports_of,
+    names_in,
+    without_trailing_comma,
+)
 
 
 def tidy_imports(before: SyntaxTree, text: str, exported: Collection[str]) -> str:
@@ -64,11 +72,11 @@ def _change(tree: SyntaxTree, edits: Edits, unused: set[cst.ImportAlias], new: s
     gone = [each for each in imports_of(tree) if each.alias in unused]
     for node in dict.fromkeys(each.node for each in gone):
         statement = tree.statement(node)
-        if statement is None or isinstance(node.names, cst.ImportStar):
+        if statement is None:
             continue
-        kept = [alias for alias in node.names if alias not in unused]
+        kept = [alias for alias in names_in(node) if alias not in unused]
         plain = isinstance(node, cst.Import)
-        binds_torch = plain and any(alias.asname is None and root_name(alias.name) == "torch" for alias in node.names)
+        binds_torch = plain and any(each.asname is None and root_name(each.name) == "torch" for each in names_in(node))
         migrated = any(each.node is node and symbol_of(each.name) is not None for each in gone)
         if binds_torch and not kept and "torch" in new and "torch" not in names:
             kept = [cst.ImportAlias(dotted("torch"))]  # import torch.distributed alone
