@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from ast import literal_eval
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import libcst as cst
 
-import unidist.hvd
+from unidist.migrate.drop_in import signature
 from unidist.migrate.edits import Edits
 from unidist.migrate.flow import is_parameter, values_of
 from unidist.migrate.names import Names, in_import, symbol_of
@@ -236,13 +235,13 @@ class Context:
 
     def arguments(self, call: cst.Call) -> Arguments | None:
         """The arguments of a call of Horovod's, by parameter; None if they cannot be determined, as with ``*args``."""
-        function = getattr(unidist.hvd, self.symbol(call.func) or "", None)
-        if function is None or any(arg.star for arg in call.args):
+        parameters = signature(self.symbol(call.func) or "")
+        if parameters is None or any(arg.star for arg in call.args):
             return None
         positional = [arg.value for arg in call.args if arg.keyword is None]
         keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
         try:
-            bound: dict[str, Any] = inspect.signature(function).bind(*positional, **keywords).arguments
+            bound: dict[str, Any] = parameters.bind(*positional, **keywords).arguments
         except TypeError:
             return None
         return bound

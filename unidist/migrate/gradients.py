@@ -301,8 +301,8 @@ def _is_converted(tree: SyntaxTree, call: cst.Call) -> bool:
                 return True
             case cst.Subscript(value) if value is node:
                 node = above
-            case cst.Arg() if isinstance(outer := tree.parent(above), cst.Call):
-                return full_name(outer.func) in _CONVERSIONS | {"print", "str"}
+            case cst.Arg() if isinstance(whole := tree.parent(above), cst.Call):
+                return full_name(whole.func) in _CONVERSIONS | {"print", "str"}
             case _:
                 return isinstance(above, cst.Expr)
 

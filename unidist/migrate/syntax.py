@@ -244,7 +244,7 @@ class SyntaxTree:
     def siblings(self, statement: cst.CSTNode) -> tuple[list[cst.CSTNode], list[cst.CSTNode]]:
         """The statements before and after one in its block; none if it is in no block."""
         block = self.block(statement)
-        body = [statement] if block is None else list(block.body)
+        body: list[cst.CSTNode] = [statement] if block is None else [*block.body]
         index = next(index for index, each in enumerate(body) if each is statement)
         return body[:index], body[index + 1 :]
 

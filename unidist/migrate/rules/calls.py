@@ -53,11 +53,11 @@ def keep_replaced_calls(context: Context) -> None:
 
 def change_plain_calls(context: Context) -> None:
     """``hvd.rank()`` and the like; ``hvd.rank() == 0`` is ``unidist.is_main()``."""
-    for call in list(context.calls("nccl_built")):
-        name = context.unidist_name_for(call.func, "backend_name")
+    for built in list(context.calls("nccl_built")):
+        name = context.unidist_name_for(built.func, "backend_name")
         equal = [cst.ComparisonTarget(cst.Equal(), cst.SimpleString('"nccl"'))]
-        context.edits.replace(call, cst.Comparison(cst.Call(name), equal, [cst.LeftParen()], [cst.RightParen()]))
-        context.mark_handled(call.func)
+        context.edits.replace(built, cst.Comparison(cst.Call(name), equal, [cst.LeftParen()], [cst.RightParen()]))
+        context.mark_handled(built.func)
     for use in list(context.uses(*PLAIN_CALLS)):
         call = context.tree.call_of(use)
         if call is not None and call.args:

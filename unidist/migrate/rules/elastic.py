@@ -92,7 +92,9 @@ def _function(context: Context, use: cst.BaseExpression) -> tuple[Statement, str
             not context.tree.is_method(function)
         ):
             has_docstring = function.get_docstring() is not None and len(body) > 1
-            return cst.ensure_type(body[has_docstring], cst.BaseStatement), name.value  # type: ignore[return-value]
+            first = body[has_docstring]
+            assert isinstance(first, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
+            return first, name.value
     raise Refusal(use, "elastic.run decorates a method, or a function without a state", _REMEDY)
 
 

@@ -9,9 +9,10 @@ from itertools import takewhile
 import libcst as cst
 
 from unidist.migrate.context import Context
+from unidist.migrate.drop_in import drop_in_name_of
 from unidist.migrate.edits import Edits
 from unidist.migrate.flow import references
-from unidist.migrate.names import IMPORTERS, drop_in_name_of, in_import, is_horovod, root_name, symbol_of
+from unidist.migrate.names import IMPORTERS, in_import, is_horovod, root_name, symbol_of
 from unidist.migrate.syntax import (
     Statement,
     called_name,
@@ -325,15 +326,15 @@ class _Imports:
     # -------------------------------------------------------------------------------- uses
     def attribute(self, node: cst.Attribute) -> None:
         """``horovod.torch.Compression`` after ``import horovod.torch``, where it stays on the drop-in."""
-        first, written, parent = root_name(node), full_name(node), self._tree.parent(node)
+        first, written = root_name(node), full_name(node)
         name = f"horovod{written[len(first) :]}" if first in self._packages else written
         if not name.startswith("horovod.") or name not in self._tree.imported(node):
             return
         if self._is_module(node):
             self._context.edits.replace(node, cst.Name("unidist"))
             return
-        longer = isinstance(parent, cst.Attribute) and parent.value is node
-        if longer and drop_in_name_of(f"{name}.{parent.attr.value}"):
+        longer = self._tree.method_of(node)
+        if longer is not None and drop_in_name_of(f"{name}.{longer.attr.value}"):
             return  # the longest name decides
         if in_import(self._tree, node):
             return

@@ -93,7 +93,7 @@ def _reduce(
     following = _division(context, statement, tensor) if op == "sum" and not counts else None
     metric = _metric(context, statement, tensor) if not counts and (following is not None or op == "mean") else None
     if following is not None:
-        context.remove(following)
+        context.cut(following)
         op = "mean"
     if metric is None:
         return _replace_in_place(context, call, tensor, "all_reduce", _of(op))
@@ -101,7 +101,7 @@ def _reduce(
     new = cst.Call(context.unidist_name(call, "allreduce_metric"), [cst.Arg(cst.parse_expression(text))])
     context.edits.replace(value, new)
     context.drop(value)
-    context.remove(statement)
+    context.cut(statement)
     return None
 
 
@@ -111,7 +111,7 @@ def _division(context: TorchContext, statement: Statement, tensor: cst.BaseExpre
     In place it is an error for integers, of which unidist takes no mean; otherwise the tensor must be visibly
     floating-point.
     """
-    tree = context.tree
+    tree, divided = context.tree, list[cst.BaseExpression]()
     match next(iter(tree.siblings(statement)[1]), None):
         case cst.SimpleStatementLine([cst.AugAssign(target, cst.DivideAssign(), divisor)]) as following:
             divided = [target]
@@ -266,7 +266,7 @@ def _gather(
         value = cst.Call(cst.Name("list"), [cst.Arg(rows)])
         context.edits.replace(line.body[0], cst.Assign([cst.AssignTarget(cst.Name(parts.value))], value))
     context.drop(statement)
-    context.remove(made)
+    context.cut(made)
     return None
 
 
@@ -328,7 +328,7 @@ def _objects(
     if made is None or _name_in(context, made, value):
         target = cst.Subscript(target, [cst.SubscriptElement(cst.Slice(None, None))])
     else:
-        context.remove(made)
+        context.cut(made)
     function = context.unidist_name(call, name)
     index = next(index for index, arg in enumerate(call.args) if arg.value is value)
 

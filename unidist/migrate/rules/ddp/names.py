@@ -147,7 +147,7 @@ class TorchContext(Context):
                 self.gone.append(node)
                 self.mark_handled(node)
 
-    def remove(self, statement: Statement) -> None:
+    def cut(self, statement: Statement) -> None:
         """Remove a statement; its nodes are not in the new text."""
         self.edits.remove(statement)
         self.drop(statement)

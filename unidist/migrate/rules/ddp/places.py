@@ -77,7 +77,7 @@ def change_places(context: TorchContext) -> None:
     if context.sets_device and all(context.sets_device):
         for call in tree.all(cst.Call):
             if _is_set_device(context, call) and context.is_after_start(call) and (own := tree.is_statement(call)):
-                context.remove(own)
+                context.cut(own)
             elif _is_device(context, call) and context.is_after_start(call) and not context.is_gone(call):
                 context.edits.replace(call, cst.Call(context.unidist_name(call, "device")))
                 context.drop(call)
@@ -169,4 +169,4 @@ def _remove_unused(context: TorchContext) -> None:
             continue
         uses = [use for use in references(tree)[variable] if use is not target]
         if uses and all(context.is_gone(use) for use in uses):
-            context.remove(statement)
+            context.cut(statement)

@@ -136,7 +136,7 @@ def _sync_bn(
             else:
                 others = [line for line in lines if line is not own and not _is_import(line)]
                 gone = each if isinstance(each, cst.If) and not others else own
-                context.remove(gone)
+                context.cut(gone)
             return [("sync_bn", test.deep_clone())]
     return []
 
