@@ -7,11 +7,11 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import libcst as cst
 
-from unidist.migrate.drop_in import signature
+from unidist.migrate.drop_in import bound_arguments
 from unidist.migrate.edits import Edits
 from unidist.migrate.flow import is_parameter, values_of
 from unidist.migrate.names import Names, in_import, symbol_of
@@ -94,6 +94,8 @@ class Context:
         #: Nodes whose new code names unidist and which Horovod's import did not serve before.
         self.needs_unidist: list[cst.CSTNode] = []
         self.needs_contextlib = False
+        #: Nodes that are not in the new text, beside the uses that are handled.
+        self.gone: list[cst.CSTNode] = []
 
     # -------------------------------------------------------------------------------- uses
     def uses(self, *symbols: str) -> Iterator[cst.BaseExpression]:
@@ -235,16 +237,7 @@ class Context:
 
     def arguments(self, call: cst.Call) -> Arguments | None:
         """The arguments of a call of Horovod's, by parameter; None if they cannot be determined, as with ``*args``."""
-        parameters = signature(self.symbol(call.func) or "")
-        if parameters is None or any(arg.star for arg in call.args):
-            return None
-        positional = [arg.value for arg in call.args if arg.keyword is None]
-        keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
-        try:
-            bound: dict[str, Any] = parameters.bind(*positional, **keywords).arguments
-        except TypeError:
-            return None
-        return bound
+        return bound_arguments(self.symbol(call.func) or "", call)
 
     def text(self, node: cst.CSTNode) -> str:
         """A node's code."""

@@ -8,6 +8,8 @@ from functools import cache
 from inspect import Parameter, Signature
 from pathlib import Path
 
+import libcst as cst
+
 import unidist
 from unidist.horovod_names import drop_in_name
 
@@ -25,10 +27,30 @@ def drop_in_name_of(name: str) -> str | None:
     return target if target is not None and definition(target) is not None else None
 
 
+def bound_arguments(symbol: str, call: cst.Call) -> dict[str, cst.BaseExpression] | None:
+    """The arguments of a call of Horovod's, by parameter; None if they cannot be determined, as with ``*args``.
+
+    Those of ``**options`` are among them by their own names.
+    """
+    parameters = signature(symbol)
+    if parameters is None or any(arg.star for arg in call.args):
+        return None
+    positional = [arg.value for arg in call.args if arg.keyword is None]
+    keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+    try:
+        bound = parameters.bind(*positional, **keywords).arguments
+    except TypeError:
+        return None
+    options = bound.pop("options", {}) if symbol == "run" else {}
+    return {**bound, **options}
+
+
 @cache
 def signature(symbol: str) -> Signature | None:
     """The parameters of one of Horovod's functions or classes; None if it is neither."""
     found = definition(f"unidist.hvd.{symbol}") if "." not in symbol else None
+    if isinstance(found, ast.Module):  # a module with a function of the same name, as in Horovod
+        found = definition(f"unidist.hvd.{symbol}.{symbol}")
     if isinstance(found, ast.ClassDef):
         found = next((each for each in found.body if getattr(each, "name", "") == "__init__"), None)
         return None if found is None else _without_first(_signature(found))

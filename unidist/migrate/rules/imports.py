@@ -93,7 +93,7 @@ class _Imports:
             for node in self._tree.all(cst.Name)
             if node.value in self._packages and self._is_used_whole(node)
         }
-        longest = list(self._longest_attributes())
+        longest = [node for node in self._longest_attributes() if node not in context.gone]
         parts = [(node, name) for node in longest for name in self._tree.imported(node) if name.startswith("horovod.")]
         #: Attributes of the package that the drop-in does not have; names of the package with attributes that it has,
         #: beside the calls.
@@ -175,6 +175,12 @@ class _Imports:
         if not self._context.native or not is_horovod(name) or {bound, "*"} & (self._read | self._exported):
             return False
         return not any(isinstance(above, cst.Try) for above in self._tree.parents(node))
+
+    def _is_gone(self, bound: str) -> bool:
+        """Whether all uses of a name are gone, beside those that are handled."""
+        tree, named = self._tree, (each for each in self._tree.all(cst.Name) if each.value == bound)
+        names = [each for each in named if not (in_import(tree, each) or tree.is_attribute_name(each))]
+        return bound not in self._exported and bool(names) and all(each in self._context.gone for each in names)
 
     def _package(self, node: cst.Import, alias: cst.ImportAlias, first: str) -> tuple[list[cst.ImportAlias], bool]:
         """What replaces ``horovod`` itself, and whether ``import unidist`` is needed beside it."""
@@ -265,6 +271,8 @@ class _Imports:
         whole = f"{module}.{name}"
         if self._is_unused(node, whole, bound):
             return None, False
+        if self._is_gone(bound):
+            return None, True
         meaning, target, used = symbol_of(whole), drop_in_name_of(whole), self._is_used(bound)
         if bound in self._context.names.rebound and target is not None:
             self._remark(alias, bound, _REBOUND)
@@ -336,7 +344,7 @@ class _Imports:
         longer = self._tree.method_of(node)
         if longer is not None and drop_in_name_of(f"{name}.{longer.attr.value}"):
             return  # the longest name decides
-        if in_import(self._tree, node):
+        if in_import(self._tree, node) or node in self._context.gone:
             return
         target = drop_in_name_of(name)
         if self._context.edits.is_changed(node) or target is None or not self._can_move(name):

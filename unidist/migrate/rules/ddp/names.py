@@ -105,8 +105,6 @@ class TorchContext(Context):
 
     def __init__(self, tree: SyntaxTree, exported: Collection[str], elsewhere: Elsewhere, options: Options) -> None:
         super().__init__(tree, find_symbols(tree), exported, True, elsewhere=elsewhere, options=options)
-        #: Nodes that are not in the new text.
-        self.gone: list[cst.CSTNode] = []
         #: What starts the world, once it has been decided: statements before which ``unidist.init()`` is called, and
         #: those that call a function which does so.
         self.starts: list[cst.CSTNode] = []
