@@ -204,9 +204,7 @@ def headline(counts: dict[str, int], *, written: bool) -> list[str]:
     values = {**counts, **horovod, "horovod": counts["files"] - counts["torch"]}
     shown = {name for name, value in values.items() if value}
     shown.add("horovod" if values["horovod"] or not counts["files"] else "alone")
-    return [
-        line.format(**values, verb=verb, read=read) for needs, line in _LINES if shown.issuperset(needs.split())
-    ]
+    return [line.format(**values, verb=verb, read=read) for needs, line in _LINES if shown.issuperset(needs.split())]
 
 
 def as_markdown(reports: Sequence[FileReport], *, written: bool) -> str:

@@ -12,6 +12,12 @@ from unidist.migrate.syntax import SyntaxTree, full_name, of_tree
 #: Functions that read a value and keep no reference to it.
 INSPECTING = {"print", "isinstance", "type", "id", "repr", "str", "len", "hasattr", "bool", "callable"}
 
+#: What reads a value and keeps no reference to it.
+_READING = (
+    cst.Attribute, cst.Call, cst.Expr, cst.If, cst.While, cst.Assert, cst.Comparison, cst.ComparisonTarget,
+    cst.UnaryOperation, cst.BooleanOperation, cst.FormattedStringExpression,
+)  # fmt: skip
+
 
 @dataclass
 class Flow:
@@ -148,9 +154,7 @@ def _unpacked(
 def destinations(tree: SyntaxTree, node: cst.BaseExpression) -> list[str] | None:
     """The variables to which a use passes the value; None if it goes somewhere unknown."""
     parent = tree.parent(node)
-    if isinstance(parent, (cst.Attribute, cst.Call, cst.Expr, cst.If, cst.While, cst.Assert)):
-        return []
-    if isinstance(parent, (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BooleanOperation)):
+    if isinstance(parent, _READING):
         return []
     if isinstance(parent, cst.IfExp) and parent.test is node:
         return []

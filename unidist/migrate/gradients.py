@@ -7,7 +7,7 @@ Horovod and ``replicate`` average what ``backward()`` accumulates, and nothing e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import libcst as cst
 
@@ -51,14 +51,18 @@ _MAKING = {
 _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
 
-def gradient_problems(tree: SyntaxTree) -> Iterator[Problem]:
-    """Gradients that ``replicate`` would not average as Horovod does: both watch what ``backward()`` accumulates."""
+def gradient_problems(tree: SyntaxTree, same: Collection[str] = ()) -> Iterator[Problem]:
+    """Gradients that ``replicate`` would not average as Horovod does: both watch what ``backward()`` accumulates.
+
+    Args:
+        same: variables that are the same on all ranks.
+    """
     yield from _assigned_by_hand(tree)
     yield from _of_lbfgs(tree)
     for call in tree.method_calls("backward"):
         if _is_given(call, "create_graph", 2 if _is_of_tensor(tree, call) else 3):
             yield call, _SECOND
-        if _may_be_skipped(tree, call):
+        if _may_be_skipped(tree, call, same):
             yield call, _SKIPPED
 
 
@@ -67,7 +71,7 @@ def assigns_gradients(tree: SyntaxTree) -> bool:
     return any(True for _ in _assigned_by_hand(tree))
 
 
-def _may_be_skipped(tree: SyntaxTree, backward: cst.Call) -> bool:
+def _may_be_skipped(tree: SyntaxTree, backward: cst.Call, same: Collection[str]) -> bool:
     """Whether a condition or an exception may skip a backward pass, and not the step that follows it."""
     function = tree.function(backward)
     steps = [call for call in tree.method_calls("step") if tree.function(call) is function and not _is_schedule(call)]
@@ -80,10 +84,17 @@ def _may_be_skipped(tree: SyntaxTree, backward: cst.Call) -> bool:
             return True
         if isinstance(above, (cst.If, cst.IfExp)) and child is not above.test and not inside:
             guards = {tree.text(each.test) for step in steps for each in tree.parents(step) if isinstance(each, cst.If)}
-            if tree.text(above.test) not in guards and not _has_backward_otherwise(tree, above, child):
+            known = tree.text(above.test) in guards or _reads_only(tree, above.test, same)
+            if not (known or _has_backward_otherwise(tree, above, child)):
                 return True
         child = above
     return False
+
+
+def _reads_only(tree: SyntaxTree, test: cst.BaseExpression, variables: Collection[str]) -> bool:
+    """Whether a condition depends on some variables alone."""
+    read = {tree.variable(node) for node in tree.all((cst.Name, cst.Attribute), inside=test)}
+    return bool(variables) and read <= set(variables) and not any(tree.all(cst.Call, inside=test))
 
 
 def _has_backward_otherwise(tree: SyntaxTree, branch: cst.If | cst.IfExp, taken: cst.CSTNode) -> bool:

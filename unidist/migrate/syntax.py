@@ -208,6 +208,11 @@ class SyntaxTree:
             return f".{node.value}"
         return min(self._scopes.names(node).local, default=None)
 
+    def is_unbound(self, name: cst.Name) -> bool:
+        """Whether nothing in the module binds a name, and no ``import *`` may."""
+        stars = any(isinstance(each.names, cst.ImportStar) for each in self.all(cst.ImportFrom))
+        return not (stars or self.variable(name) or self.imported(name))
+
     def _is_class_level(self, node: cst.Name) -> bool:
         """Whether a name is assigned in a class's body, and so an attribute of the class."""
         for above in self.parents(node):

@@ -16,6 +16,7 @@ from unidist.migrate.flow import (
     passed_to,
     references,
     result_variables,
+    targets_of,
     values_of,
 )
 from unidist.migrate.gradients import gradient_problems, is_of_torch
@@ -171,12 +172,15 @@ def _check_arguments(
             f"op={context.text(op)}, and unidist always averages gradients",
             "keep it: the drop-in has Adasum on every backend"
             if context.symbol(op) == "Adasum"
-            else "if the average will do, remove op=, then migrate again",
+            else f"remove op=, and write `({_loss(context)} * unidist.world_size()).backward()`, whose average is the "
+            "sum; then migrate again",
         )
     if "process_set" in arguments:
-        raise Refusal(
-            call, "process_set= trains on some of the ranks", "use unidist.new_group and replicate(group=...)"
-        )
+        group, named = context.text(arguments["process_set"]), arguments.get("named_parameters")
+        model = None if named is None else _owner_of_parameters(context, named)
+        line = f"`unidist.replicate({context.text(model) if model is not None else 'model'}, group={group})`"
+        why = "process_set= trains on some of the ranks"
+        raise Refusal(call, why, f"{line}, where that is made by `unidist.new_group(ranks)`")
     if not is_constant(arguments.get("sparse_as_dense"), None, False):
         raise Refusal(
             call,
@@ -185,6 +189,12 @@ def _check_arguments(
         )
     compression = arguments.get("compression")
     return adasum, (None if compression is None or context.symbol(compression) == "Compression.none" else compression)
+
+
+def _loss(context: Context) -> str:
+    """What the first backward pass starts from."""
+    losses = (cst.ensure_type(call.func, cst.Attribute).value for call in context.tree.method_calls("backward"))
+    return next(map(context.text, losses), "loss")
 
 
 def _adasum_condition(context: Context, op: cst.BaseExpression | None) -> cst.BaseExpression | None:
@@ -339,7 +349,7 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
         return
     known = {use for each in optimizers for use in each.flow.uses}
     averages_before = _averages_before_steps(context, known)
-    for node, why in gradient_problems(context.tree) if not averages_before else ():
+    for node, why in gradient_problems(context.tree, _deciding(context, optimizers)) if not averages_before else ():
         raise Refusal(node, why, _AVERAGE)
     _check_methods(context, known)
     for each in optimizers:
@@ -355,6 +365,14 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
         raise Refusal(optimizers[0].call, why, _AVERAGE)
 
 
+def _deciding(context: Context, optimizers: list[OptimizerPlan]) -> set[str]:
+    """The variables that decide whether there is an optimizer of Horovod's: ranks where they differ would wait."""
+    tree = context.tree
+    tests = [above.test for each in optimizers for above in tree.parents(each.statement) if isinstance(above, cst.If)]
+    found = {tree.variable(node) for test in tests for node in tree.all((cst.Name, cst.Attribute), inside=test)}
+    return {each for each in found if each is not None and len(targets_of(tree, each)) < 2}
+
+
 def _check_methods(context: Context, known: set[cst.BaseExpression]) -> None:
     """
     Raises:
@@ -362,6 +380,8 @@ def _check_methods(context: Context, known: set[cst.BaseExpression]) -> None:
     """
     for node in context.tree.all(cst.Attribute):
         if node.attr.value not in ("skip_synchronize", "synchronize") or node.value in known:
+            continue
+        if isinstance(node.value, cst.Name) and context.tree.is_unbound(node.value):
             continue
         if not (context.tree.imported(node) or context.symbol(node) is not None or "cuda" in context.text(node)):
             raise Refusal(node, f"which optimizer `{context.text(node)}` belongs to cannot be determined")
