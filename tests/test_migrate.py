@@ -233,6 +233,11 @@ def test_where_replicate_comes(body: str, expected: list[str]) -> None:
             "        pass\n    optimizer.step()\n",
             "a rank may skip this backward pass",
         ),
+        (
+            "if amp == 0:\n" + textwrap.indent(OPTIMIZER, "    ") + "for x in data:\n    loss = model(x).sum()\n"
+            "    if x.mean() == 0:\n        loss.backward()\n    optimizer.step()\n",
+            "a rank may skip this backward pass",
+        ),
         (OPTIMIZER + LOOP + "def f(unidist=1):\n    return unidist\n", "uses the name unidist"),
     ],
 )
@@ -254,6 +259,25 @@ def test_conditions_that_are_the_same_on_all_ranks(body: str) -> None:
         f"{HEAD}{OPTIMIZER}for i, x in enumerate(data):\n    loss = model(x).sum()\n{body}", "native"
     )
     assert "unidist.replicate(model)" in code
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # What decides whether there is an optimizer is the same on all ranks.
+        (
+            "amp = args.amp\nif amp == 0:\n",
+            "    if amp == 1:\n        scaled.backward()\n    if amp == 0:\n        loss.backward()\n    optimizer.step()\n",
+        ),
+        ("if True:\n", "    loss.backward()\nprint(f'on {hvd}')\n"),
+        # A name that nothing sets holds no optimizer.
+        ("if True:\n", "    loss.backward()\ndef unused():\n    absent.synchronize()\n"),
+    ],
+)  # fmt: skip
+def test_what_is_no_obstacle(before: str, after: str) -> None:
+    wrapped = before + textwrap.indent(OPTIMIZER, "    ")
+    code, _ = migrate_module(f"{HEAD}{wrapped}for x in data:\n    loss = model(x).sum()\n{after}", "native")
+    assert "unidist.replicate(model)" in code and "hvd" not in code
 
 
 @pytest.mark.parametrize("indent", ["", "    "])

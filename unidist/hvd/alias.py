@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from unidist.hvd.names import VERSION, drop_in_name, export_variables, is_installed
+from unidist.horovod_names import drop_in_name
+from unidist.hvd.names import VERSION, export_variables, is_installed
 from unidist.hvd.optimizer import DistributedOptimizer
 from unidist.hvd.run import run
 

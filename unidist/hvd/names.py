@@ -1,4 +1,4 @@
-"""Horovod's names of the drop-in's modules, and whether programs of this process use them."""
+"""Whether programs of this process use the drop-in by Horovod's names, and what they find then."""
 
 from __future__ import annotations
 
@@ -8,25 +8,8 @@ import sys
 from unidist.errors import LaunchError
 from unidist.launch.topology import NONE, detect
 
-#: Horovod's modules, and those of the drop-in; longer names first.
-_MODULES = {
-    "horovod.torch": "unidist.hvd",
-    "horovod.common.process_sets": "unidist.hvd.process_sets",
-    "horovod.common": "unidist.hvd.common",
-    "horovod.runner.util.threads": "unidist.hvd.common.util",
-}
 #: The release whose calls these are.
 VERSION = "0.28.1"
-
-
-def drop_in_name(name: str) -> str | None:
-    """The drop-in's name for one of Horovod's; None where it has none."""
-    for prefix, module in _MODULES.items():
-        if name == prefix:
-            return module
-        if name.startswith(f"{prefix}."):
-            return module + name[len(prefix) :]
-    return None
 
 
 def directory() -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-import re
+from ast import literal_eval
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import libcst as cst
 
-import unidist.hvd
+from unidist.migrate.drop_in import bound_arguments
 from unidist.migrate.edits import Edits
 from unidist.migrate.flow import is_parameter, values_of
 from unidist.migrate.names import Names, in_import, symbol_of
@@ -28,8 +27,6 @@ class Refusal(Exception):
     remedy: str = "write unidist.replicate(model) and a plain optimizer by hand, see docs/migrating.md"
 
 
-#: A word that needs the parenthesis after it.
-_NO_SPACE = re.compile(r"\b(if|while|not|return|assert|and|or|in|else)\(")
 #: What there is to migrate from.
 ORIGINS = ("horovod", "ddp", "dataparallel", "apex")
 #: The arguments of a call by the names of its parameters.
@@ -97,6 +94,8 @@ class Context:
         #: Nodes whose new code names unidist and which Horovod's import did not serve before.
         self.needs_unidist: list[cst.CSTNode] = []
         self.needs_contextlib = False
+        #: Nodes that are not in the new text, beside the uses that are handled.
+        self.gone: list[cst.CSTNode] = []
 
     # -------------------------------------------------------------------------------- uses
     def uses(self, *symbols: str) -> Iterator[cst.BaseExpression]:
@@ -238,16 +237,7 @@ class Context:
 
     def arguments(self, call: cst.Call) -> Arguments | None:
         """The arguments of a call of Horovod's, by parameter; None if they cannot be determined, as with ``*args``."""
-        function = getattr(unidist.hvd, self.symbol(call.func) or "", None)
-        if function is None or any(arg.star for arg in call.args):
-            return None
-        positional = [arg.value for arg in call.args if arg.keyword is None]
-        keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
-        try:
-            bound: dict[str, Any] = inspect.signature(function).bind(*positional, **keywords).arguments
-        except TypeError:
-            return None
-        return bound
+        return bound_arguments(self.symbol(call.func) or "", call)
 
     def text(self, node: cst.CSTNode) -> str:
         """A node's code."""
@@ -305,36 +295,10 @@ class Context:
 
 def is_constant(node: cst.CSTNode | None, *values: object) -> bool:
     """Whether an expression is one of some constants; an absent argument counts as None."""
-    if node is None:
-        return None in values
-    if not isinstance(node, (cst.Name, cst.Integer, cst.Float)):
+    if not isinstance(node, (cst.Name, cst.Integer, cst.Float, type(None))):
         return False
-    known = {"None": None, "True": True, "False": False}
-    written = node.value
-    if written in known:
-        return any(value is known[written] for value in values)
     try:
-        return any(not isinstance(value, bool) and value is not None and float(written) == value for value in values)
-    except ValueError:
+        found = None if node is None else literal_eval(node.value)
+    except ValueError:  # a variable
         return False
-
-
-def replace_zero_test(tree: SyntaxTree, edits: Edits, call: cst.CSTNode, is_main: cst.BaseExpression) -> bool:
-    """Replace ``rank() == 0``, ``rank() != 0`` or ``not rank()``, by its call; False for other expressions."""
-    above = tree.parent(call)
-    operators = (cst.Comparison, cst.ComparisonTarget, cst.BinaryOperation, cst.UnaryOperation)
-    if isinstance(above, cst.UnaryOperation) and isinstance(above.operator, cst.Not):
-        new = is_main
-    elif not isinstance(above, cst.Comparison) or above.left is not call or len(above.comparisons) != 1:
-        return False
-    else:
-        target = above.comparisons[0]
-        new = is_main if isinstance(target.operator, cst.Equal) else cst.UnaryOperation(cst.Not(), is_main)
-        if not is_constant(target.comparator, 0) or not isinstance(target.operator, (cst.Equal, cst.NotEqual)):
-            return False
-        if new is not is_main and isinstance(tree.parent(above), operators):
-            return False
-    if above.lpar and _NO_SPACE.search(tree.text(tree.statement(above) or above).split("\n")[0]):
-        new = new.with_changes(lpar=above.lpar, rpar=above.rpar)
-    edits.replace(above, new)
-    return True
+    return any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in values)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from unidist.migrate.flow import assignments_of, is_parameter, passed_to
-from unidist.migrate.syntax import SyntaxTree, argument, full_name, of_tree
+from unidist.migrate.syntax import SyntaxTree, argument, called_name, full_name, of_tree
 
 _FLOAT_METHODS = {
     "float", "double", "half", "bfloat16", "mean", "std", "var", "norm", "softmax", "log_softmax", "sigmoid", "exp",
@@ -35,29 +35,31 @@ def is_floating(
         made_of_numbers: None also for tensors that are not visibly made of numbers in this module, and so may require a
             gradient.
     """
-    if depth == 0:
-        return None
 
     def inner(each: cst.BaseExpression) -> bool | None:
         return is_floating(tree, each, made_of_numbers=made_of_numbers, depth=depth - 1)
 
-    if isinstance(node, (cst.Float, cst.Integer)):
-        return isinstance(node, cst.Float)
-    if isinstance(node, cst.UnaryOperation):
-        return inner(node.expression)
-    if isinstance(node, (cst.List, cst.Tuple)):
-        kinds = [inner(element.value) for element in node.elements]
-        return _widest(kinds) if kinds else None
-    if isinstance(node, cst.BinaryOperation):
-        divides = isinstance(node.operator, cst.Divide) and not made_of_numbers
-        return divides or _widest([inner(node.left), inner(node.right)])
-    if isinstance(node, cst.Attribute) and node.attr.value == "grad":
-        return None if made_of_numbers else True
-    if isinstance(node, cst.Attribute) and node.attr.value in _SAME:
-        return inner(node.value)
-    if isinstance(node, (cst.Name, cst.Attribute)):
-        return _variable(tree, node, made_of_numbers, depth)
-    return _call(tree, node, made_of_numbers, depth) if isinstance(node, cst.Call) else None
+    match node:
+        case _ if depth == 0:
+            return None
+        case cst.Float() | cst.Integer():
+            return isinstance(node, cst.Float)
+        case cst.UnaryOperation(expression=value):
+            return inner(value)
+        case cst.List() | cst.Tuple():
+            return _widest([inner(element.value) for element in node.elements] or [None])
+        case cst.BinaryOperation(left, operator, right):
+            divides = isinstance(operator, cst.Divide) and not made_of_numbers
+            return divides or _widest([inner(left), inner(right)])
+        case cst.Attribute(attr=cst.Name("grad")):
+            return None if made_of_numbers else True
+        case cst.Attribute(value, cst.Name(name)) if name in _SAME:
+            return inner(value)
+        case cst.Name() | cst.Attribute():
+            return _variable(tree, node, made_of_numbers, depth)
+        case cst.Call():
+            return _call(tree, node, made_of_numbers, depth)
+    return None
 
 
 def _widest(kinds: Sequence[bool | None]) -> bool | None:
@@ -65,12 +67,9 @@ def _widest(kinds: Sequence[bool | None]) -> bool | None:
 
 
 def _call(tree: SyntaxTree, call: cst.Call, made_of_numbers: bool, depth: int) -> bool | None:
-    name = full_name(call.func)
-    last = name.split(".")[-1] if name else call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-    dtype = argument(call, "dtype")
+    name, last, dtype = full_name(call.func), called_name(call), argument(call, "dtype")
     if dtype is not None:
-        written = full_name(dtype)
-        return re.search("float|half|double", written) is not None if written else None
+        return _is_floating_dtype(full_name(dtype)) if full_name(dtype) else None
     if (last in _MAKERS and name.startswith("torch.")) or last in ("float", "FloatTensor", "Tensor"):
         return True
     if last in _VALUES and call.args:
@@ -82,12 +81,16 @@ def _call(tree: SyntaxTree, call: cst.Call, made_of_numbers: bool, depth: int) -
     if isinstance(call.func, cst.Attribute):
         to = full_name(call.args[0].value) if last == "to" and call.args else ""
         if to.startswith("torch."):
-            return re.search("float|half|double", to) is not None
+            return _is_floating_dtype(to)
         if last in _SAME or last == "to":
             return is_floating(tree, call.func.value, made_of_numbers=made_of_numbers, depth=depth - 1)
         if made_of_numbers or last in _FLOAT_METHODS | _INT_METHODS:
             return None if made_of_numbers else last in _FLOAT_METHODS
     return True if not made_of_numbers and _LOSSES.search(name) else None
+
+
+def _is_floating_dtype(name: str) -> bool:
+    return re.search("float|half|double", name) is not None
 
 
 def _variable(tree: SyntaxTree, node: cst.BaseExpression, made_of_numbers: bool, depth: int) -> bool | None:
@@ -103,7 +106,8 @@ def _variable(tree: SyntaxTree, node: cst.BaseExpression, made_of_numbers: bool,
     if not made_of_numbers and variable in _divided(tree):
         kinds = [True for _ in kinds]
     if is_parameter(tree, variable):
-        kinds += [None] if made_of_numbers else _from_callers(tree, variable, depth)
+        given = [] if made_of_numbers else passed_to(tree, variable)
+        kinds += [is_floating(tree, value, depth=depth - 1) for value in given] or [None]
     if not kinds or None in kinds:
         return None
     return all(kinds) if len(set(kinds)) == 1 else None
@@ -125,8 +129,3 @@ def _divided(tree: SyntaxTree) -> set[str | None]:
     return {
         tree.variable(each.target) for each in tree.all(cst.AugAssign) if isinstance(each.operator, cst.DivideAssign)
     }
-
-
-def _from_callers(tree: SyntaxTree, variable: str, depth: int) -> list[bool | None]:
-    """The dtypes of the arguments that the calls in this file pass for a parameter."""
-    return [is_floating(tree, value, depth=depth - 1) for value in passed_to(tree, variable)] or [None]

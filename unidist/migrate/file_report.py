@@ -10,6 +10,8 @@ from difflib import SequenceMatcher, unified_diff
 from pathlib import Path
 from typing import Any, Literal
 
+from unidist.migrate.self_check import parsed
+
 Status = Literal["changed", "unchanged", "failed"]
 
 
@@ -112,11 +114,8 @@ def _lines(text: str) -> list[str]:
 
 def _calls(code: str) -> Counter[str]:
     """How often functions of each name are called; nothing if the code does not parse."""
-    try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError):
-        return Counter()
-    functions = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    tree = parsed(code)
+    functions = [node.func for node in (ast.walk(tree) if tree else ()) if isinstance(node, ast.Call)]
     return Counter(
         each.attr if isinstance(each, ast.Attribute) else each.id
         for each in functions
@@ -126,20 +125,20 @@ def _calls(code: str) -> Counter[str]:
 
 def summary(reports: Sequence[FileReport]) -> dict[str, int]:
     """The counts with which the report begins."""
+    of_torch = [report for report in reports if report.of_torch]
+    others = [report for report in reports if not report.of_torch]
+    statuses = ("changed", "unchanged", "failed")
     return {
         "files": len(reports),
-        **{status: sum(report.status == status for report in reports) for status in ("changed", "unchanged", "failed")},
+        **{status: sum(report.status == status for report in reports) for status in statuses},
         "use_drop_in": sum(report.uses_drop_in for report in reports),
         "need_horovod": sum(report.needs_horovod for report in reports),
-        "code": sum(report.is_code and not report.of_torch for report in reports),
-        "free": sum(report.is_free and not report.of_torch for report in reports),
-        "torch": sum(report.of_torch for report in reports),
-        **{
-            f"torch_{status}": sum(report.of_torch and report.status == status for report in reports)
-            for status in ("changed", "unchanged", "failed")
-        },
+        "code": sum(report.is_code for report in others),
+        "free": sum(report.is_free for report in others),
+        "torch": len(of_torch),
+        **{f"torch_{status}": sum(report.status == status for report in of_torch) for status in statuses},
         "models": sum(report.models for report in reports),
-        "models_left": sum(report.models_left for report in reports if report.of_torch),
+        "models_left": sum(report.models_left for report in of_torch),
         "optimizers_native": sum(report.optimizers - report.optimizers_left for report in reports),
         "optimizers_drop_in": sum(report.optimizers_left for report in reports if not report.needs_horovod),
         "optimizers_horovod": sum(report.optimizers_left for report in reports if report.needs_horovod),
@@ -160,44 +159,52 @@ def reasons(reports: Sequence[FileReport]) -> list[tuple[str, int]]:
     return found.most_common()
 
 
+#: The lines of the summary, each with the count or the counts without which it is left out.
+_LINES = (
+    (
+        "horovod",
+        "{horovod} files with Horovod: {horovod_changed} {verb}, {horovod_unchanged} unchanged, {horovod_failed} could "
+        "not be {read}",
+    ),
+    (
+        "horovod",
+        "optimizers: {optimizers_native} to plain ones with a data-parallel model, {optimizers_drop_in} on the "
+        "drop-in, {optimizers_horovod} in files that import Horovod",
+    ),
+    (
+        "torch",
+        "{torch} files with torch.distributed, DataParallel or apex: {torch_changed} {verb}, {torch_unchanged} "
+        "unchanged, {torch_failed} could not be {read}",
+    ),
+    ("torch", "models: {models} to wrap_model, {models_left} as they are"),
+    ("", "loaders: {loaders} sharded; metrics: {metrics} averaged"),
+    (
+        "horovod",
+        "{free} of {code} Python files free of Horovod; {use_drop_in} use the drop-in, {need_horovod} import Horovod; "
+        "{findings} lines to review",
+    ),
+    ("torch alone", "{findings} lines to review"),
+    (
+        "torch_changed torch_unchanged",
+        "Some files stay on torch.distributed: a program with both kinds of files runs on its backends (nccl, gloo, "
+        "mpi), and not on Horovod",
+    ),
+    (
+        "need_horovod changed",
+        "Some files still import Horovod: a program with both kinds of files would be in two worlds. Start it with "
+        "`python -m unidist.hvd`, which gives these files the drop-in",
+    ),
+)
+
+
 def headline(counts: dict[str, int], *, written: bool) -> list[str]:
     """The summary in words, a line each."""
-    verb, failed = ("changed", "read or written") if written else ("would change", "read")
-    kinds = {each: counts[each] - counts[f"torch_{each}"] for each in ("changed", "unchanged", "failed")}
-    lines = []
-    if counts["files"] > counts["torch"] or not counts["files"]:
-        lines += [
-            f"{counts['files'] - counts['torch']} files with Horovod: {kinds['changed']} {verb}, "
-            f"{kinds['unchanged']} unchanged, {kinds['failed']} could not be {failed}",
-            f"optimizers: {counts['optimizers_native']} to plain ones with a data-parallel model, "
-            f"{counts['optimizers_drop_in']} on the drop-in, {counts['optimizers_horovod']} in files that import "
-            "Horovod",
-        ]
-    if counts["torch"]:
-        lines += [
-            f"{counts['torch']} files with torch.distributed, DataParallel or apex: {counts['torch_changed']} {verb}, "
-            f"{counts['torch_unchanged']} unchanged, {counts['torch_failed']} could not be {failed}",
-            f"models: {counts['models']} to wrap_model, {counts['models_left']} as they are",
-        ]
-    lines.append(f"loaders: {counts['loaders']} sharded; metrics: {counts['metrics']} averaged")
-    if counts["files"] > counts["torch"] or not counts["files"]:
-        lines.append(
-            f"{counts['free']} of {counts['code']} Python files free of Horovod; {counts['use_drop_in']} use the "
-            f"drop-in, {counts['need_horovod']} import Horovod; {counts['findings']} lines to review"
-        )
-    else:
-        lines.append(f"{counts['findings']} lines to review")
-    if counts["torch_changed"] and counts["torch_unchanged"]:
-        lines.append(
-            "Some files stay on torch.distributed: a program with both kinds of files runs on its backends (nccl, "
-            "gloo, mpi), and not on Horovod"
-        )
-    if counts["need_horovod"] and counts["changed"]:
-        lines.append(
-            "Some files still import Horovod: a program with both kinds of files would be in two worlds. Start it with "
-            "`python -m unidist.hvd`, which gives these files the drop-in"
-        )
-    return lines
+    verb, read = ("changed", "read or written") if written else ("would change", "read")
+    horovod = {f"horovod_{each}": counts[each] - counts[f"torch_{each}"] for each in ("changed", "unchanged", "failed")}
+    values = {**counts, **horovod, "horovod": counts["files"] - counts["torch"]}
+    shown = {name for name, value in values.items() if value}
+    shown.add("horovod" if values["horovod"] or not counts["files"] else "alone")
+    return [line.format(**values, verb=verb, read=read) for needs, line in _LINES if shown.issuperset(needs.split())]
 
 
 def as_markdown(reports: Sequence[FileReport], *, written: bool) -> str:

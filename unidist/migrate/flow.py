@@ -12,6 +12,12 @@ from unidist.migrate.syntax import SyntaxTree, full_name, of_tree
 #: Functions that read a value and keep no reference to it.
 INSPECTING = {"print", "isinstance", "type", "id", "repr", "str", "len", "hasattr", "bool", "callable"}
 
+#: What reads a value and keeps no reference to it.
+_READING = (
+    cst.Attribute, cst.Call, cst.Expr, cst.If, cst.While, cst.Assert, cst.Comparison, cst.ComparisonTarget,
+    cst.UnaryOperation, cst.BooleanOperation, cst.FormattedStringExpression,
+)  # fmt: skip
+
 
 @dataclass
 class Flow:
@@ -112,6 +118,16 @@ def values_of(tree: SyntaxTree, node: cst.CSTNode | None) -> list[cst.BaseExpres
     return [value for value, _ in assignments_of(tree, variable)] if variable else []
 
 
+def targets_of(tree: SyntaxTree, variable: str | None) -> list[cst.BaseExpression]:
+    """The places that set a variable."""
+    return [use for use in references(tree).get(variable or "", ()) if is_target(tree, use)]
+
+
+def uses_of(tree: SyntaxTree, variable: str | None) -> list[cst.BaseExpression]:
+    """The places that read a variable."""
+    return [use for use in references(tree).get(variable or "", ()) if not is_target(tree, use)]
+
+
 @of_tree
 def _assignments_by_variable(tree: SyntaxTree) -> dict[str, list[tuple[cst.BaseExpression, cst.BaseExpression]]]:
     found: dict[str, list[tuple[cst.BaseExpression, cst.BaseExpression]]] = {}
@@ -138,9 +154,7 @@ def _unpacked(
 def destinations(tree: SyntaxTree, node: cst.BaseExpression) -> list[str] | None:
     """The variables to which a use passes the value; None if it goes somewhere unknown."""
     parent = tree.parent(node)
-    if isinstance(parent, (cst.Attribute, cst.Call, cst.Expr, cst.If, cst.While, cst.Assert)):
-        return []
-    if isinstance(parent, (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BooleanOperation)):
+    if isinstance(parent, _READING):
         return []
     if isinstance(parent, cst.IfExp) and parent.test is node:
         return []

@@ -7,13 +7,14 @@ Horovod and ``replicate`` average what ``backward()`` accumulates, and nothing e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import libcst as cst
 
 from unidist.migrate.context import is_constant
-from unidist.migrate.flow import assignments, assignments_of, callees, is_parameter, is_target, references
-from unidist.migrate.syntax import Problem, SyntaxTree, argument, full_name
+from unidist.migrate.flow import assignments, assignments_of, callees, is_parameter, is_target, references, targets_of
+from unidist.migrate.names import in_import
+from unidist.migrate.syntax import Problem, SyntaxTree, argument, called_name, full_name
 
 _ASSIGNED = "a gradient is assigned by hand, and unidist does not average it"
 _SECOND = "backward(create_graph=True) keeps a graph of gradients, which averaging in place would break"
@@ -50,14 +51,18 @@ _MAKING = {
 _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
 
-def gradient_problems(tree: SyntaxTree) -> Iterator[Problem]:
-    """Gradients that ``replicate`` would not average as Horovod does: both watch what ``backward()`` accumulates."""
+def gradient_problems(tree: SyntaxTree, same: Collection[str] = ()) -> Iterator[Problem]:
+    """Gradients that ``replicate`` would not average as Horovod does: both watch what ``backward()`` accumulates.
+
+    Args:
+        same: variables that are the same on all ranks.
+    """
     yield from _assigned_by_hand(tree)
     yield from _of_lbfgs(tree)
     for call in tree.method_calls("backward"):
         if _is_given(call, "create_graph", 2 if _is_of_tensor(tree, call) else 3):
             yield call, _SECOND
-        if _may_be_skipped(tree, call):
+        if _may_be_skipped(tree, call, same):
             yield call, _SKIPPED
 
 
@@ -66,25 +71,30 @@ def assigns_gradients(tree: SyntaxTree) -> bool:
     return any(True for _ in _assigned_by_hand(tree))
 
 
-def _may_be_skipped(tree: SyntaxTree, backward: cst.Call) -> bool:
+def _may_be_skipped(tree: SyntaxTree, backward: cst.Call, same: Collection[str]) -> bool:
     """Whether a condition or an exception may skip a backward pass, and not the step that follows it."""
     function = tree.function(backward)
     steps = [call for call in tree.method_calls("step") if tree.function(call) is function and not _is_schedule(call)]
-    if not steps:
-        return False
     child: cst.CSTNode = backward
-    for above in tree.parents(backward):
-        if above is function or isinstance(above, (cst.For, cst.While)):
+    for above in tree.parents(backward, below=function) if steps else ():
+        if isinstance(above, (cst.For, cst.While)):
             return False
         inside = any(tree.is_inside(step, above) for step in steps)
         if isinstance(above, cst.Try) and child is above.body and not inside and above.handlers:
             return True
         if isinstance(above, (cst.If, cst.IfExp)) and child is not above.test and not inside:
             guards = {tree.text(each.test) for step in steps for each in tree.parents(step) if isinstance(each, cst.If)}
-            if tree.text(above.test) not in guards and not _has_backward_otherwise(tree, above, child):
+            known = tree.text(above.test) in guards or _reads_only(tree, above.test, same)
+            if not (known or _has_backward_otherwise(tree, above, child)):
                 return True
         child = above
     return False
+
+
+def _reads_only(tree: SyntaxTree, test: cst.BaseExpression, variables: Collection[str]) -> bool:
+    """Whether a condition depends on some variables alone."""
+    read = {tree.variable(node) for node in tree.all((cst.Name, cst.Attribute), inside=test)}
+    return bool(variables) and read <= set(variables) and not any(tree.all(cst.Call, inside=test))
 
 
 def _has_backward_otherwise(tree: SyntaxTree, branch: cst.If | cst.IfExp, taken: cst.CSTNode) -> bool:
@@ -185,10 +195,8 @@ def _is_of_itself(tree: SyntaxTree, value: cst.BaseExpression, base: str) -> boo
 
 def _may_add(tree: SyntaxTree, call: cst.Call) -> bool:
     """Whether a call may add something to a gradient: one of torch's that adds, or one that is not torch's."""
-    last = _called_name(call)
-    of_torch = isinstance(call.func, cst.Attribute) and (
-        not tree.imported(call.func) or any(name.startswith("torch.") for name in tree.imported(call.func))
-    )
+    last = called_name(call)
+    of_torch = isinstance(call.func, cst.Attribute) and (not tree.imported(call.func) or is_of_torch(tree, call))
     return bool(_ADDING.match(last)) or not of_torch
 
 
@@ -197,7 +205,7 @@ def _adds_same_on_all_ranks(tree: SyntaxTree, call: cst.Call, base: str) -> bool
     values = [each.value for each in call.args if each.keyword is None or each.keyword.value not in ("alpha", "value")]
     if len(values) == 2 and all(isinstance(each, (cst.Name, cst.Attribute)) for each in values[:1]):
         values = values[-1:] if _is_same_on_all_ranks(tree, values[-1], base) else values  # add_(weight_decay, p.data)
-    return not _RANDOM.search(_called_name(call)) and all(_is_same_on_all_ranks(tree, value, base) for value in values)
+    return not _RANDOM.search(called_name(call)) and all(_is_same_on_all_ranks(tree, value, base) for value in values)
 
 
 def _is_same_on_all_ranks(tree: SyntaxTree, value: cst.BaseExpression, base: str) -> bool:
@@ -212,7 +220,7 @@ def _is_same_on_all_ranks(tree: SyntaxTree, value: cst.BaseExpression, base: str
         return True
     if not re.search(rf"(?<![\w.]){re.escape(base)}(?!\w)", text):
         return False
-    return all(_called_name(call) in _DECAY for call in tree.all(cst.Call, inside=value))
+    return all(called_name(call) in _DECAY for call in tree.all(cst.Call, inside=value))
 
 
 def _has_gradient(text: str, base: str) -> bool:
@@ -224,12 +232,16 @@ def _is_string(node: cst.BaseExpression, text: str) -> bool:
 
 
 def _of_lbfgs(tree: SyntaxTree) -> Iterator[Problem]:
-    for node in tree.nodes:
-        if isinstance(node, (cst.Name, cst.Attribute)) and not isinstance(tree.parent(node), cst.Attribute):
-            above = tree.parent(node)
-            imported = not isinstance(above, (cst.ImportAlias, cst.ImportFrom, cst.AsName))
-            if imported and tree.imported(node) & {"torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS"}:
-                yield node, _LBFGS
+    for node in tree.all((cst.Name, cst.Attribute)):
+        if in_import(tree, node) or isinstance(tree.parent(node), cst.Attribute):
+            continue
+        if tree.imported(node) & {"torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS"}:
+            yield node, _LBFGS
+
+
+def is_of_torch(tree: SyntaxTree, call: cst.Call) -> bool:
+    """Whether a call is one of torch's functions or classes."""
+    return any(name.startswith("torch.") for name in tree.imported(call.func))
 
 
 def _argument(call: cst.Call, name: str, index: int) -> cst.BaseExpression | None:
@@ -251,13 +263,8 @@ def _is_of_tensor(tree: SyntaxTree, call: cst.Call) -> bool:
 def _is_detached(node: cst.CSTNode) -> bool:
     """Whether a gradient ends here: ``loss.item()``, ``float(loss)``, ``loss.data``."""
     if isinstance(node, cst.Call):
-        return _called_name(node) in _DETACHING or full_name(node.func) in _CONVERSIONS
+        return called_name(node) in _DETACHING or full_name(node.func) in _CONVERSIONS
     return isinstance(node, cst.Attribute) and node.attr.value == "data"
-
-
-def _called_name(call: cst.Call) -> str:
-    """The name of a function or method, without what precedes the last dot."""
-    return call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
 
 
 # ------------------------------------------------------------------------------------ calls that gradients flow through
@@ -273,27 +280,22 @@ def may_carry_gradient(tree: SyntaxTree, call: cst.Call, tensor: cst.BaseExpress
 
 def _is_in_no_grad(tree: SyntaxTree, node: cst.CSTNode) -> bool:
     function = tree.function(node)
-    if isinstance(function, cst.FunctionDef) and any(
-        _disables_grad(tree, each.decorator) for each in function.decorators
-    ):
-        return True
-    for above in tree.parents(node):
-        if above is function:
-            return False
-        if isinstance(above, cst.With) and any(_disables_grad(tree, item.item) for item in above.items):
-            return True
-    return False
+    around = [each.decorator for each in function.decorators] if isinstance(function, cst.FunctionDef) else []
+    for above in tree.parents(node, below=function):
+        around += [item.item for item in above.items] if isinstance(above, cst.With) else []
+    return any(_disables_grad(each) for each in around)
 
 
-def _disables_grad(tree: SyntaxTree, node: cst.BaseExpression) -> bool:
+def _disables_grad(node: cst.BaseExpression) -> bool:
     """``torch.no_grad()`` and the like."""
-    call = node if isinstance(node, cst.Call) else None
-    last = full_name(call.func if call is not None else node).split(".")[-1]
-    if last == "set_grad_enabled":
-        return call is not None and bool(call.args) and is_constant(call.args[0].value, False)
-    return last in ("no_grad", "inference_mode") and (
-        call is None or not call.args or is_constant(call.args[0].value, True)
-    )
+    function, args = (node.func, node.args) if isinstance(node, cst.Call) else (node, ())
+    values = [arg.value for arg in args[:1]]
+    match full_name(function).split(".")[-1]:
+        case "set_grad_enabled":
+            return any(is_constant(value, False) for value in values)
+        case "no_grad" | "inference_mode":
+            return all(is_constant(value, True) for value in values)
+    return False
 
 
 def _is_converted(tree: SyntaxTree, call: cst.Call) -> bool:
@@ -301,50 +303,44 @@ def _is_converted(tree: SyntaxTree, call: cst.Call) -> bool:
     node: cst.CSTNode = call
     while True:
         above = tree.parent(node)
-        if (
-            isinstance(above, cst.Attribute)
-            and isinstance(outer := tree.parent(above), cst.Call)
-            and outer.func is above
-        ):
-            if above.attr.value in _TO_NUMBERS:
+        match above:
+            case cst.Attribute(attr=cst.Name(name)) if (outer := tree.call_of(above)) is not None:
+                if name in _TO_NUMBERS:
+                    return True
+                node = outer
+            case cst.Attribute(attr=cst.Name("data")):
                 return True
-            node = outer
-        elif isinstance(above, cst.Attribute) and above.attr.value == "data":
-            return True
-        elif isinstance(above, cst.Subscript) and above.value is node:
-            node = above
-        elif isinstance(above, cst.Arg) and isinstance(outer := tree.parent(above), cst.Call):
-            return full_name(outer.func) in _CONVERSIONS | {"print", "str"}
-        else:
-            return isinstance(above, cst.Expr)
+            case cst.Subscript(value) if value is node:
+                node = above
+            case cst.Arg() if isinstance(whole := tree.parent(above), cst.Call):
+                return full_name(whole.func) in _CONVERSIONS | {"print", "str"}
+            case _:
+                return isinstance(above, cst.Expr)
 
 
 def _is_constant(tree: SyntaxTree, node: cst.BaseExpression, depth: int = 8) -> bool:
     """Whether a value requires no gradient: numbers, tensors made of numbers, detached tensors."""
-    if depth == 0:
-        return False
-    if isinstance(node, (cst.BaseNumber, cst.BaseString, cst.Comparison)) or is_constant(node, True, False, None):
-        return True
-    if isinstance(node, cst.Call):
-        return _is_constant_call(tree, node, depth)
-    if isinstance(node, cst.Attribute) and node.attr.value in ("data", "grad", "shape"):
-        return True
-    fields = next((fields for kind, fields in _PARTS.items() if isinstance(node, kind)), ())
-    parts = [getattr(node, name) for name in fields]
-    if isinstance(node, (cst.List, cst.Tuple)):
-        parts = [element.value for element in node.elements]
-    if parts:
-        return all(_is_constant(tree, part, depth - 1) for part in parts)
-    return isinstance(node, (cst.Name, cst.Attribute)) and _holds_constants(tree, node, depth - 1)
-
-
-#: The fields of expressions whose values are constant if all of these are.
-_PARTS = {
-    cst.UnaryOperation: ("expression",),
-    cst.BinaryOperation: ("left", "right"),
-    cst.IfExp: ("body", "orelse"),
-    cst.Subscript: ("value",),
-}
+    parts: list[cst.BaseExpression]
+    match node:
+        case _ if depth == 0:
+            return False
+        case cst.BaseNumber() | cst.BaseString() | cst.Comparison() | cst.Name("True" | "False" | "None"):
+            return True
+        case cst.Call():
+            return _is_constant_call(tree, node, depth)
+        case cst.Attribute(attr=cst.Name("data" | "grad" | "shape")):
+            return True
+        case cst.Name() | cst.Attribute():
+            return _holds_constants(tree, node, depth - 1)
+        case cst.UnaryOperation(expression=inner) | cst.Subscript(inner):
+            parts = [inner]
+        case cst.BinaryOperation(left, _, right) | cst.IfExp(body=left, orelse=right):
+            parts = [left, right]
+        case cst.List() | cst.Tuple():
+            parts = [element.value for element in node.elements]
+        case _:
+            return False
+    return bool(parts) and all(_is_constant(tree, part, depth - 1) for part in parts)
 
 
 def _holds_constants(tree: SyntaxTree, node: cst.BaseExpression, depth: int) -> bool:
@@ -354,11 +350,10 @@ def _holds_constants(tree: SyntaxTree, node: cst.BaseExpression, depth: int) -> 
         return False
     values = assignments_of(tree, variable)
     changes = [each for each in tree.all(cst.AugAssign) if tree.variable(each.target) == variable]
-    bound = {use for use in references(tree).get(variable, ()) if is_target(tree, use)}
     known = {target for _, target in values} | {each.target for each in changes}
     return (
         bool(values)
-        and bound <= known
+        and known.issuperset(targets_of(tree, variable))
         and all(_is_constant(tree, each.value, depth) for each in changes)
         and all(_is_constant_part(tree, *pair, depth) for pair in values)
     )
@@ -375,10 +370,10 @@ def _is_constant_part(tree: SyntaxTree, value: cst.BaseExpression, target: cst.B
 
 
 def _is_constant_call(tree: SyntaxTree, call: cst.Call, depth: int) -> bool:
-    name, values = _called_name(call), [each.value for each in call.args]
+    name, values = called_name(call), [each.value for each in call.args]
     if not is_constant(argument(call, "requires_grad"), None, False) or name == "requires_grad_":
         return False
-    of_torch = any(each.startswith("torch.") for each in tree.imported(call.func))
+    of_torch = is_of_torch(tree, call)
     if _is_detached(call) or (of_torch and name in _MAKING):
         return True
     if isinstance(call.func, cst.Attribute) and not tree.imported(call.func):

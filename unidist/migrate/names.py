@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 
 import libcst as cst
 
-from unidist.hvd.names import drop_in_name
 from unidist.migrate.flow import assignments, destinations, follow, is_target
 from unidist.migrate.syntax import SyntaxTree, bound_name, full_name, of_tree
 
@@ -17,35 +13,6 @@ from unidist.migrate.syntax import SyntaxTree, bound_name, full_name, of_tree
 _SUBMODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
 #: Functions that import a module by its name.
 IMPORTERS = ("import_module", "__import__")
-
-
-@cache
-def drop_in_name_of(name: str) -> str | None:
-    """The drop-in's name for one of Horovod's; None if it has none."""
-    if name in ("horovod.run", "horovod.runner.run"):
-        return "unidist.hvd.run"
-    if name == "horovod.runner":
-        return "unidist.hvd"
-    target = drop_in_name(name)
-    return target if target is not None and _exists(target) else None
-
-
-def _exists(name: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one."""
-    module, _, last = name.rpartition(".")
-    try:
-        found: object = import_module(module)
-    except ImportError:
-        return "." in module and _exists(module) and hasattr(_attribute(module), last)
-    try:
-        return hasattr(found, last) or find_spec(name) is not None
-    except ImportError:
-        return False
-
-
-def _attribute(name: str) -> object:
-    module, _, last = name.rpartition(".")
-    return getattr(import_module(module), last)
 
 
 def is_horovod(name: str) -> bool:

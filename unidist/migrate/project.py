@@ -22,6 +22,7 @@ from unidist.migrate.gradients import assigns_gradients
 from unidist.migrate.launch_lines import LONGEST, ImportsHorovod, launch_lines, launch_lines_of_python
 from unidist.migrate.module import DEFAULT_OPTIONS, Level, imports_drop_in, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
+from unidist.migrate.self_check import parsed
 from unidist.migrate.syntax import SyntaxTree
 from unidist.migrate.torch_module import names_torch
 from unidist.migrate.workers import results_in_order
@@ -273,29 +274,26 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
         return _failed(path, 1, f"it cannot be read: {error.strerror}", "make it readable, then migrate again")
     what = files.kind(path) or ("python" if _is_python(data) else "requirements")
     if what not in ("python", "notebook"):
-        text, scripts = data.decode("utf-8", errors="replace"), _scripts(path, level, exports)
-        remarks = launch_lines(text, scripts, lists=what == "requirements")
+        text = data.decode("utf-8", errors="replace")
+        remarks = launch_lines(text, _scripts(path, level, exports), lists=what == "requirements")
         return FileReport(path, "unchanged", remarks, is_code=False) if remarks else None
-    names_horovod = _names_horovod(data, what, options)
-    if not names_horovod and not _names_torch(data, level, options):
+    of_torch, is_torch = not _names_horovod(data, what, options), _names_torch(data, level, options)
+    if of_torch and not is_torch:
         return None
     try:
         text, encoding = files.decode(data, what)
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:
         report = _failed(path, 1, f"it cannot be decoded: {error}", "declare its encoding (PEP 263)")
-        report.needs_horovod = bool(_IMPORTS.search(data.decode("latin-1")))
-        report.of_torch = not names_horovod
+        report.needs_horovod, report.of_torch = bool(_IMPORTS.search(data.decode("latin-1"))), of_torch
         return report
-    if not names_horovod and what == "python" and imports_horovod(text):
+    if of_torch and what == "python" and imports_horovod(text):
         return None  # which --from leaves out
-    rules = partial(
-        migrate_module, level=level, exported=exports.of(path), elsewhere=exports.elsewhere(path), options=options
-    )
-    is_code = _HOROVOD.search(data) is not None or _names_torch(data, level, options)
-    report = FileReport(path, "unchanged", is_code=False)
-    if is_code:
-        report = _migrate_text(path, text, what, rules, of_torch=not names_horovod)
-    report.encoding, report.of_torch = encoding, not names_horovod
+    report = FileReport(path, "unchanged", is_code=False, of_torch=of_torch)
+    if _HOROVOD.search(data) or is_torch:
+        exported, elsewhere = exports.of(path), exports.elsewhere(path)
+        rules = partial(migrate_module, level=level, exported=exported, elsewhere=elsewhere, options=options)
+        report = _migrate_text(path, text, what, rules, of_torch=of_torch)
+    report.encoding = encoding
     if what == "python" and "horovod" in options.origins:
         found = launch_lines_of_python(text, _scripts(path, level, exports), lists=path.name == "setup.py")
         lines = {remark.line for remark in found}
@@ -308,13 +306,7 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
 def _is_python(data: bytes) -> bool:
     """Whether a file of unknown kind, which was named on the command line, is a Python module that imports Horovod."""
     text = data.decode("latin-1")
-    if not _IMPORTS.search(text):
-        return False
-    try:
-        ast.parse(data)
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    return True
+    return _IMPORTS.search(text) is not None and parsed(text) is not None
 
 
 def _scripts(path: Path, level: Level, exports: Exports) -> ImportsHorovod:
@@ -395,14 +387,12 @@ def _code_of(text: str, what: FileKind) -> str:
 
 def imports_horovod(code: str) -> bool:
     """Whether a module imports Horovod itself; if it does not parse, whether a line looks like such an import."""
-    try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError):
-        return bool(_IMPORTS.search(code) or _LOADED.search(code) or _USES_LIGHTNING.search(code))
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+    tree = parsed(code)
+    names = []
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.append(node.module)
-        if any(name.split(".")[0] == "horovod" for name in names):
-            return True
-    return bool(_LOADED.search(code) or _USES_LIGHTNING.search(code))
+    named = any(name.split(".")[0] == "horovod" for name in names) or (tree is None and _IMPORTS.search(code))
+    return bool(named or _LOADED.search(code) or _USES_LIGHTNING.search(code))

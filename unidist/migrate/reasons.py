@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import libcst as cst
 
 from unidist.migrate.context import Context
 from unidist.migrate.file_report import Remark
+from unidist.migrate.rules.calls import PLAIN_CALLS
 from unidist.migrate.rules.collectives import has_other_gradient, reduction
 
 #: Why, and what to do.
@@ -18,7 +21,7 @@ _HANDLE = (
     "unidist has no asynchronous calls, and so no handles",
     "nothing here: replace the asynchronous call that returns the handle",
 )
-_PROCESS_SETS = ("unidist has groups in place of process sets", "unidist.new_group(ranks), and group=")
+_PROCESS_SETS = "unidist has groups in place of process sets"
 #: By the beginning of the name; the first that fits.
 _REASONS: dict[str, Reason] = {
     "allreduce_async": _ASYNC,
@@ -37,8 +40,6 @@ _REASONS: dict[str, Reason] = {
         "unidist converts all BatchNorm layers of a model at once",
         "use torch's BatchNorm layers, and wrap_model(sync_bn=True)",
     ),
-    "ProcessSet": _PROCESS_SETS,
-    "add_process_set": _PROCESS_SETS,
     "broadcast_object_fn": ("unidist has no equivalent of this call", "unidist.broadcast_object"),
     "": ("unidist has no equivalent of this call", "keep it on the drop-in, or rewrite what needs it"),
 }
@@ -71,7 +72,6 @@ _UNKNOWN_ARGUMENTS = (
 _ARGUMENTS: dict[str, Reason] = {
     "prescale_factor": ("unidist has no scale factors", "multiply the tensor before the call"),
     "postscale_factor": ("unidist has no scale factors", "multiply the result"),
-    "process_set": _PROCESS_SETS,
     "compression": ("unidist has no compression of single calls", "remove the argument, then migrate again"),
 }
 
@@ -85,8 +85,10 @@ def remark_on(context: Context, use: cst.BaseExpression) -> Remark:
 def _reason(context: Context, use: cst.BaseExpression) -> Reason:
     if use in context.kept:
         return context.kept[use]
-    symbol, call = context.names.symbols[use], context.tree.parent(use)
-    arguments = context.arguments(call) if isinstance(call, cst.Call) and call.func is use else None
+    symbol, call = context.names.symbols[use], context.tree.call_of(use)
+    arguments = context.arguments(call) if call is not None else None
+    if (reason := _of_process_sets(context, symbol, call, arguments or {})) is not None:
+        return reason
     if symbol in ("broadcast_parameters", "broadcast_optimizer_state"):
         staying = (each for each in context.remaining_uses() if context.symbol(each) == "DistributedOptimizer")
         optimizer = next(staying, None)
@@ -99,10 +101,34 @@ def _reason(context: Context, use: cst.BaseExpression) -> Reason:
                 return reason
         if reduction(context, arguments) is None:
             return _ADASUM if context.symbol(arguments.get("op")) == "Adasum" else _REDUCTION
-        assert isinstance(call, cst.Call)
+        assert call is not None
         return _NO_GRADIENT if has_other_gradient(context, call, arguments) else _INTEGERS
-    if arguments is not None and "process_set" in arguments:
-        return _PROCESS_SETS
-    if arguments is not None and isinstance(call, cst.Call) and has_other_gradient(context, call, arguments):
+    if arguments is not None and call is not None and has_other_gradient(context, call, arguments):
         return _GRADIENT
     return next(reason for start, reason in _REASONS.items() if symbol.startswith(start))
+
+
+def _of_process_sets(
+    context: Context, symbol: str, call: cst.Call | None, arguments: Mapping[str, cst.BaseExpression]
+) -> Reason | None:
+    """The line to write in place of a process set; None if a call has to do with none."""
+    if symbol == "init" and call is not None and call.args:
+        return f"{_PROCESS_SETS}, and makes them when they are asked for", "`unidist.init()`"
+    if symbol in ("ProcessSet", "add_process_set") and call is not None and call.args:
+        ranks = call.args[0].value
+        while isinstance(ranks, cst.Call) and context.symbol(ranks.func) == "ProcessSet" and ranks.args:
+            ranks = ranks.args[0].value
+        return _PROCESS_SETS, f"`unidist.new_group({_in_unidist(context, ranks)})`, by all ranks"
+    if "process_set" in arguments:
+        group = context.text(arguments["process_set"])
+        return _PROCESS_SETS, f"`group={group}`, where that is made by `unidist.new_group(ranks)`"
+    return (_PROCESS_SETS, "`unidist.new_group(ranks)`, by all ranks") if "process_set" in symbol.lower() else None
+
+
+def _in_unidist(context: Context, node: cst.BaseExpression) -> str:
+    """An expression's code, with unidist's names for the plain calls in it."""
+    text = context.text(node)
+    for use, symbol in context.names.symbols.items():
+        if symbol in PLAIN_CALLS and context.tree.is_inside(use, node):
+            text = text.replace(context.text(use), f"unidist.{PLAIN_CALLS[symbol]}")
+    return text

@@ -18,9 +18,9 @@ def fault(before: str, after: str, planned: Collection[int] | None = None) -> st
     Args:
         planned: the lines of the old text that the edits change, from 1; None if they are not known.
     """
-    if after == before or not _parses(before):
+    if after == before or parsed(before) is None:
         return None
-    if not _parses(after):
+    if parsed(after) is None:
         return "it would not parse"
     new = undefined_names(after) - undefined_names(before)
     if new:
@@ -29,12 +29,12 @@ def fault(before: str, after: str, planned: Collection[int] | None = None) -> st
     return None if lost is None else f"line {lost} would change, which no rule has planned"
 
 
-def _parses(text: str) -> bool:
+def parsed(text: str) -> ast.Module | None:
+    """A module's syntax tree; None if it does not parse."""
     try:
-        ast.parse(text)
+        return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
-        return False
-    return True
+        return None
 
 
 def undefined_names(text: str) -> set[str]:

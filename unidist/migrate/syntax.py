@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property, wraps
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
@@ -114,14 +114,32 @@ class SyntaxTree:
 
     def jumps(self, inside: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """The statements that may end an iteration, or the whole loop, early."""
-        for kind in (cst.Break, cst.Continue, cst.Return, cst.Raise):
-            yield from self.all(kind, inside)
+        return self.all((cst.Break, cst.Continue, cst.Return, cst.Raise), inside)
+
+    def strings(self, inside: cst.CSTNode | None = None) -> Iterator[tuple[cst.SimpleString, str]]:
+        """The strings, each with its value."""
+        return ((node, str(node.evaluated_value)) for node in self.all(cst.SimpleString, inside))
 
     def method_calls(self, method: str, inside: cst.CSTNode | None = None) -> Iterator[cst.Call]:
         """The calls of a method of any object."""
         for call in self.all(cst.Call, inside):
             if isinstance(call.func, cst.Attribute) and call.func.attr.value == method:
                 yield call
+
+    def call_of(self, function: cst.CSTNode) -> cst.Call | None:
+        """The call of which an expression is the function."""
+        above = self.parent(function)
+        return above if isinstance(above, cst.Call) and above.func is function else None
+
+    def method_of(self, use: cst.CSTNode) -> cst.Attribute | None:
+        """``x.step`` of its ``x``."""
+        above = self.parent(use)
+        return above if isinstance(above, cst.Attribute) and above.value is use else None
+
+    def called_method(self, use: cst.CSTNode) -> str:
+        """``step`` of the ``x`` in ``x.step()``; empty if no method is called."""
+        method = self.method_of(use)
+        return method.attr.value if method is not None and self.call_of(method) else ""
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """A node's index in ``nodes``, and that of the first node after its descendants."""
@@ -133,9 +151,9 @@ class SyntaxTree:
         index = self._indices.get(id(node))
         return node if index is None else self.nodes[self._parents[index]]
 
-    def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The ancestors of a node, nearest first."""
-        while (above := self.parent(node)) is not node:
+    def parents(self, node: cst.CSTNode, below: cst.CSTNode | None = None) -> Iterator[cst.CSTNode]:
+        """The ancestors of a node, nearest first; those below another node alone."""
+        while (above := self.parent(node)) is not node and above is not below:
             yield above
             node = above
 
@@ -190,6 +208,11 @@ class SyntaxTree:
             return f".{node.value}"
         return min(self._scopes.names(node).local, default=None)
 
+    def is_unbound(self, name: cst.Name) -> bool:
+        """Whether nothing in the module binds a name, and no ``import *`` may."""
+        stars = any(isinstance(each.names, cst.ImportStar) for each in self.all(cst.ImportFrom))
+        return not (stars or self.variable(name) or self.imported(name))
+
     def _is_class_level(self, node: cst.Name) -> bool:
         """Whether a name is assigned in a class's body, and so an attribute of the class."""
         for above in self.parents(node):
@@ -222,6 +245,13 @@ class SyntaxTree:
         """The block that contains a statement."""
         above = self.parent(statement)
         return above if isinstance(above, (cst.Module, cst.IndentedBlock)) else None
+
+    def siblings(self, statement: cst.CSTNode) -> tuple[list[cst.CSTNode], list[cst.CSTNode]]:
+        """The statements before and after one in its block; none if it is in no block."""
+        block = self.block(statement)
+        body: list[cst.CSTNode] = [statement] if block is None else [*block.body]
+        index = next(index for index, each in enumerate(body) if each is statement)
+        return body[:index], body[index + 1 :]
 
     def function(self, node: cst.CSTNode) -> Function:
         """The function that a node's execution belongs to, or the module."""
@@ -352,12 +382,67 @@ def bound_name(alias: cst.ImportAlias) -> str:
     return full_name(alias.asname.name if alias.asname else alias.name)
 
 
+class Imported(NamedTuple):
+    """One name of an import statement."""
+
+    node: cst.Import | cst.ImportFrom
+    alias: cst.ImportAlias
+    #: The full name of what is imported, and the name that this binds: of ``import a.b`` that is ``a``.
+    name: str
+    bound: str
+
+
+@of_tree
+def imports_of(tree: SyntaxTree) -> list[Imported]:
+    """What a module imports by its name, which ``import *`` does not."""
+    found = []
+    for node in tree.all((cst.Import, cst.ImportFrom)):
+        prefix = f"{module_of(node)}." if isinstance(node, cst.ImportFrom) else ""
+        for alias in names_in(node):
+            bound = bound_name(alias) if prefix or alias.asname else full_name(alias.name).split(".")[0]
+            found.append(Imported(node, alias, prefix + full_name(alias.name), bound))
+    return found
+
+
+def names_in(node: cst.Import | cst.ImportFrom) -> Sequence[cst.ImportAlias]:
+    """The names that a statement imports; none of ``import *``."""
+    return () if isinstance(node.names, cst.ImportStar) else node.names
+
+
+def without_trailing_comma(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
+    """The names without a comma after the last."""
+    return [*aliases[:-1], aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+
+
+def module_of(node: cst.ImportFrom) -> str:
+    """The module that names are imported from, with the dots of a relative import."""
+    return "." * len(node.relative) + (full_name(node.module) if node.module is not None else "")
+
+
+def called_name(call: cst.Call) -> str:
+    """The name of a function or method, without what precedes the last dot."""
+    return call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
+
+
+def iterated(loop: cst.For) -> cst.BaseExpression:
+    """What a loop iterates over, without ``enumerate`` and progress bars."""
+    found = loop.iter
+    while isinstance(found, cst.Call) and found.args and called_name(found) in ("enumerate", "tqdm"):
+        found = found.args[0].value
+    return found
+
+
 def argument(call: cst.Call, name: str) -> cst.BaseExpression | None:
     """What a call passes by a name."""
     return next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
 
 
 def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
-    """``name=value``."""
+    """``name=value``, or without a name the value alone."""
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    return cst.Arg(value, cst.Name(name), equal=equal)
+    return cst.Arg(value, cst.Name(name), equal=equal) if name else cst.Arg(value)
+
+
+def method(node: cst.BaseExpression, name: str, *values: cst.BaseExpression) -> cst.Call:
+    """``node.name(values)``."""
+    return cst.Call(cst.Attribute(node, cst.Name(name)), [cst.Arg(value) for value in values])

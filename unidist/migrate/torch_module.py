@@ -13,12 +13,12 @@ from unidist.migrate.names import in_import
 from unidist.migrate.rules.ddp.collectives import change_collectives
 from unidist.migrate.rules.ddp.data_parallel import change_data_parallel
 from unidist.migrate.rules.ddp.imports import tidy_imports
-from unidist.migrate.rules.ddp.names import HARMLESS, TorchContext, imports_of, symbol_of
+from unidist.migrate.rules.ddp.names import HARMLESS, TorchContext, symbol_of
 from unidist.migrate.rules.ddp.places import change_places
 from unidist.migrate.rules.ddp.samplers import change_samplers
 from unidist.migrate.rules.ddp.start import change_plain_calls, change_start
 from unidist.migrate.rules.ddp.wrapping import change_models
-from unidist.migrate.syntax import SyntaxTree
+from unidist.migrate.syntax import SyntaxTree, imports_of
 
 #: Text without one of these has nothing to migrate, by what it is migrated from.
 _NAMED = {

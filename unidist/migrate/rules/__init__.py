@@ -11,6 +11,7 @@ from unidist.migrate.rules.imports import change_imports
 from unidist.migrate.rules.loaders import change_loaders
 from unidist.migrate.rules.notices import report_surroundings
 from unidist.migrate.rules.optimizers import change_optimizers
+from unidist.migrate.rules.processes import change_run
 
 #: From Horovod's calls to unidist's own.
 NATIVE_RULES = (
@@ -23,6 +24,7 @@ NATIVE_RULES = (
     change_collectives,
     change_allreduce,
     change_plain_calls,
+    change_run,
 )
 #: At level ``hvd`` too; the imports last, as they depend on which names are still used.
 RULES_OF_ALL_LEVELS = (report_surroundings, change_imports)

@@ -22,7 +22,7 @@ def change_accumulation(
         isinstance(above, (cst.If, cst.Try)) and not context.text(above).startswith("if __name__ ==")
         for above in context.tree.parents(before)
     )
-    found = None if conditional else _inner_loop(context, optimizer) or _modulo(context, optimizer)
+    found = None if conditional else _last_pass(context, optimizer)
     if found is not None and not context.is_bound_at(model, found[0][0]):
         found = None
     if found is None:
@@ -47,83 +47,57 @@ def _no_sync(context: Context, node: cst.CSTNode, model: cst.BaseExpression) -> 
 Pass = tuple[list[cst.CSTNode], str]
 
 
-def _steps(context: Context, optimizer: Flow) -> list[cst.Call]:
-    """The calls of the optimizer's ``step()``."""
-    return [
-        call
-        for call in context.tree.method_calls("step")
-        if isinstance(call.func, cst.Attribute) and call.func.value in optimizer.uses
-    ]
-
-
-def _inner_loop(context: Context, optimizer: Flow) -> Pass | None:
-    """``for i in range(...): loss.backward()``, followed by one ``step()``."""
+def _last_pass(context: Context, optimizer: Flow) -> Pass | None:
+    """The passes of the only loop with a backward pass and a step of the optimizer."""
     tree = context.tree
-    backwards, steps = list(context.tree.method_calls("backward")), _steps(context, optimizer)
+    backwards = list(tree.method_calls("backward"))
+    steps = [
+        call for call in tree.method_calls("step") if cst.ensure_type(call.func, cst.Attribute).value in optimizer.uses
+    ]
     if len(backwards) != 1 or len(steps) != 1:
         return None
-    loop, step = tree.loop(backwards[0]), tree.statement(steps[0])
-    backward = tree.statement(backwards[0])
-    if (
-        not isinstance(loop, cst.For)
-        or step is None
-        or backward is None
-        or tree.block(backward) is not loop.body
-        or tree.is_inside(step, loop)
-        or tree.block(step) is not tree.block(loop)
-    ):
+    loop, backward = tree.loop(backwards[0]), tree.statement(backwards[0])
+    if not isinstance(loop, cst.For) or backward is None or tree.block(backward) is not loop.body:
         return None
-    counter, whole = loop.target, loop.iter
-    if not isinstance(counter, cst.Name) or not isinstance(whole, cst.Call) or full_name(whole.func) != "range":
+    # An exception ends the training; other jumps may skip the step.
+    if any(tree.all((cst.Break, cst.Continue, cst.Return), loop.body)):
         return None
-    if (
-        _may_skip_step(context, loop)
-        or not isinstance(loop.body, cst.IndentedBlock)
-        or _is_assigned(context, counter, loop.body)
-    ):
-        return None
-    values = [arg.value for arg in whole.args]
-    if any(arg.keyword or arg.star for arg in whole.args) or not all(map(_is_invariant, values)):
-        return None
-    stop = values[0] if len(values) == 1 else values[1]
-    stride = context.text(values[2]) if len(values) == 3 else "1"
-    return list(loop.body.body), f"{counter.value} + {stride} >= {context.text(stop)}"
+    return _inner_loop(context, loop, steps[0]) or _modulo(context, loop, backward, steps[0])
 
 
-def _modulo(context: Context, optimizer: Flow) -> Pass | None:
+def _inner_loop(context: Context, loop: cst.For, call: cst.Call) -> Pass | None:
+    """``for i in range(...): loss.backward()``, followed by one ``step()``."""
+    tree, step = context.tree, context.tree.statement(call)
+    if step is None or tree.is_inside(step, loop) or tree.block(step) is not tree.block(loop):
+        return None
+    match loop:
+        case cst.For(cst.Name(counter), cst.Call(cst.Name("range"), args), cst.IndentedBlock(body)):
+            values = [arg.value for arg in args]
+            if any(arg.keyword or arg.star for arg in args) or not all(map(_is_invariant, values)):
+                return None
+            if counter in _assigned_in(context, loop.body):
+                return None
+            stop = values[0] if len(values) == 1 else values[1]
+            stride = context.text(values[2]) if len(values) == 3 else "1"
+            return list(body), f"{counter} + {stride} >= {context.text(stop)}"
+    return None
+
+
+def _modulo(context: Context, loop: cst.For, backward: cst.CSTNode, step: cst.Call) -> Pass | None:
     """``for i, batch in enumerate(...): loss.backward(); if (i + 1) % n == 0: step()``."""
     tree = context.tree
-    backwards, steps = list(context.tree.method_calls("backward")), _steps(context, optimizer)
-    if len(backwards) != 1 or len(steps) != 1:
-        return None
-    loop = tree.loop(backwards[0])
-    branch = next((above for above in tree.parents(steps[0]) if isinstance(above, cst.If)), None)
-    if (
-        not isinstance(loop, cst.For)
-        or branch is None
-        or branch.orelse is not None
-        or not isinstance(loop.body, cst.IndentedBlock)
-    ):
-        return None
-    statement = tree.statement(backwards[0])
-    if statement is None or tree.block(statement) is not loop.body or tree.block(branch) is not loop.body:
+    branch = next((above for above in tree.parents(step) if isinstance(above, cst.If)), None)
+    if branch is None or branch.orelse is not None or tree.block(branch) is not loop.body:
         return None
     first = loop.target.elements[0].value if isinstance(loop.target, cst.Tuple) else loop.target
-    test = branch.test
-    names = [node.value for node in tree.all(cst.Name, inside=test)]
-    inside = {node.value for node in tree.all(cst.Name, inside=loop.body) if is_target(tree, node)}
+    names = {node.value for node in tree.all(cst.Name, inside=branch.test)}
     enumerated = isinstance(loop.iter, cst.Call) and full_name(loop.iter.func) in ("enumerate", "range")
-    if not isinstance(first, cst.Name) or first.value not in names or not enumerated or _may_skip_step(context, loop):
+    if not isinstance(first, cst.Name) or first.value not in names or not enumerated:
         return None
-    modulo = any(isinstance(node.operator, cst.Modulo) for node in tree.all(cst.BinaryOperation, inside=test))
-    if not modulo or any(tree.all(cst.Call, inside=test)) or inside & set(names):
+    modulo = any(isinstance(each.operator, cst.Modulo) for each in tree.all(cst.BinaryOperation, inside=branch.test))
+    if not modulo or any(tree.all(cst.Call, inside=branch.test)) or names & _assigned_in(context, loop.body):
         return None
-    before: list[cst.CSTNode] = []
-    for each in loop.body.body:
-        before.append(each)
-        if tree.is_inside(backwards[0], each):
-            break
-    return before, context.text(test)
+    return [*tree.siblings(backward)[0], backward], context.text(branch.test)
 
 
 def _is_invariant(node: cst.BaseExpression) -> bool:
@@ -133,15 +107,6 @@ def _is_invariant(node: cst.BaseExpression) -> bool:
     return is_pure(node)
 
 
-def _may_skip_step(context: Context, loop: cst.For) -> bool:
-    """Whether an iteration may skip the step and training go on; an exception ends the training."""
-    return any(not isinstance(jump, cst.Raise) for jump in context.tree.jumps(loop.body))
-
-
-def _is_assigned(context: Context, name: cst.Name, block: cst.CSTNode) -> bool:
-    targets = (cst.AssignTarget, cst.AugAssign)
-    return any(
-        isinstance(node, targets) and isinstance(node.target, cst.Name) and node.target.value == name.value
-        for node in context.tree.nodes
-        if context.tree.is_inside(node, block)
-    )
+def _assigned_in(context: Context, block: cst.CSTNode) -> set[str]:
+    """The names that a block sets."""
+    return {node.value for node in context.tree.all(cst.Name, inside=block) if is_target(context.tree, node)}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import libcst as cst
 
 from unidist.migrate.context import Context
-from unidist.migrate.flow import callees
+from unidist.migrate.flow import callers
 from unidist.migrate.rules.calls import PLAIN_CALLS
 from unidist.migrate.rules.loaders import has_even_loops, is_even
-from unidist.migrate.syntax import Statement, full_name
+from unidist.migrate.syntax import Statement, called_name
 
 
 def keep_calls_beside_join(context: Context) -> None:
     """All collective calls stay on the drop-in together with an uneven ``join()``: a rank in it serves no others."""
-    joins = [use for use in context.uses("join") if not _is_called_together(context, use)]
+    joins = [use for use in context.uses("join") if not is_barrier(context, context.tree.call_of(use))]
     if not joins:
         return
     for use in list(context.uses()):
@@ -25,11 +25,6 @@ def keep_calls_beside_join(context: Context) -> None:
 
 def _is_collective(symbol: str) -> bool:
     return symbol not in PLAIN_CALLS or symbol == "barrier"
-
-
-def _is_called_together(context: Context, use: cst.BaseExpression) -> bool:
-    call = context.tree.parent(use)
-    return isinstance(call, cst.Call) and call.func is use and is_barrier(context, call)
 
 
 def change_barriers(context: Context) -> None:
@@ -54,10 +49,10 @@ _UNEVEN = (
 _HARMLESS = ("os", "sys", "time", "logging", "print", "torch", "json", "shutil", "pathlib", "Path", "len", "str", "int")
 
 
-def is_barrier(context: Context, call: cst.Call) -> bool:
+def is_barrier(context: Context, call: cst.Call | None) -> bool:
     """Whether all ranks arrive at a ``join()`` together, with no operation in progress."""
-    statement = context.tree.is_statement(call)
-    if statement is None or call.args:
+    statement = None if call is None or call.args else context.tree.is_statement(call)
+    if statement is None:
         return False
     return (
         _is_called_barrier(context, statement)
@@ -72,7 +67,7 @@ def _is_called_barrier(context: Context, statement: Statement) -> bool:
     """
     for above in context.tree.parents(statement):
         if isinstance(above, cst.If):
-            names = {full_name(call.func).split(".")[-1] for call in context.tree.all(cst.Call, above)}
+            names = {called_name(call) for call in context.tree.all(cst.Call, above)}
             if "barrier" in names and above.orelse is not None:
                 return True
         if isinstance(above, cst.FunctionDef):
@@ -84,14 +79,9 @@ def _is_called_barrier(context: Context, statement: Statement) -> bool:
 def _has_uneven_calls(context: Context) -> bool:
     """Whether a loop that may have different numbers of iterations on the ranks makes collective calls."""
     tree = context.tree
-    uses = [
-        use
-        for use in context.names.symbols
-        if _is_collective(context.names.symbols[use]) and context.symbol(use) != "join"
-    ]
-    called = {function for use in uses if isinstance(function := tree.function(use), cst.FunctionDef)}
-    calls = [call for call in tree.all(cst.Call) if not called.isdisjoint(callees(tree, call))]
-    for loop in (*tree.all(cst.For), *tree.all(cst.While)):
+    uses = [use for use, symbol in context.names.symbols.items() if _is_collective(symbol) and symbol != "join"]
+    calls = [call for use in uses for call in callers(tree, tree.function(use))]
+    for loop in tree.all((cst.For, cst.While)):
         inside = any(tree.is_inside(each, loop.body) for each in (*uses, *calls))
         if inside and not (isinstance(loop, cst.For) and is_even(context, loop)):
             return True
@@ -100,16 +90,11 @@ def _has_uneven_calls(context: Context) -> bool:
 
 def _follows_collective(context: Context, statement: cst.CSTNode) -> bool:
     """Whether only statements without communication are between a collective call and this one."""
-    block = context.tree.block(statement)
-    if block is None:
-        return False
-    index = next(index for index, each in enumerate(block.body) if each is statement)
-    for each in reversed(block.body[:index]):
-        if any(
-            isinstance(node, (cst.For, cst.While)) for node in context.tree.nodes if context.tree.is_inside(node, each)
-        ):
+    tree = context.tree
+    for each in reversed(tree.siblings(statement)[0]):
+        if any(tree.all((cst.For, cst.While), inside=each)):
             return False
-        calls = list(context.tree.all(cst.Call, inside=each))
+        calls = list(tree.all(cst.Call, inside=each))
         top = isinstance(each, cst.SimpleStatementLine)
         if top and any(context.symbol(node.func) in _SYNCHRONIZING for node in calls):
             return True

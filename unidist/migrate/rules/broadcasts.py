@@ -8,7 +8,7 @@ import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.flow import values_of
-from unidist.migrate.syntax import full_name, keyword
+from unidist.migrate.syntax import argument, called_name, keyword
 
 FIRST_STEP = (
     "on a new optimizer, Horovod's call takes a step with zero gradients (Adam's step count starts at 1, weight decay "
@@ -62,8 +62,9 @@ def is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:
     made = [value for value in made if not (isinstance(value, cst.Call) and context.symbol(value.func))]
     return bool(made) and all(
         isinstance(value, cst.Call)
-        and full_name(value.func).split(".")[-1] == "SGD"
-        and not any(arg.star or (arg.keyword is not None and arg.keyword.value == "weight_decay") for arg in value.args)
+        and called_name(value) == "SGD"
+        and not any(arg.star for arg in value.args)
+        and argument(value, "weight_decay") is None
         for value in made
     )
 
@@ -75,17 +76,13 @@ def has_optimizer(context: Context) -> bool:
 
 def broadcast_model(context: Context, call: cst.Call) -> cst.BaseExpression | None:
     """The model whose state a ``broadcast_parameters`` sends from rank 0, or None."""
-    arguments = context.arguments(call) or {}
-    state = arguments.get("params")
-    return (owner(state, "state_dict") or owner(state, "named_parameters")) if state is not None else None
+    state = (context.arguments(call) or {}).get("params")
+    return owner(state, "state_dict", "named_parameters")
 
 
-def owner(node: cst.BaseExpression | None, method: str) -> cst.BaseExpression | None:
+def owner(node: cst.BaseExpression | None, *methods: str) -> cst.BaseExpression | None:
     """``model`` of ``model.named_parameters()``."""
-    if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
-        return None
-    return (
-        node.func.value
-        if node.func.attr.value == method and isinstance(node.func.value, (cst.Name, cst.Attribute, cst.Subscript))
-        else None
-    )
+    match node:
+        case cst.Call(cst.Attribute(cst.Name() | cst.Attribute() | cst.Subscript() as model, cst.Name(name))):
+            return model if name in methods else None
+    return None

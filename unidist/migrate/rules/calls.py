@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
-from unidist.migrate.context import Context, replace_zero_test
+from unidist.migrate.context import Context, is_constant
 
 #: Calls without arguments, and unidist's names for them.
 PLAIN_CALLS = {
@@ -33,6 +35,11 @@ _NOT_IMPORTED = (
     "import unidist where it is used, then migrate again",
 )
 
+#: Around a comparison, they bind more closely than ``not``.
+_OPERATORS = (cst.Comparison, cst.ComparisonTarget, cst.BinaryOperation, cst.UnaryOperation)
+#: A word that needs the parenthesis after it.
+_NO_SPACE = re.compile(r"\b(if|while|not|return|assert|and|or|in|else)\(")
+
 
 def keep_replaced_calls(context: Context) -> None:
     """Calls that the script replaces stay (``hvd.allreduce = traced``), and those where unidist cannot be imported."""
@@ -46,18 +53,38 @@ def keep_replaced_calls(context: Context) -> None:
 
 def change_plain_calls(context: Context) -> None:
     """``hvd.rank()`` and the like; ``hvd.rank() == 0`` is ``unidist.is_main()``."""
-    for call in list(context.calls("nccl_built")):
-        name = context.unidist_name_for(call.func, "backend_name")
+    for built in list(context.calls("nccl_built")):
+        name = context.unidist_name_for(built.func, "backend_name")
         equal = [cst.ComparisonTarget(cst.Equal(), cst.SimpleString('"nccl"'))]
-        context.edits.replace(call, cst.Comparison(cst.Call(name), equal, [cst.LeftParen()], [cst.RightParen()]))
-        context.mark_handled(call.func)
+        context.edits.replace(built, cst.Comparison(cst.Call(name), equal, [cst.LeftParen()], [cst.RightParen()]))
+        context.mark_handled(built.func)
     for use in list(context.uses(*PLAIN_CALLS)):
-        above = context.tree.parent(use)
-        called = isinstance(above, cst.Call) and above.func is use
-        if called and isinstance(above, cst.Call) and above.args:
+        call = context.tree.call_of(use)
+        if call is not None and call.args:
             continue
-        is_main = cst.Call(context.unidist_name_for(use, "is_main"))
-        is_rank = called and context.symbol(use) == "rank"
-        if not (is_rank and replace_zero_test(context.tree, context.edits, above, is_main)):
+        is_rank = call is not None and context.symbol(use) == "rank"
+        if not (is_rank and replace_zero_test(context, call, use)):
             context.edits.replace(use, context.unidist_name_for(use, PLAIN_CALLS[context.names.symbols[use]]))
         context.mark_handled(use)
+
+
+def replace_zero_test(context: Context, call: cst.CSTNode | None, use: cst.BaseExpression) -> bool:
+    """Replace ``rank() == 0``, ``rank() != 0`` or ``not rank()``, by its call; False for other expressions."""
+    test = context.tree.parent(call or use)
+    match test:
+        case cst.UnaryOperation(cst.Not()):
+            equal = True
+        case cst.Comparison(left, [cst.ComparisonTarget(cst.Equal() | cst.NotEqual() as operator, zero)]) if (
+            left is call and is_constant(zero, 0)
+        ):
+            equal = isinstance(operator, cst.Equal)
+            if not equal and isinstance(context.tree.parent(test), _OPERATORS):
+                return False
+        case _:
+            return False
+    is_main: cst.BaseExpression = cst.Call(context.unidist_name_for(use, "is_main"))
+    new = is_main if equal else cst.UnaryOperation(cst.Not(), is_main)
+    if test.lpar and _NO_SPACE.search(context.text(context.tree.statement(test) or test).split("\n")[0]):
+        new = new.with_changes(lpar=test.lpar, rpar=test.rpar)
+    context.edits.replace(test, new)
+    return True

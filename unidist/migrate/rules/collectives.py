@@ -8,7 +8,7 @@ import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.dtypes import is_floating
-from unidist.migrate.flow import assignments, is_parameter
+from unidist.migrate.flow import is_parameter, values_of
 from unidist.migrate.gradients import may_carry_gradient, may_require_gradient
 from unidist.migrate.syntax import keyword
 
@@ -18,6 +18,7 @@ COLLECTIVES = {
     "allgather_object": ("all_gather_object", "obj"),
     "alltoall": ("all_to_all", "tensor"),
     "broadcast": ("broadcast", "tensor"),
+    "broadcast_": ("broadcast_", "tensor"),
     "broadcast_object": ("broadcast_object", "obj"),
 }
 #: Arguments without effect on the result.
@@ -42,17 +43,9 @@ def change_collectives(context: Context) -> None:
             continue
         if has_other_gradient(context, call, arguments):
             continue
-        values: list[cst.Arg] = [cst.Arg(arguments[first])]
-        if "root_rank" in arguments and not is_constant(arguments["root_rank"], 0):
-            values.append(keyword("src", arguments["root_rank"]))
-        _replace_call(context, call, name, [arguments[first], arguments.get("root_rank")], values)
-    for call in list(context.calls("broadcast_")):
-        arguments = context.arguments(call)
-        if arguments is None or set(arguments) - {"tensor", "root_rank", *_WITHOUT_EFFECT}:
-            continue
-        tensor, root = arguments["tensor"], arguments["root_rank"]
-        source = [] if is_constant(root, 0) else [keyword("src", root)]
-        _replace_call(context, call, "broadcast_", [tensor, root], [cst.Arg(tensor), *source])
+        root = arguments.get("root_rank")
+        source = [] if is_constant(root, 0, None) else [keyword("src", arguments["root_rank"])]
+        _replace_call(context, call, name, [arguments[first], root], [cst.Arg(arguments[first]), *source])
 
 
 def has_other_gradient(context: Context, call: cst.Call, arguments: Arguments) -> bool:
@@ -73,9 +66,9 @@ def change_allreduce(context: Context) -> None:
         if arguments is None or set(arguments) - {"tensor", "average", "op", "compression", *_WITHOUT_EFFECT}:
             continue
         op = reduction(context, arguments)
-        if op is None or context.symbol(arguments.get("compression")) not in (None, "Compression.none"):
-            continue
-        if "compression" in arguments and context.symbol(arguments["compression"]) is None:
+        if op is None or (
+            "compression" in arguments and context.symbol(arguments["compression"]) != "Compression.none"
+        ):
             continue
         tensor = arguments["tensor"]
         if has_other_gradient(context, call, arguments):
@@ -115,11 +108,8 @@ def _is_name(context: Context, node: cst.BaseExpression, depth: int = 3) -> bool
         return context.text(node.func) == "str" or context.text(node.func).endswith(".format")
     if re.search(r"(^|[._])name$", context.text(node)):
         return True
-    variable = context.tree.variable(node)
-    values = [
-        value for value, target in assignments(context.tree) if variable and context.tree.variable(target) == variable
-    ]
-    known = bool(values) and not is_parameter(context.tree, variable) and depth > 0
+    values = values_of(context.tree, node)
+    known = bool(values) and not is_parameter(context.tree, context.tree.variable(node)) and depth > 0
     return known and all(_is_name(context, value, depth - 1) for value in values)
 
 

@@ -87,26 +87,20 @@ def _function(context: Context, use: cst.BaseExpression) -> tuple[Statement, str
     function = context.tree.parent(decorator)
     if not isinstance(decorator, cst.Decorator) or not isinstance(function, cst.FunctionDef):
         raise Refusal(use, "elastic.run is not used as a decorator", _REMEDY)
-    if (
-        context.tree.is_method(function)
-        or not isinstance(function.body, cst.IndentedBlock)
-        or not function.params.params
-    ):
-        raise Refusal(use, "elastic.run decorates a method, or a function without a state", _REMEDY)
-    body = [*function.body.body]
-    if function.get_docstring() is not None and len(body) > 1:
-        body = body[1:]
-    first = body[0]
-    assert isinstance(first, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
-    return first, function.params.params[0].name.value
+    match function:
+        case cst.FunctionDef(body=cst.IndentedBlock(body), params=cst.Parameters([cst.Param(name), *_])) if (
+            not context.tree.is_method(function)
+        ):
+            has_docstring = function.get_docstring() is not None and len(body) > 1
+            first = body[has_docstring]
+            assert isinstance(first, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
+            return first, name.value
+    raise Refusal(use, "elastic.run decorates a method, or a function without a state", _REMEDY)
 
 
 def _attributes(context: Context, state: cst.Call) -> dict[str, str]:
     """What a TorchState is given, by text, and the attributes that hold it."""
-    found = {}
-    for name, argument in zip(("model", "optimizer"), (arg for arg in state.args if arg.keyword is None)):
-        found[context.text(argument.value)] = name
-    for argument in state.args:
-        if argument.keyword is not None:
-            found[context.text(argument.value)] = argument.keyword.value
-    return found
+    positional = [arg for arg in state.args if arg.keyword is None]
+    found = {context.text(arg.value): name for name, arg in zip(("model", "optimizer"), positional)}
+    named = {context.text(arg.value): arg.keyword.value for arg in state.args if arg.keyword is not None}
+    return {**found, **named}

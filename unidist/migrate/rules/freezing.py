@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import libcst as cst
 
 from unidist.migrate.context import Context
-from unidist.migrate.flow import Flow, callees, is_target
-from unidist.migrate.syntax import Problem, Statement, full_name
+from unidist.migrate.flow import Flow, callers, is_target
+from unidist.migrate.rules.loaders import training_loops
+from unidist.migrate.syntax import Problem, Statement, called_name
 
 #: Calls whose result is a tensor of the script's own.
 _NEW_TENSORS = {
@@ -27,7 +28,7 @@ def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[Pr
         changes = node.attr.value == "requires_grad_" or (node.attr.value == "requires_grad" and is_target(tree, node))
         if not changes:
             continue
-        made = isinstance(node.value, cst.Call) and full_name(node.value.func).split(".")[-1] in _NEW_TENSORS
+        made = isinstance(node.value, cst.Call) and called_name(node.value) in _NEW_TENSORS
         if made or isinstance(node.value, cst.BinaryOperation) or _is_of_batch(context, node.value):
             continue  # not a parameter
         if not _is_all_before(context, node, before) and not _is_of_whole_model(context, node, flow):
@@ -37,21 +38,21 @@ def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[Pr
 def _is_of_batch(context: Context, node: cst.BaseExpression) -> bool:
     """Whether a variable is set by a loop that trains, over something else than the parts of a model."""
     variable = context.tree.variable(node)
-    for loop in context.tree.all(cst.For) if variable else ():
+    for loop in training_loops(context.tree) if variable else ():
         targets = {context.tree.variable(name) for name in context.tree.all(cst.Name, inside=loop.target)}
-        trains = any(context.tree.method_calls("backward", loop.body))
-        if variable in targets and trains and not _OF_MODEL.search(context.text(loop.iter)):
+        if variable in targets and not _OF_MODEL.search(context.text(loop.iter)):
             return True
     return False
 
 
 def _is_all_before(context: Context, node: cst.CSTNode, before: Statement) -> bool:
     """Whether a node is executed before a statement only."""
-    function = context.tree.function(node)
-    if function is context.tree.function(before):
-        return context.tree.position(node) < context.tree.position(before)
-    calls = [call for call in context.tree.all(cst.Call) if function in callees(context.tree, call)]
-    return bool(calls) and all(_is_before(context, call, before) for call in calls)
+    tree = context.tree
+    function, own = tree.function(node), tree.function(before)
+    calls = [node] if function is own else callers(tree, function)
+    return bool(calls) and all(
+        tree.function(call) is own and tree.position(call) < tree.position(before) for call in calls
+    )
 
 
 def _is_of_whole_model(context: Context, node: cst.Attribute, flow: Flow) -> bool:
@@ -59,15 +60,7 @@ def _is_of_whole_model(context: Context, node: cst.Attribute, flow: Flow) -> boo
     if node.attr.value == "requires_grad_":
         return isinstance(node.value, cst.Name) or node.value in flow.uses
     loop, statement = tree.loop(node), tree.statement(node)
-    if not isinstance(loop, cst.For) or statement is None or tree.block(statement) is not loop.body:
-        return False
-    called = loop.iter.func if isinstance(loop.iter, cst.Call) else None
-    return (
-        isinstance(called, cst.Attribute) and called.attr.value == "parameters" and isinstance(called.value, cst.Name)
-    )
-
-
-def _is_before(context: Context, node: cst.CSTNode, before: Statement) -> bool:
-    """Whether a node is in a statement's function, and before it."""
-    tree = context.tree
-    return tree.function(node) is tree.function(before) and tree.position(node) < tree.position(before)
+    match loop:
+        case cst.For(iter=cst.Call(cst.Attribute(cst.Name(), cst.Name("parameters")))) if statement is not None:
+            return tree.block(statement) is loop.body
+    return False

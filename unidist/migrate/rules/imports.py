@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import libcst as cst
 
 from unidist.migrate.context import Context
+from unidist.migrate.drop_in import drop_in_name_of
+from unidist.migrate.edits import Edits
 from unidist.migrate.flow import references
-from unidist.migrate.names import IMPORTERS, drop_in_name_of, in_import, is_horovod, root_name, symbol_of
-from unidist.migrate.syntax import dotted, full_name
+from unidist.migrate.names import IMPORTERS, in_import, is_horovod, root_name, symbol_of
+from unidist.migrate.syntax import (
+    Statement,
+    called_name,
+    dotted,
+    full_name,
+    imports_of,
+    module_of,
+    without_trailing_comma,
+)
 
 _LOOKUPS = {*IMPORTERS, "find_spec", "importorskip"}
-_NOT_IN_DROP_IN = "the drop-in replaces horovod.torch, and does not have this"
-_REEXPORTED = "other files may import this name from here, so it stays, as the drop-in's"
-_REBOUND = "this name is also bound to something else, so calls through it stay on the drop-in"
-_REPLACE = "replace it by hand, or keep Horovod for it"
+_NOT_IN_DROP_IN = (
+    "the drop-in replaces horovod.torch, and does not have this",
+    "replace it by hand, or keep Horovod for it",
+)
+_REEXPORTED = (
+    "other files may import this name from here, so it stays, as the drop-in's",
+    "import unidist where it is used, then remove this line",
+)
+_REBOUND = (
+    "this name is also bound to something else, so calls through it stay on the drop-in",
+    "give one of them another name, then migrate again",
+)
+_STRING = ("a string names a module of Horovod's", "check what the string is used for")
 _DROP_IN = ("unidist has no equivalent, so it is imported from the drop-in", "keep it, or rewrite what needs it")
 _RUN = (
     "horovod.run() starts processes on any hosts, and unidist.spawn() on this one, so it stays, as the drop-in's",
     "`unidist.spawn(fn, np, args)` on one host, else start the script by `unidist run`, then migrate again",
 )
 #: Why a file stays on the drop-in although each of its calls has an equivalent.
-STAYS = {_REEXPORTED, _REBOUND, _DROP_IN[0], _RUN[0]}
+STAYS = {why for why, _ in (_REEXPORTED, _REBOUND, _DROP_IN, _RUN)}
 
 
 def change_imports(context: Context) -> None:
@@ -39,7 +59,7 @@ def change_imports(context: Context) -> None:
         elif isinstance(node, cst.Attribute):
             imports.attribute(node)
         elif isinstance(node, cst.SimpleString):
-            imports.string(node)
+            imports.string(node, str(node.evaluated_value))
         elif isinstance(node, cst.Name):
             imports.module(node)
     for variable in context.renamed:
@@ -51,9 +71,8 @@ def change_imports(context: Context) -> None:
 
 def _is_migrated(context: Context) -> bool:
     """Whether nothing of Horovod's is imported any more, so that the imports are as an earlier run left them."""
-    plain = [full_name(alias.name) for node in context.tree.all(cst.Import) for alias in node.names]
-    named = [full_name(node.module) for node in context.tree.all(cst.ImportFrom) if node.module is not None]
-    return not any(is_horovod(name) for name in (*plain, *named))
+    named = [module_of(node) for node in context.tree.all(cst.ImportFrom)]
+    return not any(is_horovod(name) for name in (*named, *(each.name for each in imports_of(context.tree))))
 
 
 class _Imports:
@@ -68,23 +87,14 @@ class _Imports:
         if not context.aliases_are_native:
             self._still_used |= {root_name(node) for node in context.names.modules}
         #: The names of the package ``horovod`` itself, and those that are used alone, as in ``if horovod:``.
-        self._packages = {
-            full_name(alias.asname.name) if alias.asname else "horovod"
-            for node in self._tree.all(cst.Import)
-            for alias in node.names
-            if full_name(alias.name) == "horovod"
-        }
+        self._packages = {each.bound for each in imports_of(self._tree) if each.name == "horovod"}
         self._used_whole = {
             node.value
             for node in self._tree.all(cst.Name)
             if node.value in self._packages and self._is_used_whole(node)
         }
-        parts = [
-            (node, name)
-            for node in self._longest_attributes()
-            for name in self._tree.imported(node)
-            if name.startswith("horovod.")
-        ]
+        longest = [node for node in self._longest_attributes() if node not in context.gone]
+        parts = [(node, name) for node in longest for name in self._tree.imported(node) if name.startswith("horovod.")]
         #: Attributes of the package that the drop-in does not have; names of the package with attributes that it has,
         #: beside the calls.
         self._unmovable = {name for _, name in parts if drop_in_name_of(name) is None}
@@ -93,9 +103,8 @@ class _Imports:
         }
         self._blocks_with_unidist = {
             id(self._tree.block(statement))
-            for node in self._tree.all(cst.Import)
-            if (statement := self._tree.statement(node))
-            and any(full_name(a.name) == "unidist" and not a.asname for a in node.names)
+            for each in imports_of(self._tree)
+            if each.name == "unidist" and not each.alias.asname and (statement := self._tree.statement(each.node))
         }
         #: Imports that need ``import unidist`` beside them for code elsewhere.
         self._imports_to_extend = {each for node in context.needs_unidist for each in context.imports_for(node)}
@@ -127,23 +136,23 @@ class _Imports:
                 aliases.append(alias.with_changes(name=dotted(drop_in_name_of(name) or "")))
             else:
                 aliases.append(alias)
-                self._remark_unmovable(node, name)
+                self._remark(node, name, _NOT_IN_DROP_IN)
         if any(full_name(alias.name) == "unidist" and alias.asname is None for alias in aliases):
             needs_unidist_too = False
         if list(node.names) != aliases or needs_unidist_too:
             self._replace_import(
-                node, [node.with_changes(names=_without_trailing_comma(aliases))] if aliases else [], needs_unidist_too
+                node, [node.with_changes(names=without_trailing_comma(aliases))] if aliases else [], needs_unidist_too
             )
 
     def _module(self, alias: cst.ImportAlias, name: str, bound: str | None) -> tuple[list[cst.ImportAlias], bool]:
         """What replaces ``horovod.torch``, and whether ``import unidist`` is needed beside it."""
         target = drop_in_name_of(name) or name
         if target == name and is_horovod(name):
-            self._remark_unmovable(alias, name)
+            self._remark(alias, name, _NOT_IN_DROP_IN)
             return [alias], False
         kept = alias if target == name else alias.with_changes(name=dotted(target))
         if bound in self._context.names.rebound:
-            self._remark_rebound(alias, bound or "")
+            self._remark(alias, bound or "", _REBOUND)
             return [kept], False
         mixed = bound is not None and bound not in self._context.names.import_only
         if mixed and self._context.aliases_are_native:
@@ -155,7 +164,7 @@ class _Imports:
             return [kept], self._native and self._is_used(first) and not mixed
         exported = first in self._exported or not self._is_used(first)
         if exported:
-            self._remark_reexported(alias, first)
+            self._remark(alias, first, _REEXPORTED)
         return [kept] if exported else [], self._is_used(first)
 
     def _is_unused(self, node: cst.CSTNode, name: str, bound: str) -> bool:
@@ -167,12 +176,18 @@ class _Imports:
             return False
         return not any(isinstance(above, cst.Try) for above in self._tree.parents(node))
 
+    def _is_gone(self, bound: str) -> bool:
+        """Whether all uses of a name are gone, beside those that are handled."""
+        tree, named = self._tree, (each for each in self._tree.all(cst.Name) if each.value == bound)
+        names = [each for each in named if not (in_import(tree, each) or tree.is_attribute_name(each))]
+        return bound not in self._exported and bool(names) and all(each in self._context.gone for each in names)
+
     def _package(self, node: cst.Import, alias: cst.ImportAlias, first: str) -> tuple[list[cst.ImportAlias], bool]:
         """What replaces ``horovod`` itself, and whether ``import unidist`` is needed beside it."""
         kept, word = [], self._drop_in_name(first)
         if self._unmovable:
             kept.append(alias)
-            self._remark_unmovable(node, "horovod")
+            self._remark(node, "horovod", _NOT_IN_DROP_IN)
         if first in self._still_used | self._other_parts_used or (first in self._used_whole and not self._unmovable):
             asname = None if word == "unidist.hvd" else cst.AsName(cst.Name(word))
             is_present = asname is None and any(full_name(each.name) == word and not each.asname for each in node.names)
@@ -217,7 +232,7 @@ class _Imports:
             return
         if isinstance(node.names, cst.ImportStar):
             if drop_in_name_of(module) is None and is_horovod(module):
-                self._remark_unmovable(node, f"{module}.*")
+                self._remark(node, f"{module}.*", _NOT_IN_DROP_IN)
             elif is_horovod(module):
                 self._replace_import(
                     node,
@@ -240,7 +255,7 @@ class _Imports:
         statements = [
             node.with_changes(
                 module=dotted(module_name),
-                names=aliases if len(aliases) == len(node.names) else _without_trailing_comma(aliases),
+                names=aliases if len(aliases) == len(node.names) else without_trailing_comma(aliases),
                 **({} if len(aliases) == len(node.names) else {"lpar": None, "rpar": None}),
             )
             for module_name, aliases in by_module.items()
@@ -256,9 +271,11 @@ class _Imports:
         whole = f"{module}.{name}"
         if self._is_unused(node, whole, bound):
             return None, False
+        if self._is_gone(bound):
+            return None, True
         meaning, target, used = symbol_of(whole), drop_in_name_of(whole), self._is_used(bound)
         if bound in self._context.names.rebound and target is not None:
-            self._remark_rebound(alias, bound)
+            self._remark(alias, bound, _REBOUND)
         needs_unidist_too = False
         if meaning is not None and bound not in self._still_used:
             if meaning != "" or bound in self._context.names.import_only:
@@ -266,13 +283,13 @@ class _Imports:
                     return None, True
                 needs_unidist_too = used
                 if target is not None:
-                    self._remark_reexported(alias, bound)
+                    self._remark(alias, bound, _REEXPORTED)
             elif self._context.aliases_are_native and is_horovod(whole):
                 asname = None if bound in self._context.renamed_names else cst.AsName(cst.Name(bound))
                 return cst.Import([cst.ImportAlias(cst.Name("unidist"), asname)]), False
         if target is None:
             if is_horovod(whole):
-                self._remark_unmovable(node, whole)
+                self._remark(node, whole, _NOT_IN_DROP_IN)
             return (module, alias), needs_unidist_too
         if meaning is None:
             self._remark_drop_in(alias, whole)
@@ -306,34 +323,28 @@ class _Imports:
 
             self._context.edits.replace(statement, change)
 
-    def _remove(self, statement: cst.SimpleStatementLine | cst.BaseCompoundStatement) -> None:
+    def _remove(self, statement: Statement) -> None:
         """Remove an import, with a ``try`` that contains nothing else."""
-        above = self._tree.parent(self._tree.parent(statement))
-        alone = (
-            isinstance(above, cst.Try)
-            and above.orelse is None
-            and above.finalbody is None
-            and len(above.body.body) == 1
-        )
-        self._context.edits.remove(above if alone and isinstance(above, cst.Try) else statement)
+        match self._tree.parent(self._tree.parent(statement)):
+            case cst.Try(cst.IndentedBlock([_]), orelse=None, finalbody=None) as alone:
+                self._context.edits.remove(alone)
+            case _:
+                self._context.edits.remove(statement)
 
     # -------------------------------------------------------------------------------- uses
     def attribute(self, node: cst.Attribute) -> None:
         """``horovod.torch.Compression`` after ``import horovod.torch``, where it stays on the drop-in."""
-        first, written, parent = root_name(node), full_name(node), self._tree.parent(node)
+        first, written = root_name(node), full_name(node)
         name = f"horovod{written[len(first) :]}" if first in self._packages else written
         if not name.startswith("horovod.") or name not in self._tree.imported(node):
             return
         if self._is_module(node):
             self._context.edits.replace(node, cst.Name("unidist"))
             return
-        if (
-            isinstance(parent, cst.Attribute)
-            and parent.value is node
-            and drop_in_name_of(f"{name}.{parent.attr.value}")
-        ):
+        longer = self._tree.method_of(node)
+        if longer is not None and drop_in_name_of(f"{name}.{longer.attr.value}"):
             return  # the longest name decides
-        if in_import(self._tree, node):
+        if in_import(self._tree, node) or node in self._context.gone:
             return
         target = drop_in_name_of(name)
         if self._context.edits.is_changed(node) or target is None or not self._can_move(name):
@@ -347,105 +358,61 @@ class _Imports:
         if self._is_module(node):
             self._context.edits.replace(node, lambda updated: updated.with_changes(value="unidist"))
 
-    def string(self, node: cst.SimpleString) -> None:
+    def string(self, node: cst.SimpleString, value: str) -> None:
         """``importlib.import_module("horovod.torch")``."""
-        value = node.evaluated_value
-        if not isinstance(value, str) or (not is_horovod(value) and value != "unidist.hvd"):
+        if not is_horovod(value) and value != "unidist.hvd":
             return
         argument = self._tree.parent(node)
         call = self._tree.parent(argument)
-        is_lookup = isinstance(call, cst.Call) and full_name(call.func).split(".")[-1] in _LOOKUPS
-        reported = any(each.line == self._tree.line(node) for each in self._context.edits.remarks)
-        if (
-            not is_lookup
-            and not reported
-            and is_horovod(value)
-            and not isinstance(argument, cst.Expr)
-            and self._context.native
-        ):
-            why = "a string names a module of Horovod's"
-            self._context.edits.remark(node, node.value, why, "check what the string is used for")
-        if (
-            not isinstance(argument, cst.Arg)
-            or not isinstance(call, cst.Call)
-            or full_name(call.func).split(".")[-1] not in _LOOKUPS
-        ):
+        if not isinstance(call, cst.Call) or called_name(call) not in _LOOKUPS:
+            reported = any(each.line == self._tree.line(node) for each in self._context.edits.remarks)
+            if is_horovod(value) and not (reported or isinstance(argument, cst.Expr)):
+                self._remark(node, node.value, _STRING)
             return
-        becomes_unidist = self._context.aliases_are_native and self._native
-        target = (
-            "unidist.hvd"
-            if value == "horovod"
-            else drop_in_name_of(value) or (value if value == "unidist.hvd" else None)
-        )
-        if becomes_unidist and (value == "horovod" or symbol_of(value) == ""):
+        target = drop_in_name_of(value) or {"horovod": "unidist.hvd", "unidist.hvd": value}.get(value)
+        if self._context.aliases_are_native and self._native and (value == "horovod" or symbol_of(value) == ""):
             target = "unidist"
         if target is None:
-            self._remark_unmovable(node, value)
+            self._remark(node, value, _NOT_IN_DROP_IN)
         elif target != value:
             self._context.edits.replace(node, node.with_changes(value=node.value.replace(value, target)))
 
     # --------------------------------------------------------------------------------
     def finish(self) -> None:
         """Add ``import unidist`` at the top for code that no import of Horovod serves, and ``import contextlib``."""
-        context, module = self._context, self._tree.module
-        wanted = ["contextlib"] if context.needs_contextlib and not self._imports("contextlib") else []
-        if (
-            any(not context.imports_for(node) for node in context.needs_unidist)
-            and id(module) not in self._blocks_with_unidist
-        ):
-            wanted.append("unidist")
-        if not wanted:
-            return
-        last = None
-        for statement in module.body:
-            if not _is_head(statement):
-                break
-            last = statement
-        for name in wanted:
-            if last is not None:
-                context.edits.append(last, f"import {name}")
-            else:
-                context.edits.insert(module.body[0], f"import {name}")
+        context = self._context
+        unserved = [node for node in context.needs_unidist if not context.imports_for(node)]
+        if context.needs_contextlib and not self._imports("contextlib"):
+            add_import(context.edits, "contextlib")
+        if unserved and id(self._tree.module) not in self._blocks_with_unidist:
+            add_import(context.edits, "unidist")
 
     def _imports(self, name: str) -> bool:
         return any(
-            full_name(alias.name) == name and alias.asname is None
-            for node in self._tree.all(cst.Import)
-            for alias in node.names
-            if self._tree.block(self._tree.statement(node) or node) is self._tree.module
+            each.name == name and each.alias.asname is None and isinstance(each.node, cst.Import)
+            for each in imports_of(self._tree)
+            if self._tree.block(self._tree.statement(each.node) or each.node) is self._tree.module
         )
 
-    def _longest_attributes(self) -> list[cst.Attribute]:
-        found = []
+    def _longest_attributes(self) -> Iterator[cst.Attribute]:
         for node in self._tree.all(cst.Attribute):
             parent = self._tree.parent(node)
             longer = isinstance(parent, cst.Attribute) and self._tree.imported(parent)
             if not longer and not in_import(self._tree, node):
-                found.append(node)
-        return found
-
-    def _remark_rebound(self, alias: cst.ImportAlias, name: str) -> None:
-        if self._context.native:
-            self._context.edits.remark(alias, name, _REBOUND, "give one of them another name, then migrate again")
-
-    def _remark_reexported(self, alias: cst.ImportAlias, name: str) -> None:
-        if self._context.native:
-            self._context.edits.remark(
-                alias, name, _REEXPORTED, "import unidist where it is used, then remove this line"
-            )
+                yield node
 
     def _remark_drop_in(self, node: cst.CSTNode, name: str) -> None:
-        if self._context.native:
-            self._context.edits.remark(node, name, *(_RUN if name.endswith(".run") else _DROP_IN))
+        self._remark(node, name, _RUN if name.endswith(".run") else _DROP_IN)
 
-    def _remark_unmovable(self, node: cst.CSTNode, name: str) -> None:
-        self._context.edits.remark(node, name, _NOT_IN_DROP_IN, _REPLACE)
+    def _remark(self, node: cst.CSTNode, name: str, reason: tuple[str, str]) -> None:
+        if self._context.native or reason is _NOT_IN_DROP_IN:
+            self._context.edits.remark(node, name, *reason)
 
 
 def _named_in_strings(context: Context) -> set[str]:
     """Names in the strings of ``__all__``, ``eval``, ``exec`` and ``globals()``."""
     found: set[str] = set()
-    for text in context.tree.all(cst.SimpleString):
+    for text, value in context.tree.strings():
         argument = context.tree.parent(text)
         call = context.tree.parent(argument)
         evaluated = isinstance(call, cst.Call) and full_name(call.func) in ("eval", "exec", "getattr", "setattr")
@@ -454,8 +421,18 @@ def _named_in_strings(context: Context) -> set[str]:
             for above in context.tree.parents(text)
         )
         if evaluated or listed or isinstance(argument, cst.Index):
-            found |= set(re.findall(r"\w+", str(text.evaluated_value)))
+            found |= set(re.findall(r"\w+", value))
     return found
+
+
+def add_import(edits: Edits, name: str, before: Statement | None = None) -> None:
+    """Add ``import NAME`` before a statement, or after the docstring and imports with which the module begins."""
+    body = edits.tree.module.body
+    head = list(takewhile(_is_head, body))
+    if before is None and head:
+        edits.append(head[-1], f"import {name}")
+    elif before is not None or body:
+        edits.insert(before or body[0], f"import {name}")
 
 
 def _is_head(statement: cst.CSTNode) -> bool:
@@ -465,8 +442,3 @@ def _is_head(statement: cst.CSTNode) -> bool:
     first = statement.body[0]
     docstring = isinstance(first, cst.Expr) and isinstance(first.value, (cst.SimpleString, cst.ConcatenatedString))
     return docstring or isinstance(first, (cst.Import, cst.ImportFrom))
-
-
-def _without_trailing_comma(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """The names without a comma after the last."""
-    return [*aliases[:-1], aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]

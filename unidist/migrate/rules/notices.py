@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import libcst as cst
 
 from unidist.migrate.context import Context, is_constant
-from unidist.migrate.flow import assignments
+from unidist.migrate.flow import values_of
 from unidist.migrate.names import IMPORTERS
 from unidist.migrate.rules.calls import PLAIN_CALLS
-from unidist.migrate.syntax import full_name
+from unidist.migrate.syntax import called_name, full_name
 
 _RANK_VARIABLES = re.compile(
     r"(OMPI_COMM_WORLD_|MV2_COMM_WORLD_)\w*(RANK|SIZE)|PMI_(RANK|SIZE)|PMIX_RANK|MPI_LOCALRANKID|HOROVOD_(LOCAL_|CROSS_)?(RANK|SIZE)"
@@ -46,8 +46,7 @@ _TRAINER = {"accelerator", "strategy", "distributed_backend"}
 
 def report_surroundings(context: Context) -> None:
     """Launchers' environment variables, a late CUDA_VISIBLE_DEVICES, long work of one rank, Lightning's Horovod."""
-    for text in context.tree.all(cst.SimpleString):
-        value = str(text.evaluated_value)
+    for text, value in context.tree.strings():
         if _RANK_VARIABLES.fullmatch(value) and _is_read_variable(context, text):
             context.remark(text, *_LAUNCHER_VARIABLE)
         if value == "CUDA_VISIBLE_DEVICES" and _is_assigned_variable(context, text) and _is_after_init(context, text):
@@ -55,11 +54,7 @@ def report_surroundings(context: Context) -> None:
         if value == "horovod" and _is_for_lightning(context, text):
             context.remark(text, *_LIGHTNING_ARGUMENT)
     for call in context.tree.all(cst.Call):
-        if (
-            full_name(call.func).split(".")[-1] in IMPORTERS
-            and call.args
-            and _is_computed_horovod_name(call.args[0].value)
-        ):
+        if called_name(call) in IMPORTERS and call.args and _is_computed_horovod_name(call.args[0].value):
             context.remark(call, *_COMPUTED_NAME)
     for guard in _long_work(context):
         context.remark(guard, *_ALONE, what=f"if {context.text(guard.test)}:")
@@ -68,21 +63,23 @@ def report_surroundings(context: Context) -> None:
 
 def _is_read_variable(context: Context, text: cst.SimpleString) -> bool:
     """``os.environ["X"]``, ``os.environ.get("X")``, ``os.getenv("X")``, ``"X" in os.environ``, unless it is set."""
-    parent = context.tree.parent(text)
-    above = context.tree.parent(parent)
-    if isinstance(above, cst.SubscriptElement):
-        whole = context.tree.parent(above)
-        return not isinstance(context.tree.parent(whole), cst.AssignTarget)
-    if isinstance(above, cst.Call):
-        return re.search(r"environ\.get$|getenv$|environ\.pop$", context.text(above.func)) is not None
+    parent, tree = context.tree.parent(text), context.tree
+    match tree.parent(parent):
+        case cst.SubscriptElement() as above:
+            return not isinstance(tree.parent(tree.parent(above)), cst.AssignTarget)
+        case cst.Call(function):
+            return re.search(r"environ\.get$|getenv$|environ\.pop$", context.text(function)) is not None
     return isinstance(parent, cst.Comparison)
 
 
 def _is_assigned_variable(context: Context, text: cst.SimpleString) -> bool:
-    above = context.tree.parent(context.tree.parent(text))
-    if isinstance(above, cst.SubscriptElement):
-        return isinstance(context.tree.parent(context.tree.parent(above)), cst.AssignTarget)
-    return isinstance(above, cst.Call) and re.search(r"setdefault$|putenv$", context.text(above.func)) is not None
+    tree = context.tree
+    match tree.parent(tree.parent(text)):
+        case cst.SubscriptElement() as above:
+            return isinstance(tree.parent(tree.parent(above)), cst.AssignTarget)
+        case cst.Call(function):
+            return re.search(r"setdefault$|putenv$", context.text(function)) is not None
+    return False
 
 
 def _is_after_init(context: Context, text: cst.SimpleString) -> bool:
@@ -94,63 +91,60 @@ def _is_after_init(context: Context, text: cst.SimpleString) -> bool:
             return True
         if symbol == "init" and tree.function(use) is tree.function(text) and tree.position(use) < tree.position(text):
             return True
-    ranks = {
-        tree.variable(target)
-        for value, target in assignments(tree)
-        if isinstance(value, cst.Call) and context.symbol(value.func) in _RANKS
-    } - {None}
-    return any(tree.variable(name) in ranks for name in tree.all(cst.Name, inside=statement))
+    return any(_holds_rank(context, name) for name in tree.all(cst.Name, inside=statement))
+
+
+def _holds_rank(context: Context, node: cst.BaseExpression) -> bool:
+    """Whether a variable is assigned a rank somewhere."""
+    return any(
+        isinstance(value, cst.Call) and context.symbol(value.func) in _RANKS for value in values_of(context.tree, node)
+    )
 
 
 def _is_for_lightning(context: Context, text: cst.SimpleString) -> bool:
-    parent = context.tree.parent(text)
-    if isinstance(parent, cst.Arg) and parent.keyword is not None:
-        return parent.keyword.value in _TRAINER
-    key = parent.key if isinstance(parent, cst.DictElement) and parent.value is text else None
-    return isinstance(key, cst.SimpleString) and key.evaluated_value in _TRAINER
+    match context.tree.parent(text):
+        case cst.Arg(_, cst.Name(name)):
+            return name in _TRAINER
+        case cst.DictElement(cst.SimpleString() as key, value) if value is text:
+            return key.evaluated_value in _TRAINER
+    return False
 
 
 def _is_computed_horovod_name(node: cst.BaseExpression) -> bool:
     """``f"horovod.{kind}"``, ``"horovod." + kind``."""
-    if isinstance(node, cst.BinaryOperation):
-        return isinstance(node.left, cst.SimpleString) and str(node.left.evaluated_value).startswith("horovod")
-    first = node.parts[0] if isinstance(node, cst.FormattedString) and node.parts else None
-    return isinstance(first, cst.FormattedStringText) and first.value.startswith("horovod")
+    match node:
+        case cst.BinaryOperation(cst.SimpleString() as first):
+            return str(first.evaluated_value).startswith("horovod")
+        case cst.FormattedString([cst.FormattedStringText(begin), *_]):
+            return begin.startswith("horovod")
+    return False
 
 
 def _long_work(context: Context) -> Iterator[cst.If]:
     """Work of rank 0 alone that may take long, right before a call of unidist in which the other ranks wait."""
     tree = context.tree
+    waiting = [
+        use
+        for use, symbol in context.names.symbols.items()
+        if context.is_handled(use) and (symbol not in PLAIN_CALLS or symbol == "barrier")
+    ]
     for guard in tree.all(cst.If):
-        block = tree.block(guard)
-        if block is None or guard.orelse is not None or not _is_for_one_rank(context, guard.test):
+        if guard.orelse is not None or not _is_for_one_rank(context, guard.test):
             continue
-        if not any(_LONG.search(full_name(call.func)) for call in tree.all(cst.Call, inside=guard.body)):
-            continue
-        index = next(index for index, each in enumerate(block.body) if each is guard)
-        following = block.body[index + 1 : index + 2]
-        for use, symbol in context.names.symbols.items():
-            waits = symbol not in PLAIN_CALLS or symbol == "barrier"
-            if waits and context.is_handled(use) and any(tree.is_inside(use, each) for each in following):
-                yield guard
-                break
+        long = any(_LONG.search(full_name(call.func)) for call in tree.all(cst.Call, inside=guard.body))
+        if long and any(tree.is_inside(use, each) for each in tree.siblings(guard)[1][:1] for use in waiting):
+            yield guard
 
 
 def _is_for_one_rank(context: Context, test: cst.BaseExpression) -> bool:
     """``hvd.rank() == 0``, ``not hvd.rank()``, and the same with a variable for the rank."""
-    tree = context.tree
-    compared: cst.CSTNode | None = None
-    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
-        compared = test.expression
-    elif isinstance(test, cst.Comparison) and len(test.comparisons) == 1:
-        first = test.comparisons[0]
-        if isinstance(first.operator, cst.Equal) and is_constant(first.comparator, 0):
-            compared = test.left
+    match test:
+        case cst.UnaryOperation(cst.Not(), compared):
+            pass
+        case cst.Comparison(compared, [cst.ComparisonTarget(cst.Equal(), zero)]) if is_constant(zero, 0):
+            pass
+        case _:
+            return False
     if isinstance(compared, cst.Call):
         return context.symbol(compared.func) in _RANKS
-    variable = tree.variable(compared) if compared is not None else None
-    return variable is not None and any(
-        isinstance(value, cst.Call) and context.symbol(value.func) in _RANKS
-        for value, target in assignments(tree)
-        if tree.variable(target) == variable
-    )
+    return _holds_rank(context, compared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import takewhile
 
 import libcst as cst
 
@@ -10,21 +11,23 @@ from unidist.migrate.context import Arguments, Context, Refusal, is_constant
 from unidist.migrate.flow import (
     INSPECTING,
     assignments,
-    assignments_of,
     follow,
     is_parameter,
     passed_to,
     references,
     result_variables,
+    targets_of,
     values_of,
 )
-from unidist.migrate.gradients import gradient_problems
+from unidist.migrate.gradients import gradient_problems, is_of_torch
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
 from unidist.migrate.rules.elastic import elastic_models, elastic_uses
 from unidist.migrate.rules.freezing import frozen_later
 from unidist.migrate.rules.replicating import COMPRESSION, METHODS, OptimizerPlan, horovod_method, replace_optimizer
 from unidist.migrate.syntax import Statement, full_name, is_pure
 
+#: Methods that change a list.
+_CHANGING = {"append", "extend", "insert", "remove", "pop", "clear"}
 _AVERAGE = "keep it, or use a plain optimizer and unidist.all_reduce(p.grad, 'mean') for each gradient"
 
 
@@ -132,14 +135,13 @@ def _is_always_evaluated(context: Context, call: cst.Call) -> bool:
     """Whether a call is evaluated whenever its statement is executed."""
     child: cst.CSTNode = call
     for above in context.tree.parents(call):
-        if isinstance(above, cst.SimpleStatementLine):
-            return True
-        if isinstance(above, (cst.Lambda, cst.BaseComp, cst.Assert)):
-            return False
-        if isinstance(above, cst.IfExp) and child is not above.test:
-            return False
-        if isinstance(above, cst.BooleanOperation) and child is above.right:
-            return False
+        match above:
+            case cst.SimpleStatementLine():
+                return True
+            case cst.Lambda() | cst.BaseComp() | cst.Assert():
+                return False
+            case cst.IfExp(test=first) | cst.BooleanOperation(left=first) if child is not first:
+                return False
         child = above
     return False
 
@@ -170,12 +172,15 @@ def _check_arguments(
             f"op={context.text(op)}, and unidist always averages gradients",
             "keep it: the drop-in has Adasum on every backend"
             if context.symbol(op) == "Adasum"
-            else "if the average will do, remove op=, then migrate again",
+            else f"remove op=, and write `({_loss(context)} * unidist.world_size()).backward()`, whose average is the "
+            "sum; then migrate again",
         )
     if "process_set" in arguments:
-        raise Refusal(
-            call, "process_set= trains on some of the ranks", "use unidist.new_group and replicate(group=...)"
-        )
+        group, named = context.text(arguments["process_set"]), arguments.get("named_parameters")
+        model = None if named is None else _owner_of_parameters(context, named)
+        line = f"`unidist.replicate({context.text(model) if model is not None else 'model'}, group={group})`"
+        why = "process_set= trains on some of the ranks"
+        raise Refusal(call, why, f"{line}, where that is made by `unidist.new_group(ranks)`")
     if not is_constant(arguments.get("sparse_as_dense"), None, False):
         raise Refusal(
             call,
@@ -184,6 +189,12 @@ def _check_arguments(
         )
     compression = arguments.get("compression")
     return adasum, (None if compression is None or context.symbol(compression) == "Compression.none" else compression)
+
+
+def _loss(context: Context) -> str:
+    """What the first backward pass starts from."""
+    losses = (cst.ensure_type(call.func, cst.Attribute).value for call in context.tree.method_calls("backward"))
+    return next(map(context.text, losses), "loss")
 
 
 def _adasum_condition(context: Context, op: cst.BaseExpression | None) -> cst.BaseExpression | None:
@@ -209,18 +220,14 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
             raise Refusal(call, f"named_parameters={context.text(named)} is not visibly model.named_parameters()")
         return found
     inner = arguments["optimizer"]
-    variable, values = context.tree.variable(inner), values_of(context.tree, inner)
-    owners: list[cst.BaseExpression] = []
-    for value in values if variable else [inner]:
-        if value is call or is_constant(value, None):
-            continue
-        first = value.args[0].value if isinstance(value, cst.Call) and value.args else None
-        found = owner(first, "parameters")
-        if found is None:
-            owners.clear()
-            break
-        owners.append(found)
-    if len({context.text(owner) for owner in owners}) != 1:
+    made = values_of(context.tree, inner) if context.tree.variable(inner) else [inner]
+    owners = [
+        owner(value.args[0].value, "parameters") if isinstance(value, cst.Call) and value.args else None
+        for value in made
+        if value is not call and not is_constant(value, None)
+    ]
+    texts = {context.text(each) if each is not None else None for each in owners}
+    if len(texts) != 1 or owners[0] is None:
         raise Refusal(
             call,
             "which model this one trains cannot be determined",
@@ -238,27 +245,30 @@ def _is_before(context: Context, node: cst.CSTNode, call: cst.Call) -> bool:
 def _owner_of_parameters(context: Context, named: cst.BaseExpression) -> cst.BaseExpression | None:
     """``model`` of an expression for some of ``model.named_parameters()``."""
     for _ in range(4):
-        variable = context.tree.variable(named) if isinstance(named, (cst.Name, cst.Attribute)) else None
-        values = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
-        if variable and len(values) == 1 and not _is_changed(context, variable):
+        values = values_of(context.tree, named)
+        if len(values) == 1 and not _is_changed(context, named):
             named = values[0]
-        if isinstance(named, cst.Call) and full_name(named.func) in ("list", "tuple", "iter", "filter", "sorted"):
-            named = named.args[-1 if full_name(named.func) == "filter" else 0].value if named.args else named
-        elif isinstance(named, (cst.ListComp, cst.GeneratorExp)) and named.for_in.inner_for_in is None:
-            named = named.for_in.iter
-        else:
-            break
+        match named:
+            case cst.Call(cst.Name("list" | "tuple" | "iter" | "sorted"), [first, *_]):
+                named = first.value
+            case cst.Call(cst.Name("filter"), [*_, last]):
+                named = last.value
+            case cst.ListComp(_, cst.CompFor(iter=inner, inner_for_in=None)):
+                named = inner
+            case cst.GeneratorExp(_, cst.CompFor(iter=inner, inner_for_in=None)):
+                named = inner
+            case _:
+                break
     return owner(named, "named_parameters")
 
 
-def _is_changed(context: Context, variable: str) -> bool:
+def _is_changed(context: Context, variable: cst.BaseExpression) -> bool:
     """Whether a list is changed in place: ``named += ...``, ``named.extend(...)``."""
-    for use in references(context.tree).get(variable, ()):
-        parent = context.tree.parent(use)
-        method = parent.attr.value if isinstance(parent, cst.Attribute) and parent.value is use else ""
-        if isinstance(parent, cst.AugAssign) or method in ("append", "extend", "insert", "remove", "pop", "clear"):
-            return True
-    return False
+    tree = context.tree
+    return any(
+        isinstance(tree.parent(use), cst.AugAssign) or tree.called_method(use) in _CHANGING
+        for use in references(tree).get(tree.variable(variable) or "", ())
+    )
 
 
 def _broadcast_statement(
@@ -292,24 +302,21 @@ def _broadcast_statement(
 def _is_unused_between(context: Context, model: cst.BaseExpression, left: Statement, right: Statement) -> bool:
     """Whether the statements of a block between two others neither use a model nor call functions that may."""
     tree = context.tree
-    block = tree.block(left)
-    if block is None or tree.block(right) is not block:
+    if tree.block(left) is None or tree.block(right) is not tree.block(left):
         return False
-    first, last = sorted(index for index, each in enumerate(block.body) if each is left or each is right)
-    root = context.root_of(model)
-    for each in block.body[first + 1 : last]:
+    first, last = sorted((left, right), key=tree.position)
+    variable = tree.variable(context.root_of(model))
+    for each in takewhile(lambda each: each is not last, tree.siblings(first)[1]):
         if not isinstance(each, cst.SimpleStatementLine):
             return False
         harmless = _harmless_calls(context, each)
-        others = (call for call in tree.all(cst.Call, inside=each) if not _is_in_any(context, call, harmless))
-        uses = (name for name in tree.all(cst.Name, inside=each) if tree.variable(name) == tree.variable(root))
-        if any(others) or any(not _is_in_any(context, use, harmless) for use in uses):
+        nodes = (
+            *tree.all(cst.Call, each),
+            *(name for name in tree.all(cst.Name, each) if tree.variable(name) == variable),
+        )
+        if not all(any(tree.is_inside(node, call) for call in harmless) for node in nodes):
             return False
     return True
-
-
-def _is_in_any(context: Context, node: cst.CSTNode, calls: list[cst.Call]) -> bool:
-    return any(context.tree.is_inside(node, call) for call in calls)
 
 
 def _harmless_calls(context: Context, statement: cst.CSTNode) -> list[cst.Call]:
@@ -342,7 +349,7 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
         return
     known = {use for each in optimizers for use in each.flow.uses}
     averages_before = _averages_before_steps(context, known)
-    for node, why in gradient_problems(context.tree) if not averages_before else ():
+    for node, why in gradient_problems(context.tree, _deciding(context, optimizers)) if not averages_before else ():
         raise Refusal(node, why, _AVERAGE)
     _check_methods(context, known)
     for each in optimizers:
@@ -358,6 +365,14 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
         raise Refusal(optimizers[0].call, why, _AVERAGE)
 
 
+def _deciding(context: Context, optimizers: list[OptimizerPlan]) -> set[str]:
+    """The variables that decide whether there is an optimizer of Horovod's: ranks where they differ would wait."""
+    tree = context.tree
+    tests = [above.test for each in optimizers for above in tree.parents(each.statement) if isinstance(above, cst.If)]
+    found = {tree.variable(node) for test in tests for node in tree.all((cst.Name, cst.Attribute), inside=test)}
+    return {each for each in found if each is not None and len(targets_of(tree, each)) < 2}
+
+
 def _check_methods(context: Context, known: set[cst.BaseExpression]) -> None:
     """
     Raises:
@@ -366,10 +381,12 @@ def _check_methods(context: Context, known: set[cst.BaseExpression]) -> None:
     for node in context.tree.all(cst.Attribute):
         if node.attr.value not in ("skip_synchronize", "synchronize") or node.value in known:
             continue
+        if isinstance(node.value, cst.Name) and context.tree.is_unbound(node.value):
+            continue
         if not (context.tree.imported(node) or context.symbol(node) is not None or "cuda" in context.text(node)):
             raise Refusal(node, f"which optimizer `{context.text(node)}` belongs to cannot be determined")
-    for text in context.tree.all(cst.SimpleString):
-        if text.evaluated_value in METHODS:
+    for text, value in context.tree.strings():
+        if value in METHODS:
             raise Refusal(text, f"{text.value} names a method of Horovod's optimizer")
     for use in known:
         _check_method(context, use)
@@ -381,22 +398,13 @@ def _averages_before_steps(context: Context, uses: set[cst.BaseExpression]) -> b
     Horovod averages nothing there either, so that gradients may have been changed in between, as K-FAC does.
     """
     tree = context.tree
-    of_optimizers = [
-        call for call in tree.all(cst.Call) if isinstance(call.func, cst.Attribute) and call.func.value in uses
-    ]
-    synchronized = {
-        tree.function(call): tree.position(call) for call in of_optimizers if _method(call) == "synchronize"
-    }
-    steps = [call for call in of_optimizers if _method(call) == "step"]
+    synchronized = {tree.function(use): tree.position(use) for use in uses if tree.called_method(use) == "synchronize"}
+    steps: list[cst.CSTNode] = [use for use in uses if tree.called_method(use) == "step"]
     steps += [call for call in tree.method_calls("step") if any(arg.value in uses for arg in call.args)]
     return bool(steps) and all(
         synchronized.get(tree.function(step), (sys.maxsize, 0)) < tree.position(step) and _is_in_skip(context, step)
         for step in steps
     )
-
-
-def _method(call: cst.Call) -> str:
-    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
 
 
 def _is_in_skip(context: Context, node: cst.CSTNode) -> bool:
@@ -416,22 +424,17 @@ def _is_reachable(context: Context, each: OptimizerPlan) -> bool:
     if each.target is None or any(variable.startswith(".") for variable in each.flow.variables):
         return True
     calls = (context.tree.parent(context.tree.parent(use)) for use in each.flow.escapes)
-    return any(
-        not isinstance(call, cst.Call)
-        or not any(name.startswith("torch.") for name in context.tree.imported(call.func))
-        for call in calls
-    )
+    return not all(isinstance(call, cst.Call) and is_of_torch(context.tree, call) for call in calls)
 
 
 def _check_method(context: Context, use: cst.BaseExpression) -> None:
-    tree = context.tree
-    method = horovod_method(context, use)
+    tree, method = context.tree, horovod_method(context, use)
     if method is None:
         return
-    call = tree.parent(method)
-    item = tree.parent(call)
-    is_with = isinstance(item, cst.WithItem) and method.attr.value == "skip_synchronize"
-    if not (isinstance(call, cst.Call) and call.func is method and (isinstance(item, cst.Expr) or is_with)):
+    call = tree.call_of(method)
+    above = None if call is None else tree.parent(call)
+    is_with = isinstance(above, cst.WithItem) and method.attr.value == "skip_synchronize"
+    if not (isinstance(above, cst.Expr) or is_with):
         raise Refusal(method, f"`{context.text(method)}` is a part of a larger statement")
 
 
@@ -469,9 +472,7 @@ def _given(context: Context, variable: str | None) -> list[cst.BaseExpression]:
     for parameter in context.tree.all(cst.Param):
         if context.tree.variable(parameter.name) != variable:
             continue
-        function = next(
-            each for each in context.tree.parents(parameter) if isinstance(each, (cst.FunctionDef, cst.Lambda))
-        )
+        function = context.tree.parent(context.tree.parent(parameter))
         if not isinstance(function, cst.FunctionDef) or function.name.value in context.exported:
             return []
         found = [*found, *([parameter.default] if parameter.default is not None else [])]

@@ -88,7 +88,7 @@ def replace_optimizer(context: Context, each: OptimizerPlan, places: list[tuple[
 def _remark_on_others(context: Context, each: OptimizerPlan) -> None:
     """Remark on clipping before Horovod has averaged, and on state that is loaded before wrapping."""
     tree, inner = context.tree, each.arguments["optimizer"]
-    if not any(_accessed_attribute(context, use) == "synchronize" for use in each.flow.uses):
+    if not any(context.tree.called_method(use) == "synchronize" for use in each.flow.uses):
         for call in tree.all(cst.Call):
             if full_name(call.func).split(".")[-1] in ("clip_grad_norm_", "clip_grad_value_", "unscale_"):
                 context.remark(call, _CLIPPED, "nothing; the curves may differ from the legacy ones")
@@ -122,7 +122,7 @@ def _remark_on_use(context: Context, each: OptimizerPlan, use: cst.BaseExpressio
     call = tree.parent(tree.parent(use))
     if not isinstance(call, cst.Call):
         return
-    if _accessed_attribute(context, use) == "step" and call.args:
+    if tree.called_method(use) == "step" and call.args:
         context.remark(call, _CLOSURE, "nothing, if the closure calls backward()")
     elif use in each.flow.escapes and isinstance(call.func, cst.Name) and "sched" not in call.func.value.lower():
         known = any(name.startswith(("torch.", "unidist.")) for name in tree.imported(call.func))
@@ -130,15 +130,10 @@ def _remark_on_use(context: Context, each: OptimizerPlan, use: cst.BaseExpressio
             context.remark(call, _PASSED_ON, "make sure that it calls neither synchronize() nor skip_synchronize()")
 
 
-def _accessed_attribute(context: Context, use: cst.BaseExpression) -> str | None:
-    method = context.tree.parent(use)
-    return method.attr.value if isinstance(method, cst.Attribute) else None
-
-
 def horovod_method(context: Context, use: cst.BaseExpression) -> cst.Attribute | None:
     """``optimizer.synchronize`` for its ``optimizer``; None for the methods that every optimizer has."""
-    method = context.tree.parent(use)
-    return method if isinstance(method, cst.Attribute) and method.attr.value in METHODS else None
+    method = context.tree.method_of(use)
+    return method if method is not None and method.attr.value in METHODS else None
 
 
 def _change_method(context: Context, use: cst.BaseExpression) -> None:
@@ -147,31 +142,29 @@ def _change_method(context: Context, use: cst.BaseExpression) -> None:
     if method is None:
         return
     call = tree.parent(method)
-    above = tree.parent(call)
-    if isinstance(above, cst.Expr):
-        statement, guard = tree.is_statement(call), _guard_of(context, above)
-        if guard is not None:
-            context.edits.remove(guard)
-        elif statement is not None:
-            context.edits.remove(statement)
-        else:  # it shares its line
-            context.edits.replace(above, cst.Pass())
-    elif isinstance(above, cst.WithItem) and isinstance(block := tree.parent(above), cst.With):
-        index = list(block.items).index(above)
-        context.edits.replace(block, lambda updated: _without_item(updated, index))
+    match tree.parent(call):
+        case cst.Expr() as above:
+            statement = _guard_of(context, above) or tree.is_statement(call)
+            if statement is not None:
+                context.edits.remove(statement)
+            else:  # it shares its line
+                context.edits.replace(above, cst.Pass())
+        case cst.WithItem() as item:
+            block = cst.ensure_type(tree.parent(item), cst.With)
+            index = list(block.items).index(item)
+            context.edits.replace(block, lambda updated: _without_item(updated, index))
 
 
 def _guard_of(context: Context, small: cst.Expr) -> cst.If | None:
     """``if self.averaged:`` around a statement alone; its condition has no effect, and it has no comments."""
-    tree = context.tree
-    body = tree.parent(small)
-    if isinstance(body, cst.SimpleStatementLine):
-        body = tree.parent(body) if len(body.body) == 1 else body
-    guard = tree.parent(body)
-    if not isinstance(guard, cst.If) or guard.body is not body or len(guard.body.body) != 1 or guard.orelse is not None:
-        return None
-    plain = isinstance(guard.test, (cst.Name, cst.Attribute)) and tree.block(guard) is not None
-    return guard if plain and not any(tree.all(cst.Comment, inside=guard)) else None
+    guard = next((each for each in context.tree.parents(small) if isinstance(each, cst.If)), None)
+    match guard:
+        case cst.If(cst.Name() | cst.Attribute(), cst.BaseSuite(body=[one]), orelse=None) if one is small or (
+            isinstance(one, cst.SimpleStatementLine) and list(one.body) == [small]
+        ):
+            plain = context.tree.block(guard) is not None and not any(context.tree.all(cst.Comment, inside=guard))
+            return guard if plain else None
+    return None
 
 
 def _without_item(updated: cst.With, index: int) -> cst.BaseCompoundStatement | cst.FlattenSentinel[cst.BaseStatement]:

@@ -9,20 +9,14 @@ import libcst as cst
 
 from unidist.migrate.context import Arguments, is_constant
 from unidist.migrate.dtypes import is_floating
-from unidist.migrate.flow import assignments, callees, is_target, references
+from unidist.migrate.flow import assignments, assignments_of, callees, is_target, references, targets_of, uses_of
 from unidist.migrate.gradients import may_require_gradient
-from unidist.migrate.rules.ddp.names import TorchContext, argument_named, place_of
-from unidist.migrate.syntax import Statement, full_name, is_pure
+from unidist.migrate.rules.ddp.names import ASYNC, GROUP, UNKNOWN, TorchContext, place_of
+from unidist.migrate.syntax import Statement, full_name, is_pure, keyword, method
 
 _OPS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max", "PRODUCT": "product"}
 _CALLS = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list")
-_ASYNC = (
-    "it is asynchronous, and unidist has no asynchronous calls",
-    "remove async_op= and wait(), then migrate again",
-)
-_GROUP = ("it is a call within a process group of its own", "unidist.new_group(ranks), and group=")
 _NOT_ALONE = ("it is a part of a larger statement", "call it in a statement of its own, then migrate again")
-_UNKNOWN = ("its arguments cannot be determined", "write them out, without * and **, then migrate again")
 _OP = ("its op= cannot be determined, or unidist has none like it", "write one of SUM, AVG, MIN, MAX, PRODUCT")
 _TARGET = ("the tensor that it changes is not a variable", "assign it to a variable, then migrate again")
 _SOURCE = ("its src= is computed by another such call", "assign that to a variable, then migrate again")
@@ -30,6 +24,8 @@ _LIST = (
     "the list that it fills is not visibly made right before",
     "tensors = list(unidist.all_gather(tensor[None]))",
 )
+#: Arguments of a call, each with its keyword; empty if it has none.
+Values = list[tuple[str, cst.BaseExpression]]
 #: Calls that make a tensor that nothing else holds.
 _MAKING = re.compile(
     r"^(clone|tensor|as_tensor|zeros|ones|full|stack|cat|sum|mean|FloatTensor|Tensor|zeros_like|ones_like|item)$"
@@ -40,68 +36,56 @@ _CLONES = re.compile(r"^(.*?)((?:\.clone\(\)|\.detach\(\)|\.data)+)$", re.DOTALL
 def change_collectives(context: TorchContext) -> None:
     """``all_reduce``, ``reduce``, ``broadcast``, ``all_gather`` and those of objects, as statements."""
     for call in list(context.calls(*_CALLS)):
-        symbol, arguments = context.names.symbols[call.func], context.arguments(call)
-        statement = context.tree.is_statement(call)
-        if arguments is None:
-            context.keep(call.func, *_UNKNOWN)
-        elif not is_constant(arguments.get("async_op"), None, False):
-            context.keep(call.func, *_ASYNC)
-        elif "src" in arguments and _has_uses(context, arguments["src"]):
-            context.keep(call.func, *_SOURCE)
-        elif not context.is_world(arguments.get("group")) or "group_src" in arguments or "group_dst" in arguments:
-            context.keep(call.func, *_GROUP)
-        elif (
-            symbol in ("all_reduce", "broadcast")
-            and isinstance(context.tree.parent(call), cst.Expr)
-            and statement is None
-        ):
-            _on_shared_line(context, call, arguments)
-        elif statement is None or context.tree.block(statement) is None:
-            context.keep(call.func, *_NOT_ALONE)
-        elif symbol in ("all_reduce", "reduce"):
-            _reduce(context, call, statement, arguments)
-        elif symbol == "broadcast":
-            _replace_in_place(context, call, arguments.get("tensor"), "broadcast", _source(arguments))
-        elif symbol == "all_gather":
-            _gather(context, call, statement, arguments)
-        else:
-            _objects(context, call, statement, arguments)
+        problem = _change(context, call, context.names.symbols[call.func])
+        if problem is not None:
+            context.keep(call.func, *problem)
 
 
-def _on_shared_line(context: TorchContext, call: cst.Call, arguments: Arguments) -> None:
-    """``for p in params: dist.broadcast(p, 0)``."""
-    if context.symbol(call.func) == "broadcast":
-        _replace_in_place(context, call, arguments.get("tensor"), "broadcast", _source(arguments))
-        return
-    op = _operation(context, arguments)
-    if op is None:
-        context.keep(call.func, *_OP)
-        return
-    _replace_in_place(context, call, arguments.get("tensor"), "all_reduce", _op_option(op))
+def _change(context: TorchContext, call: cst.Call, symbol: str) -> tuple[str, str] | None:
+    """Change one call; why it stays if it does."""
+    arguments, statement = context.arguments(call), context.tree.is_statement(call)
+    if arguments is None:
+        return UNKNOWN
+    if not is_constant(arguments.get("async_op"), None, False):
+        return ASYNC
+    if "src" in arguments and _has_uses(context, arguments["src"]):
+        return _SOURCE
+    if not context.is_world(arguments.get("group")) or "group_src" in arguments or "group_dst" in arguments:
+        return GROUP
+    alone = statement is not None and (context.tree.block(statement) is not None)
+    on_shared_line = statement is None and isinstance(context.tree.parent(call), cst.Expr)
+    if symbol == "broadcast" and (alone or on_shared_line):  # for p in params: dist.broadcast(p, 0)
+        return _replace_in_place(context, call, arguments.get("tensor"), "broadcast", _source(arguments))
+    if symbol == "all_reduce" and on_shared_line:
+        op = _operation(context, arguments)
+        return _OP if op is None else _replace_in_place(context, call, arguments.get("tensor"), "all_reduce", _of(op))
+    if statement is None or not alone:
+        return _NOT_ALONE
+    change = {"all_reduce": _reduce, "reduce": _reduce, "all_gather": _gather}.get(symbol, _objects)
+    return change(context, call, statement, arguments)
 
 
-def _op_option(op: str) -> list[tuple[str, cst.BaseExpression]]:
+def _of(op: str) -> Values:
     return [] if op == "sum" else [("op", cst.SimpleString(f'"{op}"'))]
 
 
-def _source(arguments: Arguments) -> list[tuple[str, cst.BaseExpression]]:
+def _source(arguments: Arguments) -> Values:
     return [] if is_constant(arguments.get("src"), 0, None) else [("src", arguments["src"])]
 
 
 def _operation(context: TorchContext, arguments: Arguments) -> str | None:
     op = arguments.get("op")
-    if op is None:
-        return "sum"
-    symbol = context.symbol(op) or ""
-    return _OPS.get(symbol.split(".")[-1]) if symbol.split(".")[0].lower() in ("reduceop", "reduce_op") else None
+    kind, _, name = (context.symbol(op) or "").rpartition(".")
+    return "sum" if op is None else _OPS.get(name) if kind.lower() in ("reduceop", "reduce_op") else None
 
 
 # ------------------------------------------------------------------------------------ reductions
-def _reduce(context: TorchContext, call: cst.Call, statement: Statement, arguments: Arguments) -> None:
+def _reduce(
+    context: TorchContext, call: cst.Call, statement: Statement, arguments: Arguments
+) -> tuple[str, str] | None:
     op, tensor = _operation(context, arguments), arguments.get("tensor")
     if op is None or tensor is None:
-        context.keep(call.func, *_OP)
-        return
+        return _OP
     # In autograd's graph the division counts; what torch sums does not.
     counts = may_require_gradient(context.tree, call, tensor) and _reaches_backward(
         context, context.tree.variable(tensor)
@@ -109,18 +93,16 @@ def _reduce(context: TorchContext, call: cst.Call, statement: Statement, argumen
     following = _division(context, statement, tensor) if op == "sum" and not counts else None
     metric = _metric(context, statement, tensor) if not counts and (following is not None or op == "mean") else None
     if following is not None:
-        context.edits.remove(following)
-        context.drop(following)
+        context.cut(following)
         op = "mean"
-    if metric is not None:
-        value, text = metric
-        new = cst.Call(context.unidist_name(call, "allreduce_metric"), [cst.Arg(cst.parse_expression(text))])
-        context.edits.replace(value, new)
-        context.drop(value)
-        context.edits.remove(statement)
-        context.drop(statement)
-        return
-    _replace_in_place(context, call, tensor, "all_reduce", _op_option(op))
+    if metric is None:
+        return _replace_in_place(context, call, tensor, "all_reduce", _of(op))
+    value, text = metric
+    new = cst.Call(context.unidist_name(call, "allreduce_metric"), [cst.Arg(cst.parse_expression(text))])
+    context.edits.replace(value, new)
+    context.drop(value)
+    context.cut(statement)
+    return None
 
 
 def _division(context: TorchContext, statement: Statement, tensor: cst.BaseExpression) -> Statement | None:
@@ -129,53 +111,38 @@ def _division(context: TorchContext, statement: Statement, tensor: cst.BaseExpre
     In place it is an error for integers, of which unidist takes no mean; otherwise the tensor must be visibly
     floating-point.
     """
-    tree = context.tree
-    following = _neighbour(context, statement, 1)
-    if not isinstance(following, cst.SimpleStatementLine) or len(following.body) != 1:
-        return None
-    small, text = following.body[0], context.text(tensor)
-    divisor: cst.BaseExpression | None = None
-    if isinstance(small, cst.AugAssign) and isinstance(small.operator, cst.DivideAssign):
-        divisor = small.value if context.text(small.target) == text else None
-    elif isinstance(small, cst.Assign) and len(small.targets) == 1 and isinstance(small.value, cst.BinaryOperation):
-        same = context.text(small.targets[0].target) == text == context.text(small.value.left)
-        divides = isinstance(small.value.operator, cst.Divide)
-        divisor = small.value.right if same and divides and is_floating(tree, tensor) else None
-    elif isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
-        inner = small.value
-        method = inner.func if isinstance(inner.func, cst.Attribute) else None
-        if method is not None and method.attr.value == "div_" and context.text(method.value) == text:
-            divisor = inner.args[0].value if len(inner.args) == 1 else None
+    tree, divided = context.tree, list[cst.BaseExpression]()
+    match next(iter(tree.siblings(statement)[1]), None):
+        case cst.SimpleStatementLine([cst.AugAssign(target, cst.DivideAssign(), divisor)]) as following:
+            divided = [target]
+        case cst.SimpleStatementLine(
+            [cst.Assign([cst.AssignTarget(target)], cst.BinaryOperation(left, cst.Divide(), divisor))]
+        ) as following if is_floating(tree, tensor):
+            divided = [target, left]
+        case cst.SimpleStatementLine(
+            [cst.Expr(cst.Call(cst.Attribute(target, cst.Name("div_")), [cst.Arg(divisor)]))]
+        ) as following:
+            divided = [target]
+        case _:
+            return None
     if isinstance(divisor, cst.Call) and full_name(divisor.func) == "float" and len(divisor.args) == 1:
         divisor = divisor.args[0].value
-    return following if place_of(context, divisor) == "world_size" else None
+    same = all(context.text(each) == context.text(tensor) for each in divided)
+    return following if same and place_of(context, divisor) == "world_size" else None
 
 
 def _metric(
     context: TorchContext, statement: Statement, tensor: cst.BaseExpression
 ) -> tuple[cst.BaseExpression, str] | None:
     """The copy of which the statement right before makes the tensor, and what it copies: a metric is averaged."""
-    tree = context.tree
-    before = _neighbour(context, statement, -1)
-    if not isinstance(tensor, cst.Name) or not isinstance(before, cst.SimpleStatementLine):
-        return None
-    for value, target in assignments(tree):
-        if not tree.is_inside(target, before) or context.text(target) != tensor.value:
-            continue
-        found = _CLONES.match(context.text(value))
-        if _has_uses(context, value) or found is None:
-            continue
-        if len(before.body) == 1 and ".clone()" in found[2] and "grad" not in found[1]:
-            return value, found[1]
+    match context.tree.siblings(statement)[0][-1:]:
+        case [cst.SimpleStatementLine([cst.Assign(targets, value)])] if isinstance(tensor, cst.Name):
+            found = _CLONES.match(context.text(value))
+            if found is None or _has_uses(context, value) or ".clone()" not in found[2] or "grad" in found[1]:
+                return None
+            if tensor.value in [context.text(each.target) for each in targets]:
+                return value, found[1]
     return None
-
-
-def _neighbour(context: TorchContext, statement: Statement, offset: int) -> cst.CSTNode | None:
-    block = context.tree.block(statement)
-    if block is None:
-        return None
-    index = next(index for index, each in enumerate(block.body) if each is statement) + offset
-    return block.body[index] if 0 <= index < len(block.body) else None
 
 
 def _reaches_backward(context: TorchContext, variable: str | None) -> bool:
@@ -208,25 +175,18 @@ def _reaches_backward(context: TorchContext, variable: str | None) -> bool:
 
 # ------------------------------------------------------------------------------------ in place
 def _replace_in_place(
-    context: TorchContext,
-    call: cst.Call,
-    tensor: cst.BaseExpression | None,
-    name: str,
-    options: list[tuple[str, cst.BaseExpression]],
-) -> None:
+    context: TorchContext, call: cst.Call, tensor: cst.BaseExpression | None, name: str, options: Values
+) -> tuple[str, str] | None:
     """``dist.broadcast(x, 0)`` becomes ``x = unidist.broadcast(x)`` or ``x.copy_(unidist.broadcast(x))``.
 
     No gradient flows through torch's call: the result of unidist's is detached, unless none is recorded anyway.
     """
     tree = context.tree
     if tensor is None or not is_pure(tensor):
-        context.keep(call.func, *_TARGET)
-        return
+        return _TARGET
     recorded = may_require_gradient(tree, call, tensor)
-    detached: cst.BaseExpression = tensor.deep_clone()
-    if recorded:
-        detached = cst.Call(cst.Attribute(tensor.deep_clone(), cst.Name("detach")))
-    args = [cst.Arg(detached), *(argument_named(each, value.deep_clone()) for each, value in options)]
+    detached = method(tensor.deep_clone(), "detach") if recorded else tensor.deep_clone()
+    args = [cst.Arg(detached), *(keyword(each, value.deep_clone()) for each, value in options)]
     new = cst.Call(context.unidist_name(call, name), args)
     statement = tree.is_statement(call)
     context.keep_comments(call)
@@ -234,51 +194,66 @@ def _replace_in_place(
         small = cst.Assign([cst.AssignTarget(cst.ensure_type(tensor, cst.Name).deep_clone())], new)
         context.edits.replace(statement.body[0], small)
     else:
-        copy = cst.Attribute(detached.deep_clone(), cst.Name("copy_"))
-        context.edits.replace(call, cst.Call(copy, [cst.Arg(new)]))
+        context.edits.replace(call, method(detached.deep_clone(), "copy_", new))
     context.mark_handled(call)
+    return None
 
 
 def _is_fresh(context: TorchContext, statement: Statement, tensor: cst.BaseExpression) -> bool:
     """Whether nothing but a variable of this block holds a tensor: it is made there, and only changed until now."""
     tree = context.tree
-    variable, block = tree.variable(tensor), tree.block(statement)
-    if not isinstance(tensor, cst.Name) or variable is None or block is None:
+    made = _last_assignment(context, statement, tensor)
+    if made is None or not isinstance(tensor, cst.Name) or not isinstance(made[1], cst.SimpleStatementLine):
         return False
-    made: Statement | None = None
-    for value, target in assignments(tree):
-        own = tree.statement(target)
-        before = own is not None and tree.block(own) is block and tree.position(own) < tree.position(statement)
-        if tree.variable(target) == variable and before and isinstance(own, cst.SimpleStatementLine):
-            name = (
-                value.func.attr.value if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) else ""
-            )
-            made = own if _MAKING.match(name) or isinstance(value, cst.BinaryOperation) else None
-    if made is None:
+    value, own = made
+    name = value.func.attr.value if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) else ""
+    if not (_MAKING.match(name) or isinstance(value, cst.BinaryOperation)):
         return False
-    between = (
-        use
-        for use in references(tree).get(variable, ())
-        if tree.position(made) < tree.position(use) < tree.position(statement) and not tree.is_inside(use, made)
-    )
+    between = _uses_between(context, own, statement, tensor)
     return all(is_target(tree, use) or isinstance(tree.parent(use), cst.Attribute) for use in between)
 
 
-# ------------------------------------------------------------------------------------ gathering
-def _gather(context: TorchContext, call: cst.Call, statement: Statement, arguments: Arguments) -> None:
-    """``all_gather(parts, x)`` into a list that is made right before."""
+def _last_assignment(
+    context: TorchContext, statement: Statement, name: cst.BaseExpression
+) -> tuple[cst.BaseExpression, Statement] | None:
+    """What a variable was assigned last before a statement in the same block, and the statement of that."""
     tree = context.tree
+    found = [
+        (value, own)
+        for value, target in assignments_of(tree, tree.variable(name) or "")
+        if (own := tree.statement(target)) is not None
+        and tree.block(own) is tree.block(statement)
+        and tree.position(own) < tree.position(statement)
+        and not isinstance(tree.parent(target), cst.Element)
+    ]
+    return found[-1] if found and tree.block(statement) is not None else None
+
+
+def _uses_between(
+    context: TorchContext, made: Statement, statement: Statement, name: cst.BaseExpression
+) -> list[cst.BaseExpression]:
+    tree = context.tree
+    return [
+        use
+        for use in references(tree).get(tree.variable(name) or "", ())
+        if tree.position(made) < tree.position(use) < tree.position(statement) and not tree.is_inside(use, made)
+    ]
+
+
+# ------------------------------------------------------------------------------------ gathering
+def _gather(
+    context: TorchContext, call: cst.Call, statement: Statement, arguments: Arguments
+) -> tuple[str, str] | None:
+    """``all_gather(parts, x)`` into a list that is made right before."""
     tensor, parts = arguments.get("tensor"), arguments.get("tensor_list")
     made = None if parts is None else _made_before(context, statement, parts)
     if tensor is None or made is None or not isinstance(parts, cst.Name) or _has_uses(context, tensor):
-        context.keep(call.func, *_LIST)
-        return
+        return _LIST
     if _name_in(context, made, tensor):
-        context.keep(call.func, *_LIST)
-        return
+        return _LIST
     given: cst.BaseExpression = tensor.deep_clone()
-    if may_require_gradient(tree, call, tensor):
-        given = cst.Call(cst.Attribute(given, cst.Name("detach")))
+    if may_require_gradient(context.tree, call, tensor):
+        given = method(given, "detach")
     whole = _concatenation(context, statement, parts)
     if whole is not None:
         context.edits.replace(whole, cst.Call(context.unidist_name(call, "all_gather"), [cst.Arg(given)]))
@@ -291,8 +266,8 @@ def _gather(context: TorchContext, call: cst.Call, statement: Statement, argumen
         value = cst.Call(cst.Name("list"), [cst.Arg(rows)])
         context.edits.replace(line.body[0], cst.Assign([cst.AssignTarget(cst.Name(parts.value))], value))
     context.drop(statement)
-    context.edits.remove(made)
-    context.drop(made)
+    context.cut(made)
+    return None
 
 
 def _has_uses(context: TorchContext, node: cst.CSTNode) -> bool:
@@ -310,82 +285,50 @@ def _name_in(context: TorchContext, statement: Statement, tensor: cst.BaseExpres
 
 def _made_before(context: TorchContext, statement: Statement, parts: cst.BaseExpression) -> Statement | None:
     """The statement in the same block that makes a list of tensors or of None, with no use of it in between."""
-    tree = context.tree
-    variable = tree.variable(parts)
-    own = [
-        (value, made)
-        for value, target in assignments(tree)
-        if variable is not None
-        and tree.variable(target) == variable
-        and (made := tree.statement(target)) is not None
-        and tree.block(made) is tree.block(statement)
-        and tree.position(made) < tree.position(statement)
-        and not isinstance(tree.parent(target), cst.Element)
-    ]
-    if not own:
+    found = _last_assignment(context, statement, parts)
+    if found is None or _uses_between(context, found[1], statement, parts):
         return None
-    value, made = own[-1]
-    text = context.text(value)
-    is_list = isinstance(value, cst.ListComp) or (
-        isinstance(value, cst.BinaryOperation) and isinstance(value.left, cst.List) and text.startswith("[None]")
-    )
-    used = any(
-        tree.position(made) < tree.position(use) < tree.position(statement) and not tree.is_inside(use, made)
-        for use in references(tree).get(variable or "", ())
-    )
-    element = text.startswith(("[torch.zeros", "[torch.ones", "[torch.empty", "[None"))
-    return made if is_list and element and not used and _size_of(context, value) else None
-
-
-def _size_of(context: TorchContext, value: cst.BaseExpression) -> bool:
-    """Whether a list has an element for each process."""
-    if isinstance(value, cst.BinaryOperation):
-        return place_of(context, value.right) == "world_size"
-    if isinstance(value, cst.ListComp) and isinstance(value.for_in.iter, cst.Call):
-        args = value.for_in.iter.args
-        is_range = full_name(value.for_in.iter.func) == "range" and len(args) == 1 and not value.for_in.ifs
-        return is_range and place_of(context, args[0].value) == "world_size"
-    return False
+    size: cst.BaseExpression | None = None
+    match found[0]:
+        case cst.BinaryOperation(cst.List() as one, right=right) if context.text(one) == "[None]":
+            size = right
+        case cst.ListComp(_, cst.CompFor(iter=cst.Call(cst.Name("range"), [cst.Arg(right)]), ifs=[])):
+            made = context.text(found[0]).startswith(("[torch.zeros", "[torch.ones", "[torch.empty", "[None"))
+            size = right if made else None
+    return found[1] if place_of(context, size) == "world_size" else None
 
 
 def _concatenation(context: TorchContext, statement: Statement, parts: cst.Name) -> cst.Call | None:
     """``torch.cat(parts)`` in the next statement, if nothing else uses the parts."""
-    tree = context.tree
-    following = _neighbour(context, statement, 1)
-    variable = tree.variable(parts)
-    uses = [use for use in references(tree).get(variable or "", ()) if not is_target(tree, use) and use is not parts]
-    targets = [use for use in references(tree).get(variable or "", ()) if is_target(tree, use)]
-    if following is None or len(uses) != 1 or len(targets) != 1 or not tree.is_inside(uses[0], following):
+    tree, variable = context.tree, context.tree.variable(parts)
+    uses = [use for use in uses_of(tree, variable) if use is not parts]
+    following = next(iter(tree.siblings(statement)[1]), None)
+    if not isinstance(following, cst.SimpleStatementLine) or len(uses) != 1 or len(targets_of(tree, variable)) != 1:
         return None
-    call = tree.parent(tree.parent(uses[0]))
-    if not isinstance(call, cst.Call) or full_name(call.func) != "torch.cat" or call.args[0].value is not uses[0]:
-        return None
-    rest = [arg.value for arg in call.args[1:]]
-    if rest and not (len(rest) == 1 and is_constant(rest[0], 0)):
-        return None
-    return call if isinstance(following, cst.SimpleStatementLine) else None
+    match tree.parent(tree.parent(uses[0])):
+        case cst.Call(function, [first, *rest]) as call if full_name(function) == "torch.cat":
+            whole = not rest or (len(rest) == 1 and is_constant(rest[0].value, 0))
+            return call if whole and first.value is uses[0] and tree.is_inside(call, following) else None
+    return None
 
 
-def _objects(context: TorchContext, call: cst.Call, statement: Statement, arguments: Arguments) -> None:
+def _objects(
+    context: TorchContext, call: cst.Call, statement: Statement, arguments: Arguments
+) -> tuple[str, str] | None:
     """``all_gather_object(parts, x)`` and ``broadcast_object_list(parts)``."""
     gathers = context.names.symbols[call.func] == "all_gather_object"
     parts, obj = arguments.get("object_list"), arguments.get("obj")
     if parts is None or not is_pure(parts) or (gathers and obj is None):
-        context.keep(call.func, *_TARGET)
-        return
+        return _TARGET
     made = _made_before(context, statement, parts) if gathers else None
     name = "all_gather_object" if gathers else "broadcast_object"
     value = obj if gathers and obj is not None else parts
-    if made is not None and _name_in(context, made, value):
-        made = None
-    source = [argument_named(*each) for each in ([] if gathers else _source(arguments))]
+    source = [keyword(*each) for each in ([] if gathers else _source(arguments))]
     target: Any = parts.deep_clone()
-    if made is None:
+    if made is None or _name_in(context, made, value):
         target = cst.Subscript(target, [cst.SubscriptElement(cst.Slice(None, None))])
     else:
-        context.edits.remove(made)
-        context.drop(made)
-    line = cst.ensure_type(statement, cst.SimpleStatementLine)
+        context.cut(made)
     function = context.unidist_name(call, name)
     index = next(index for index, arg in enumerate(call.args) if arg.value is value)
 
@@ -393,6 +336,7 @@ def _objects(context: TorchContext, call: cst.Call, statement: Statement, argume
         first = cst.Arg(cst.ensure_type(updated.value, cst.Call).args[index].value)
         return cst.Assign([cst.AssignTarget(target)], cst.Call(function, [first, *source]))
 
-    context.edits.replace(line.body[0], change)
+    context.edits.replace(cst.ensure_type(statement, cst.SimpleStatementLine).body[0], change)
     context.drop(*(arg.value for arg in call.args if arg.value is not value))
     context.mark_handled(call.func)
+    return None

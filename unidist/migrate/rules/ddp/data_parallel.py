@@ -14,12 +14,12 @@ from typing import Any
 import libcst as cst
 
 from unidist.migrate.context import is_constant
-from unidist.migrate.flow import assignments_of, callees, callers, is_parameter, is_target, passed_to, references
-from unidist.migrate.rules.ddp.names import TorchContext, imports_of
+from unidist.migrate.flow import assignments_of, callees, callers, is_parameter, passed_to, targets_of, values_of
+from unidist.migrate.rules.ddp.names import TorchContext
 from unidist.migrate.rules.ddp.wrapping import is_asked_for, report_evaluation
-from unidist.migrate.syntax import Statement, argument, full_name
+from unidist.migrate.rules.loaders import LOADERS, training_loops
+from unidist.migrate.syntax import Statement, argument, called_name, full_name, imports_of, iterated
 
-_LOADER = {"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"}
 #: Losses that are a mean over the samples, or over their elements, of which all have equally many.
 _LOSSES = {
     "crossentropyloss", "cross_entropy", "mseloss", "mse_loss", "l1loss", "l1_loss", "smoothl1loss", "smooth_l1_loss",
@@ -65,10 +65,8 @@ def change_data_parallel(context: TorchContext) -> None:
             context.remark(call, *_WITHOUT_GROUP)
         return
     changed = [node for call in calls for node in _wrap(context, call)]
-    loops = [loop for loop in tree.all(cst.For) if any(tree.method_calls("backward", loop.body))]
-    loops = [
-        loop for loop in loops if not any(other is not loop and tree.is_inside(other, loop.body) for other in loops)
-    ]
+    loops = training_loops(tree)
+    loops = [loop for loop in loops if not any(tree.is_inside(other, loop.body) for other in loops)]
     if not loops:
         context.refuse(calls[0], "no loop of this file trains the model", _BY_HAND)
     for backward in tree.method_calls("backward"):
@@ -171,30 +169,27 @@ def _is_mean_of_terms(context: TorchContext, node: cst.BinaryOperation, depth: i
 
 
 def _is_mean_by_call(context: TorchContext, node: cst.Call, depth: int) -> bool:
-    variable = context.tree.variable(node.func)
-    values = [value for value, _ in assignments_of(context.tree, variable)] if variable else []
-    if variable and is_parameter(context.tree, variable):
-        values += passed_to(context.tree, variable)
+    values = values_of(context.tree, node.func)
+    if is_parameter(context.tree, variable := context.tree.variable(node.func)):
+        values = [*values, *passed_to(context.tree, variable or "")]
         values = [each for value in values for each in _assigned(context, value)]
     if values:
         return all(isinstance(value, cst.Call) and _is_loss(context, value) for value in values)
-    method = node.func if isinstance(node.func, cst.Attribute) else None
-    if method is not None and method.attr.value == "mean" and not node.args and _is_output(context, method.value):
-        return True
-    return _is_loss(context, node.func if isinstance(node.func, cst.Call) else node)  # nn.MSELoss()(a, b)
+    match node:
+        case cst.Call(cst.Attribute(output, cst.Name("mean")), []) if _is_output(context, output):
+            return True
+        case cst.Call(cst.Call() as made):  # nn.MSELoss()(a, b)
+            return _is_loss(context, made)
+    return _is_loss(context, node)
 
 
 def _is_mean_by_name(context: TorchContext, node: cst.Name, depth: int) -> bool:
-    variable = context.tree.variable(node)
-    if variable is None:
-        return False
-    values = [value for value, _ in assignments_of(context.tree, variable)]
-    targets = [use for use in references(context.tree).get(variable, ()) if is_target(context.tree, use)]
+    variable, values = context.tree.variable(node), values_of(context.tree, node)
     rest = [value for value in values if _is_of(context, value, variable)]
     same = [value for value in values if value not in rest]
     if any(context.text(value) == f"{node.value}.mean()" for value in rest):
         return len(rest) == 1 and all(_comes_from_model(context, value) for value in same)
-    if not same or len(targets) != len(values) + _scalings(context, variable):
+    if not same or len(targets_of(context.tree, variable)) != len(values) + _scalings(context, variable):
         return False
     scaled = all(isinstance(value, cst.BinaryOperation) and _is_number(context, value.right) for value in rest)
     return scaled and all(_is_mean(context, value, depth) for value in same)
@@ -207,7 +202,7 @@ _MEANS: dict[type[cst.BaseExpression], Callable[[TorchContext, Any, int], bool]]
 }
 
 
-def _scalings(context: TorchContext, variable: str) -> int:
+def _scalings(context: TorchContext, variable: str | None) -> int:
     """How often a variable is divided or multiplied by a number in place."""
     return sum(
         isinstance(each.operator, (cst.DivideAssign, cst.MultiplyAssign)) and _is_number(context, each.value)
@@ -217,11 +212,10 @@ def _scalings(context: TorchContext, variable: str) -> int:
 
 
 def _assigned(context: TorchContext, value: cst.BaseExpression) -> list[cst.BaseExpression]:
-    variable = context.tree.variable(value)
-    return [each for each, _ in assignments_of(context.tree, variable)] if variable else [value]
+    return values_of(context.tree, value) if context.tree.variable(value) else [value]
 
 
-def _is_of(context: TorchContext, value: cst.BaseExpression, variable: str) -> bool:
+def _is_of(context: TorchContext, value: cst.BaseExpression, variable: str | None) -> bool:
     return any(context.tree.variable(each) == variable for each in context.tree.all(cst.Name, inside=value))
 
 
@@ -270,14 +264,10 @@ def _is_loss(context: TorchContext, call: cst.Call) -> bool:
 # ------------------------------------------------------------------------------------ data
 def _loaders_of(context: TorchContext, loop: cst.For) -> list[cst.Call]:
     """The ``DataLoader(...)`` calls over which a loop may iterate; none if they cannot be determined."""
-    over = loop.iter
-    while isinstance(over, cst.Call) and over.args and full_name(over.func).split(".")[-1] in ("enumerate", "tqdm"):
-        over = over.args[0].value
-    variable = context.tree.variable(over)
-    if isinstance(over, cst.Name) and variable:
-        wrapped = [value for value, _ in assignments_of(context.tree, variable)]
-        if len(wrapped) == 1 and isinstance(wrapped[0], cst.Call) and full_name(wrapped[0].func).endswith("tqdm"):
-            over = wrapped[0].args[0].value if wrapped[0].args else over
+    over = iterated(loop)
+    match values_of(context.tree, over) if isinstance(over, cst.Name) else []:
+        case [cst.Call(function, [cst.Arg(inner), *_])] if full_name(function).endswith("tqdm"):
+            over = inner
     return _calls_of(context, over)
 
 
@@ -294,7 +284,7 @@ def _calls_of(
         return []
     if isinstance(node, cst.Tuple) and index is not None and index < len(node.elements):
         return _calls_of(context, node.elements[index].value, None, depth - 1)
-    if isinstance(node, cst.Call) and index is None and tree.imported(node.func) & _LOADER:
+    if isinstance(node, cst.Call) and index is None and tree.imported(node.func) & LOADERS:
         return [node]
     if isinstance(node, cst.Call):
         called = callees(tree, node)
@@ -302,11 +292,10 @@ def _calls_of(
         values = [(each.value, index) for each in results if each.value is not None]
     else:
         variable = tree.variable(node)
-        targets = [use for use in references(tree).get(variable or "", ()) if is_target(tree, use)]
-        pairs = assignments_of(tree, variable) if variable else []
-        values = [(value, _index(context, value, target)) for value, target in pairs]
-        if index is not None or len(targets) != len(pairs):
+        pairs = assignments_of(tree, variable or "")
+        if index is not None or len(targets_of(tree, variable)) != len(pairs):
             return []
+        values = [(value, _index(context, value, target)) for value, target in pairs]
         values += [(value, None) for value in passed_to(tree, variable or "") if is_parameter(tree, variable)]
     found = [_calls_of(context, value, part, depth - 1) for value, part in values]
     return [call for calls in found for call in calls] if found and all(found) else []
@@ -411,7 +400,7 @@ def _report_shares(context: TorchContext, loop: cst.For) -> None:
         if collects and tensors:
             context.remark(node, *_SHARE)
     for call in tree.all(cst.Call):
-        if full_name(call.func).split(".")[-1] == "ReduceLROnPlateau":
+        if called_name(call) == "ReduceLROnPlateau":
             context.remark(call, *_DECIDES)
 
 
@@ -419,22 +408,23 @@ def _guard_files(context: TorchContext) -> None:
     """``torch.save`` by rank 0 alone; remarks on other files."""
     tree = context.tree
     for call in tree.all(cst.Call):
-        name = full_name(call.func)
         own = tree.is_statement(call)
-        if name == "torch.save" and isinstance(own, cst.SimpleStatementLine) and tree.block(own) is not None:
+        if full_name(call.func) == "torch.save" and own is not None and tree.block(own) is not None:
             test = cst.Call(context.unidist_name(call, "is_main"))
             context.edits.replace(own, partial(_guarded, test))
-        elif (
-            name == "torch.save"
-            or name.split(".")[-1] in ("SummaryWriter", "makedirs", "mkdir")
-            or name == "wandb.init"
-        ):
-            if not (name.endswith("dirs") and not is_constant(argument(call, "exist_ok"), None, False)):
-                context.remark(call, *_EACH)
-        elif is_constant(argument(call, "download"), True) or (
-            name == "open" and len(call.args) > 1 and re.search("['\"][wa]", context.text(call.args[1].value))
-        ):
+        elif _writes_file(context, call, full_name(call.func)):
             context.remark(call, *_EACH)
+
+
+def _writes_file(context: TorchContext, call: cst.Call, name: str) -> bool:
+    if name in ("torch.save", "wandb.init") or name.split(".")[-1] == "SummaryWriter":
+        return True
+    if name.split(".")[-1] in ("makedirs", "mkdir") and not (
+        name.endswith("dirs") and not is_constant(argument(call, "exist_ok"), None, False)
+    ):
+        return True
+    opened = name == "open" and len(call.args) > 1 and re.search("['\"][wa]", context.text(call.args[1].value))
+    return bool(opened) or is_constant(argument(call, "download"), True)
 
 
 def _guarded(test: cst.Call, updated: cst.SimpleStatementLine) -> cst.If:

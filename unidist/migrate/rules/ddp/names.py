@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Literal
 
 import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, Elsewhere, Options, is_constant
 from unidist.migrate.file_report import Remark
-from unidist.migrate.flow import assignments_of, callers, is_parameter, is_target, passed_to, references
+from unidist.migrate.flow import callers, is_parameter, passed_to, targets_of, values_of
 from unidist.migrate.names import Names, in_import
-from unidist.migrate.syntax import SyntaxTree, full_name
+from unidist.migrate.syntax import Statement, SyntaxTree, full_name, keyword
 
 Place = Literal["rank", "world_size", "local_rank"]
 _VARIABLES: dict[str, Place] = {"RANK": "rank", "WORLD_SIZE": "world_size", "LOCAL_RANK": "local_rank"}
 _CALLS: dict[str, Place] = {"get_rank": "rank", "get_world_size": "world_size"}
 _READS = re.compile(r"(?:os\.)?(?:environ|environ\.get|getenv|environ\.pop)")
+#: Why a call stays: what several rules say, and what to do.
+UNKNOWN = ("its arguments cannot be determined", "write them out, without * and **, then migrate again")
+GROUP = ("it is a call within a process group of its own", "unidist.new_group(ranks), and group=")
+ASYNC = (
+    "it is asynchronous, and unidist has no asynchronous calls",
+    "remove async_op= and wait(), then migrate again",
+)
 DDP = "DistributedDataParallel"
 APEX_DDP = "apex.parallel.DistributedDataParallel"
 #: Names outside of torch.distributed, and what they are called here.
@@ -98,8 +105,6 @@ class TorchContext(Context):
 
     def __init__(self, tree: SyntaxTree, exported: Collection[str], elsewhere: Elsewhere, options: Options) -> None:
         super().__init__(tree, find_symbols(tree), exported, True, elsewhere=elsewhere, options=options)
-        #: Nodes that are not in the new text.
-        self.gone: list[cst.CSTNode] = []
         #: What starts the world, once it has been decided: statements before which ``unidist.init()`` is called, and
         #: those that call a function which does so.
         self.starts: list[cst.CSTNode] = []
@@ -140,6 +145,11 @@ class TorchContext(Context):
                 self.gone.append(node)
                 self.mark_handled(node)
 
+    def cut(self, statement: Statement) -> None:
+        """Remove a statement; its nodes are not in the new text."""
+        self.edits.remove(statement)
+        self.drop(statement)
+
     def is_gone(self, node: cst.CSTNode) -> bool:
         """Whether a node is not in the new text."""
         return any(self.tree.is_inside(node, each) for each in self.gone)
@@ -156,7 +166,7 @@ class TorchContext(Context):
 
         def change(updated: cst.Call) -> cst.Call:
             new = {before.value: after.value for before, after in zip(call.args, updated.args)}
-            args = [argument_named(keyword, new.get(value, value)) for keyword, value in values]
+            args = [keyword(each, new.get(value, value)) for each, value in values]
             return cst.Call(function, args, lpar=updated.lpar, rpar=updated.rpar)
 
         self.edits.replace(call, change)
@@ -188,18 +198,20 @@ class TorchContext(Context):
         return bool(calls) and all(self.is_after_start(call, depth - 1) for call in calls)
 
 
-def environment_place(node: cst.CSTNode) -> Place | None:
+def environment_place(node: cst.CSTNode | None) -> Place | None:
     """``rank`` of ``int(os.environ["RANK"])`` and the like."""
-    if not isinstance(node, cst.Call) or full_name(node.func) != "int" or len(node.args) != 1:
-        return None
-    value = node.args[0].value
-    key: cst.BaseExpression | None = None
-    if isinstance(value, cst.Subscript) and _READS.fullmatch(full_name(value.value)):
-        index = value.slice[0].slice
-        key = index.value if isinstance(index, cst.Index) else None
-    elif isinstance(value, cst.Call) and _READS.fullmatch(full_name(value.func)) and value.args:
-        key = value.args[0].value
-    return _VARIABLES.get(str(key.evaluated_value)) if isinstance(key, cst.SimpleString) else None
+    match node:
+        case cst.Call(
+            cst.Name("int"),
+            [
+                cst.Arg(
+                    cst.Subscript(read, [cst.SubscriptElement(cst.Index(cst.SimpleString() as key))])
+                    | cst.Call(read, [cst.Arg(cst.SimpleString() as key), *_])
+                )
+            ],
+        ) if _READS.fullmatch(full_name(read)):
+            return _VARIABLES.get(str(key.evaluated_value))
+    return None
 
 
 def place_of(context: TorchContext, node: cst.CSTNode | None, depth: int = 6) -> Place | None:
@@ -209,17 +221,13 @@ def place_of(context: TorchContext, node: cst.CSTNode | None, depth: int = 6) ->
         return None
     if (found := environment_place(node)) is not None:
         return found if context.by_launcher else None
-    if isinstance(node, cst.Call) and full_name(node.func) in ("int", "float") and len(node.args) == 1:
-        return place_of(context, node.args[0].value, depth - 1)
-    if isinstance(node, cst.Call):
-        whole = not (context.arguments(node) or {})
-        return _CALLS.get(context.symbol(node.func) or "") if whole else None
-    variable = tree.variable(node)
-    if variable is None:
-        return None
-    values = [value for value, _ in assignments_of(tree, variable)]
-    targets = [use for use in references(tree).get(variable, ()) if is_target(tree, use)]
-    if len(targets) != len(values):
+    match node:
+        case cst.Call(cst.Name("int" | "float"), [cst.Arg(inner)]):
+            return place_of(context, inner, depth - 1)
+        case cst.Call():
+            return None if context.arguments(node) else _CALLS.get(context.symbol(node.func) or "")
+    variable, values = tree.variable(node), values_of(tree, node)
+    if variable is None or len(targets_of(tree, variable)) != len(values):
         return None
     if variable == ".local_rank" and has_local_rank_argument(context):
         return "local_rank" if all(place_of(context, each, depth - 1) == "local_rank" for each in values) else None
@@ -234,32 +242,7 @@ def place_of(context: TorchContext, node: cst.CSTNode | None, depth: int = 6) ->
 def has_local_rank_argument(context: TorchContext) -> bool:
     """Whether the script takes ``--local_rank``, which ``torch.distributed.launch`` passes."""
     return any(
-        call.args
-        and any(
-            isinstance(arg.value, cst.SimpleString) and arg.value.evaluated_value in ("--local_rank", "--local-rank")
-            for arg in call.args
-        )
+        isinstance(arg.value, cst.SimpleString) and arg.value.evaluated_value in ("--local_rank", "--local-rank")
         for call in context.tree.method_calls("add_argument")
+        for arg in call.args
     )
-
-
-def argument_named(name: str, value: cst.BaseExpression) -> cst.Arg:
-    """``name=value``, or without a name the value alone."""
-    if not name:
-        return cst.Arg(value)
-    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    return cst.Arg(value, cst.Name(name), equal=equal)
-
-
-def imports_of(tree: SyntaxTree) -> Iterator[tuple[cst.Import | cst.ImportFrom, cst.ImportAlias, str, str]]:
-    """Each import of a module: the statement, the alias, the full name, and the name that it binds."""
-    for node in tree.all((cst.Import, cst.ImportFrom)):
-        if isinstance(node.names, cst.ImportStar):
-            continue
-        prefix = ""
-        if isinstance(node, cst.ImportFrom):
-            prefix = "." * len(node.relative) + (full_name(node.module) if node.module is not None else "") + "."
-        for alias in node.names:
-            name = full_name(alias.name)
-            bound = full_name(alias.asname.name) if alias.asname else name.split(".")[0] if not prefix else name
-            yield node, alias, prefix + name, bound

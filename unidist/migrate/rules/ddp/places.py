@@ -24,15 +24,14 @@ _HARMLESS = {
 
 def is_by_cuda(context: TorchContext, node: cst.BaseExpression | None) -> bool:
     """``"nccl"``, or ``"nccl" if torch.cuda.is_available() else "gloo"``."""
-    if isinstance(node, cst.SimpleString):
-        return node.evaluated_value in _BY_CUDA
-    if context.symbol(node) == "Backend.NCCL":
-        return True
-    if not isinstance(node, cst.IfExp):
-        return False
-    names = [each.evaluated_value for each in (node.body, node.orelse) if isinstance(each, cst.SimpleString)]
-    tested = isinstance(node.test, cst.Call) and context.symbol(node.test.func) == "is_nccl_available"
-    return names == ["nccl", "gloo"] and (tested or context.text(node.test) == "torch.cuda.is_available()")
+    match node:
+        case cst.SimpleString():
+            return node.evaluated_value in _BY_CUDA
+        case cst.IfExp(test, cst.SimpleString() as first, cst.SimpleString() as second):
+            tested = isinstance(test, cst.Call) and context.symbol(test.func) == "is_nccl_available"
+            names = [first.evaluated_value, second.evaluated_value]
+            return names == ["nccl", "gloo"] and (tested or context.text(test) == "torch.cuda.is_available()")
+    return context.symbol(node) == "Backend.NCCL"
 
 
 def first_reading(context: TorchContext, start: Statement, values: list[cst.BaseExpression]) -> Statement:
@@ -43,13 +42,9 @@ def first_reading(context: TorchContext, start: Statement, values: list[cst.Base
     Args:
         values: the arguments with which the start is called.
     """
-    tree = context.tree
-    block, first = tree.block(start), start
-    if block is None:
-        return start
-    index = next(index for index, each in enumerate(block.body) if each is start)
+    tree, first = context.tree, start
     assigned: set[str] = set()
-    for each in reversed(block.body[:index]):
+    for each in reversed(tree.siblings(start)[0]):
         if not isinstance(each, cst.SimpleStatementLine) or len(each.body) != 1:
             break
         small = each.body[0]
@@ -58,10 +53,10 @@ def first_reading(context: TorchContext, start: Statement, values: list[cst.Base
             full_name(call.func) not in _HARMLESS for call in calls
         ):
             break
-        if isinstance(small, cst.Assign) and any("environ" in tree.text(target) for target in small.targets):
+        targets = {tree.text(each.target) for each in small.targets} if isinstance(small, cst.Assign) else set()
+        if any("environ" in target for target in targets):
             break
-        if isinstance(small, cst.Assign):
-            assigned |= {tree.text(target.target) for target in small.targets}
+        assigned |= targets
         if any(environment_place(call) or _is_set_device(context, call) for call in calls):
             first = each
     given = {name for value in values for name in re.findall(r"[\w.]+", tree.text(value))}
@@ -82,8 +77,7 @@ def change_places(context: TorchContext) -> None:
     if context.sets_device and all(context.sets_device):
         for call in tree.all(cst.Call):
             if _is_set_device(context, call) and context.is_after_start(call) and (own := tree.is_statement(call)):
-                context.edits.remove(own)
-                context.drop(own)
+                context.cut(own)
             elif _is_device(context, call) and context.is_after_start(call) and not context.is_gone(call):
                 context.edits.replace(call, cst.Call(context.unidist_name(call, "device")))
                 context.drop(call)
@@ -119,44 +113,37 @@ def _is_device(context: TorchContext, call: cst.Call) -> bool:
     """``torch.device("cuda", local_rank)``, ``torch.device(f"cuda:{local_rank}")``."""
     if full_name(call.func) != "torch.device" or any(arg.star for arg in call.args):
         return False
-    values = [arg.value for arg in call.args]
-    if len(values) == 2 and isinstance(values[0], cst.SimpleString) and values[0].evaluated_value == "cuda":
-        return place_of(context, values[1]) == "local_rank"
-    if len(values) != 1:
-        return False
-    value = values[0]
-    if isinstance(value, cst.IfExp):
-        other = isinstance(value.orelse, cst.SimpleString) and value.orelse.evaluated_value == "cpu"
-        if not other or context.text(value.test) != "torch.cuda.is_available()":
-            return False
-        value = value.body
-    return _is_device_name(context, value)
+    match [arg.value for arg in call.args]:
+        case [cst.SimpleString("'cuda'" | '"cuda"'), index]:
+            return place_of(context, index) == "local_rank"
+        case [cst.IfExp(test, value, cst.SimpleString("'cpu'" | '"cpu"'))]:
+            return context.text(test) == "torch.cuda.is_available()" and _is_device_name(context, value)
+        case [value]:
+            return _is_device_name(context, value)
+    return False
 
 
 def _is_device_name(context: TorchContext, value: cst.BaseExpression) -> bool:
     """``f"cuda:{local_rank}"``, ``"cuda:{}".format(local_rank)``, ``"cuda:%d" % local_rank``."""
     inner: cst.BaseExpression | None = None
-    if isinstance(value, cst.FormattedString) and len(value.parts) == 2:
-        first, second = value.parts
-        if isinstance(first, cst.FormattedStringText) and first.value == "cuda:":
-            inner = second.expression if isinstance(second, cst.FormattedStringExpression) else None
-    elif isinstance(value, cst.Call) and context.text(value.func) in ('"cuda:{}".format', "'cuda:{}'.format"):
-        inner = value.args[0].value if len(value.args) == 1 else None
-    elif isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Modulo):
-        inner = value.right if context.text(value.left).strip("\"'") in ("cuda:%d", "cuda:%s") else None
+    match value:
+        case cst.FormattedString([cst.FormattedStringText("cuda:"), cst.FormattedStringExpression(inner)]):
+            pass
+        case cst.Call(cst.Attribute(cst.SimpleString("'cuda:{}'" | '"cuda:{}"'), cst.Name("format")), [cst.Arg(inner)]):
+            pass
+        case cst.BinaryOperation(cst.SimpleString() as text, cst.Modulo(), right):
+            inner = right if text.evaluated_value in ("cuda:%d", "cuda:%s") else None
     return place_of(context, inner) == "local_rank"
 
 
 def _moves_to_local_rank(context: TorchContext, call: cst.Call) -> bool:
     """``x.to(local_rank)``, ``x.cuda(local_rank, non_blocking=True)``."""
-    method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-    if method not in ("to", "cuda") or not call.args or context.tree.imported(call.func):
-        return False
-    first = call.args[0]
-    named = first.keyword is not None and first.keyword.value != "device"
-    if named or first.star or len(call.args) > 2 or (len(call.args) == 2 and call.args[1].keyword is None):
-        return False
-    return place_of(context, first.value) == "local_rank" or _is_device_name(context, first.value)
+    match call:
+        case cst.Call(cst.Attribute(attr=cst.Name("to" | "cuda")), [first] | [first, cst.Arg(keyword=cst.Name())]):
+            named = first.keyword is not None and first.keyword.value != "device"
+            if not (named or first.star or context.tree.imported(call.func)):
+                return place_of(context, first.value) == "local_rank" or _is_device_name(context, first.value)
+    return False
 
 
 def _move(context: TorchContext, call: cst.Call) -> None:
@@ -180,7 +167,6 @@ def _remove_unused(context: TorchContext) -> None:
         known = place_of(context, value) or is_by_cuda(context, value) or isinstance(value, cst.SimpleString)
         if not known or not isinstance(target, cst.Name) or variable is None or target.value in context.exported:
             continue
-        uses = [use for use in references(tree).get(variable, ()) if use is not target]
+        uses = [use for use in references(tree)[variable] if use is not target]
         if uses and all(context.is_gone(use) for use in uses):
-            context.edits.remove(statement)
-            context.drop(statement)
+            context.cut(statement)

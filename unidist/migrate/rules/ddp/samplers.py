@@ -7,10 +7,9 @@ from functools import partial
 import libcst as cst
 
 from unidist.migrate.context import is_constant
-from unidist.migrate.rules.ddp.names import TorchContext, argument_named
+from unidist.migrate.rules.ddp.names import UNKNOWN, TorchContext
 from unidist.migrate.rules.loaders import change_loaders
-
-_UNKNOWN = ("its arguments cannot be determined", "write them out, without * and **, then migrate again")
+from unidist.migrate.syntax import keyword
 
 
 def change_samplers(context: TorchContext) -> None:
@@ -19,28 +18,26 @@ def change_samplers(context: TorchContext) -> None:
     for call in list(context.calls("DistributedSampler")):
         arguments = context.arguments(call)
         if arguments is None:
-            context.keep(call.func, *_UNKNOWN)
+            context.keep(call.func, *UNKNOWN)
             continue
         missing = [
-            argument_named(name, cst.Call(context.unidist_name(call, function)))
+            keyword(name, cst.Call(context.unidist_name(call, function)))
             for name, function in (("num_replicas", "world_size"), ("rank", "rank"))
             if is_constant(arguments.get(name), None)
         ]
         if missing and not context.edits.is_removed(context.tree.statement(call) or call):
-            given = {arg.value for arg in call.args if is_constant(arg.value, None)}
-            context.edits.replace(call, partial(_with, call, missing, given))
-        context.mark_handled(call.func)
+            context.edits.replace(call, partial(_with, call, missing))
     for use in list(context.uses("DistributedSampler")):
         context.mark_handled(use)
 
 
-def _with(call: cst.Call, missing: list[cst.Arg], none: set[cst.BaseExpression], updated: cst.Call) -> cst.Call:
+def _with(call: cst.Call, missing: list[cst.Arg], updated: cst.Call) -> cst.Call:
     """A sampler with more arguments; those that were None are left out."""
-    names = {arg.keyword.value for arg in missing if arg.keyword is not None}
+    names = [arg.keyword.value for arg in missing if arg.keyword is not None]
     kept = [
         after
         for before, after in zip(call.args, updated.args)
-        if before.value not in none or (before.keyword is not None and before.keyword.value not in names)
+        if not is_constant(before.value, None) or (before.keyword is not None and before.keyword.value not in names)
     ]
-    args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) if arg is kept[-1] else arg for arg in kept]
-    return updated.with_changes(args=[*args, *missing])
+    kept[-1:] = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in kept[-1:]]
+    return updated.with_changes(args=[*kept, *missing])

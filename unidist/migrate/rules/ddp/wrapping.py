@@ -6,21 +6,23 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from unidist.migrate.context import is_constant
+from unidist.migrate.context import Arguments, is_constant
 from unidist.migrate.flow import assignments, follow
-from unidist.migrate.rules.ddp.names import APEX_DDP, DDP, TorchContext
+from unidist.migrate.rules.ddp.names import APEX_DDP, DDP, UNKNOWN, TorchContext
 from unidist.migrate.syntax import full_name
 
-_OPTIONS = ("find_unused_parameters", "broadcast_buffers", "forward_sync_buffers", "bucket_cap_mb", "static_graph")
-_DEFAULTS: dict[str, tuple[object, ...]] = {
-    "find_unused_parameters": (None, False),
-    "broadcast_buffers": (None, True),
-    "forward_sync_buffers": (None, True),
-    "bucket_cap_mb": (None, 25),
-    "static_graph": (None, False),
+#: Arguments that wrap_model has too, and their defaults.
+_DEFAULTS: dict[str, object] = {
+    "find_unused_parameters": False,
+    "broadcast_buffers": True,
+    "forward_sync_buffers": True,
+    "bucket_cap_mb": 25,
+    "static_graph": False,
 }
 #: Arguments that do not change what is computed.
 _WITHOUT_EFFECT = {"gradient_as_bucket_view", "check_reduction", "device_ids", "output_device", "dim"}
+#: Values of others that change nothing.
+_HARMLESS = {"init_sync": True, "gradient_average": True}
 #: Of apex: they change how the average is rounded, or when it is made.
 _OF_APEX = {
     "message_size", "delay_allreduce", "retain_allreduce_buffers", "allreduce_always_fp32", "num_allreduce_streams",
@@ -28,7 +30,6 @@ _OF_APEX = {
 }  # fmt: skip
 _CONVERTERS = ("convert_sync_batchnorm", "apex.parallel.convert_syncbn_model")
 _GROUP = ("process_group= trains on some of the ranks", "unidist.new_group and wrap_model(group=...)")
-_UNKNOWN = ("its arguments cannot be determined", "write them out, without * and **, then migrate again")
 _SEVERAL = ("device_ids= names several GPUs for one process", "one process per GPU, then migrate again")
 _REMOVE = "remove the argument, then migrate again"
 _TORCH_SYNC = (
@@ -46,7 +47,7 @@ def change_models(context: TorchContext) -> None:
     for call in list(context.calls(DDP, APEX_DDP)):
         arguments = context.arguments(call)
         if arguments is None or "module" not in arguments:
-            context.keep(call.func, *_UNKNOWN)
+            context.keep(call.func, *UNKNOWN)
             continue
         is_apex = context.symbol(call.func) == APEX_DDP
         problem = _problem(context, arguments, is_apex)
@@ -57,8 +58,8 @@ def change_models(context: TorchContext) -> None:
         values += [("broadcast_buffers", cst.Name("False"))] if is_apex else []
         values += [
             (name.replace("forward_sync", "broadcast"), arguments[name])
-            for name in _OPTIONS
-            if name in arguments and not is_constant(arguments[name], *_DEFAULTS[name])
+            for name, default in _DEFAULTS.items()
+            if name in arguments and not is_constant(arguments[name], None, default)
         ]
         context.rebuild(call, "wrap_model", values)
         for value, target in assignments(tree):
@@ -77,16 +78,15 @@ def change_models(context: TorchContext) -> None:
     report_evaluation(context)
 
 
-def _problem(context: TorchContext, arguments: dict[str, cst.BaseExpression], is_apex: bool) -> tuple[str, str] | None:
-    allowed = {"module", *(_OF_APEX if is_apex else {*_OPTIONS, *_WITHOUT_EFFECT})}
-    if not is_constant(arguments.get("process_group"), None) and not context.is_world(arguments["process_group"]):
+def _problem(context: TorchContext, arguments: Arguments, is_apex: bool) -> tuple[str, str] | None:
+    allowed = {"module", "process_group", *(_OF_APEX if is_apex else {*_DEFAULTS, *_WITHOUT_EFFECT})}
+    if not context.is_world(arguments.get("process_group")):
         return _GROUP
     devices = arguments.get("device_ids")
     if isinstance(devices, (cst.List, cst.Tuple)) and len(devices.elements) > 1:
         return _SEVERAL
     for name, value in arguments.items():
-        harmless = {"init_sync": (True,), "gradient_average": (True,), "process_group": (None,)}.get(name, (None,))
-        if name not in allowed and not is_constant(value, *harmless) and name != "process_group":
+        if name not in allowed and not is_constant(value, _HARMLESS.get(name)):
             return f"wrap_model has no {name}=", _REMOVE
     return None
 
@@ -136,8 +136,7 @@ def _sync_bn(
             else:
                 others = [line for line in lines if line is not own and not _is_import(line)]
                 gone = each if isinstance(each, cst.If) and not others else own
-                context.edits.remove(gone)
-                context.drop(gone)
+                context.cut(gone)
             return [("sync_bn", test.deep_clone())]
     return []
 
@@ -145,15 +144,11 @@ def _sync_bn(
 def _before(context: TorchContext, wrapping: cst.Call) -> Iterator[cst.CSTNode]:
     """The statements before the wrapping of a model, nearest first, also those before the ``if`` that it is in."""
     tree = context.tree
-    statement = tree.statement(wrapping)
-    while statement is not None:
-        block = tree.block(statement)
-        if block is None:
-            return
-        index = next(index for index, each in enumerate(block.body) if each is statement)
-        yield from reversed(block.body[:index])
+    statement: cst.CSTNode | None = tree.statement(wrapping)
+    while statement is not None and (block := tree.block(statement)) is not None:
+        yield from reversed(tree.siblings(statement)[0])
         above = tree.parent(block)
-        statement = above if isinstance(above, cst.If) and tree.block(above) is not None else None
+        statement = above if isinstance(above, cst.If) else None
 
 
 def _is_import(line: cst.CSTNode) -> bool:
@@ -162,10 +157,10 @@ def _is_import(line: cst.CSTNode) -> bool:
 
 def _converted(context: TorchContext, value: cst.BaseExpression) -> cst.BaseExpression | None:
     """``model`` of ``convert_sync_batchnorm(model)``."""
-    if not isinstance(value, cst.Call) or context.symbol(value.func) not in _CONVERTERS or len(value.args) != 1:
-        return None
-    first = value.args[0]
-    return None if first.star or first.keyword is not None else first.value
+    match value:
+        case cst.Call(function, [cst.Arg(model, keyword=None, star="")]) if context.symbol(function) in _CONVERTERS:
+            return model
+    return None
 
 
 # ------------------------------------------------------------------------------------ uses of wrapped models
@@ -190,7 +185,7 @@ def report_evaluation(context: TorchContext) -> None:
         return
     for call in tree.method_calls("eval"):
         function = cst.ensure_type(call.func, cst.Attribute)
-        if tree.variable(function.value) in context.wrapped | _parameters_of(context):
+        if tree.variable(function.value) in follow(tree, context.wrapped).variables:  # also as a parameter
             context.remark(
                 call,
                 "DDP gives all ranks rank 0's BatchNorm statistics before a forward pass of the evaluation, too; "
@@ -198,8 +193,3 @@ def report_evaluation(context: TorchContext) -> None:
                 "nothing, if rank 0 alone evaluates or sync_bn=True; else unidist.broadcast_model_state(model) before",
             )
             return
-
-
-def _parameters_of(context: TorchContext) -> set[str]:
-    """The parameters of functions that get a wrapped model."""
-    return follow(context.tree, context.wrapped).variables
