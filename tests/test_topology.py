@@ -1,5 +1,7 @@
 """``detect`` is a pure function of a mapping."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from unidist.errors import LaunchError
 from unidist.launch.topology import LAUNCHERS, Launch, Slot, Topology, detect, first_host, locate
+from unidist.launchers.table import COMMANDS
 
 pytestmark = pytest.mark.unit
 
@@ -69,22 +72,23 @@ JSRUN = {
 BY_HAND = {"RANK": "0", "WORLD_SIZE": "3"}
 
 
-@pytest.mark.parametrize(
-    ("env", "launcher", "numbers"),
-    [
-        ({}, "none", (0, 1, 0, 1, 0, 1)),
-        (TORCHRUN, "torchrun", (5, 8, 1, 4, 1, 2)),
-        (HOROVODRUN, "horovodrun", (1, 2, 1, 2, None, None)),
-        (OPENMPI, "openmpi", (1, 6, 0, 3, None, None)),
-        (HOROVODRUN_MPI, "horovodrun-mpi", (1, 6, 0, 3, None, None)),
-        (MPICH, "mpich", (1, 2, 1, 2, None, None)),
-        (JSRUN, "jsrun", (2, 6, 2, 6, None, None)),
-        (SLURM, "slurm", (3, 4, 1, None, 1, 2)),
-        (BY_HAND, "env", (0, 3, None, None, None, None)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "pmi", (1, 2, None, None, None, None)),
-        ({"PMIX_RANK": "1", "WORLD_SIZE": "4"}, "pmix", (1, 4, None, None, None, None)),
-    ],
-)
+#: What each sets in a rank: rank, size, local rank, local size, node, nodes.
+EACH: list[tuple[dict[str, str], str, tuple[Any, ...]]] = [
+    ({}, "none", (0, 1, 0, 1, 0, 1)),
+    (TORCHRUN, "torchrun", (5, 8, 1, 4, 1, 2)),
+    (HOROVODRUN, "horovodrun", (1, 2, 1, 2, None, None)),
+    (OPENMPI, "openmpi", (1, 6, 0, 3, None, None)),
+    (HOROVODRUN_MPI, "horovodrun-mpi", (1, 6, 0, 3, None, None)),
+    (MPICH, "mpich", (1, 2, 1, 2, None, None)),
+    (JSRUN, "jsrun", (2, 6, 2, 6, None, None)),
+    (SLURM, "slurm", (3, 4, 1, None, 1, 2)),
+    (BY_HAND, "env", (0, 3, None, None, None, None)),
+    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "pmi", (1, 2, None, None, None, None)),
+    ({"PMIX_RANK": "1", "WORLD_SIZE": "4"}, "pmix", (1, 4, None, None, None, None)),
+]
+
+
+@pytest.mark.parametrize(("env", "launcher", "numbers"), EACH)
 def test_each_launcher(env: dict[str, str], launcher: str, numbers: tuple[Any, ...]) -> None:
     found = detect(env)
     assert found.launcher.name == launcher
@@ -96,6 +100,13 @@ def test_each_launcher(env: dict[str, str], launcher: str, numbers: tuple[Any, .
         found.node_rank,
         found.num_nodes,
     ) == numbers
+
+
+def test_a_launcher_is_tested_and_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs/launchers.md").read_text()
+    for row in LAUNCHERS:
+        assert row.name in COMMANDS or row.name in [name for _, name, _ in EACH], row.name
+        assert re.search(rf"\b{row.name.replace('-', '.')}\b", page), f"docs/launchers.md has no word on {row.name}"
 
 
 @pytest.mark.parametrize(
