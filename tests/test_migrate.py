@@ -267,7 +267,8 @@ def test_conditions_that_are_the_same_on_all_ranks(body: str) -> None:
         # What decides whether there is an optimizer is the same on all ranks.
         (
             "amp = args.amp\nif amp == 0:\n",
-            "    if amp == 1:\n        scaled.backward()\n    if amp == 0:\n        loss.backward()\n    optimizer.step()\n",
+            "    if amp == 1:\n        scaled.backward()\n    if amp == 0:\n        loss.backward()\n"
+            "    optimizer.step()\n",
         ),
         ("if True:\n", "    loss.backward()\nprint(f'on {hvd}')\n"),
         # A name that nothing sets holds no optimizer.
