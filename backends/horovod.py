@@ -62,7 +62,7 @@ class HorovodBackend(Backend):
         #: The names of the operations that are not waited for yet; the same on every rank of the group.
         self._pending = defaultdict[Group | None, set[str]](set)
         #: Seconds.
-        self._timeout = (timeout or _TIMEOUT).total_seconds()
+        self._timeout = self.lock_timeout = (timeout or _TIMEOUT).total_seconds()
         self._release = release
         if hvd.nccl_built():
             self.device_types = frozenset({"cpu", "cuda"})

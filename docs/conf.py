@@ -15,6 +15,8 @@ from docs import tables
 project = "unidist"
 author = "the unidist developers"
 version = release = unidist.__version__
+# In the footer of each page.
+copyright = f"{author}, unidist {release}"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click", "sphinx_copybutton"]
 exclude_patterns = ["_generated/*"]
 

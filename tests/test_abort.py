@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.support.worlds import PYTHON, ROOT, environment, free_port, run_world
+from tests.support.worlds import PYTHON, ROOT, environment, free_port, run_world, with_torch
 
 RANKS = 3
 
@@ -19,7 +19,7 @@ def test_abort_frees_the_ranks_that_wait_for_a_stopped_one(what: str) -> None:
     ranks = [
         subprocess.Popen(
             [PYTHON, "tests/programs/stopped_rank.py", what],
-            cwd=ROOT, env=environment("python", {**env, "RANK": str(rank)}), stdout=subprocess.PIPE,
+            cwd=ROOT, env=environment("python", {**env, **with_torch(), "RANK": str(rank)}), stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(RANKS)
@@ -66,7 +66,7 @@ def test_a_rank_that_stops_in_the_start_is_named_in_time(call: str, victim: int)
     ranks = [
         subprocess.Popen(
             [PYTHON, "tests/programs/stopped_start.py", call, str(victim)],
-            cwd=ROOT, env=environment("python", {**env, "RANK": str(rank)}), stdout=subprocess.PIPE,
+            cwd=ROOT, env=environment("python", {**env, **with_torch(), "RANK": str(rank)}), stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(3)
@@ -90,7 +90,7 @@ def test_a_rank_that_stops_in_the_start_is_named_in_time(call: str, victim: int)
 def test_a_rank_that_stops_in_the_start_of_mpi_ends_the_job(call: str) -> None:
     env = {"UNIDIST_TIMEOUT": str(TIMEOUT)}
     result = run_world(
-        "openmpi", 3, ["tests/programs/stopped_start.py", call, "1"], backend="gloo", env=env, timeout=60
+        "openmpi", 3, ["tests/programs/stopped_start.py", call, "1"], backend="gloo", env=env, timeout=60, fresh=True
     )
     assert result.returncode != 0 and result.seconds < 45, result.output
     what = "MPI's start" if call.endswith("_start") else "MPI's first collective calls"

@@ -16,7 +16,7 @@ from benchmarks.collectives import bus_factor, size_name
 from benchmarks.measure import Case
 from benchmarks.report import amount, plot, tables
 from benchmarks.scale import laws
-from tests.support.worlds import PYTHON, ROOT, environment, run_world, shown
+from tests.support.worlds import PYTHON, ROOT, environment, run_world, shown, with_torch
 from unidist.cli import main
 
 PEERS = {"ignite": "ignite", "accelerate": "Accelerate", "lightning_fabric": "Fabric"}
@@ -24,7 +24,7 @@ PEERS = {"ignite": "ignite", "accelerate": "Accelerate", "lightning_fabric": "Fa
 
 def bench(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [PYTHON, "-m", "unidist", "bench", *argv]
-    whole = environment("python", {"COLUMNS": "80", **env})
+    whole = environment("python", {"COLUMNS": "80", **with_torch(), **env})
     return subprocess.run(command, cwd=ROOT, env=whole, capture_output=True, text=True, timeout=300)
 
 

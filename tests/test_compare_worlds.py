@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.worlds import PYTHON, ROOT, environment
+from tests.support.worlds import PYTHON, ROOT, environment, with_torch
 from unidist.compare.recording import read
 
 LEGACY, PROGRAMS = ROOT / "tests/legacy", ROOT / "tests/programs"
@@ -17,7 +17,7 @@ LEGACY, PROGRAMS = ROOT / "tests/legacy", ROOT / "tests/programs"
 
 def compare(directory: Path, *argv: Any, **env: str) -> subprocess.CompletedProcess[str]:
     command = [PYTHON, "-m", "unidist", "compare", *map(str, argv)]
-    whole = environment("python", {"COLUMNS": "300", "PYTHONPATH": str(ROOT), **env})
+    whole = environment("python", {"COLUMNS": "300", "PYTHONPATH": str(ROOT), **with_torch(), **env})
     return subprocess.run(command, cwd=directory, env=whole, capture_output=True, text=True, timeout=300)
 
 

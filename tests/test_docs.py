@@ -1,6 +1,7 @@
 """README and the site: what they show is run, or it is said why not; what they list is all that there is."""
 
 import ast
+import difflib
 import html.parser
 import json
 import os
@@ -9,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ import unidist.cli
 from docs import tables
 from tests.support import documents
 from tests.support.errors import first_words
-from tests.support.worlds import ROOT, environment, run_world, shown
+from tests.support.worlds import ROOT, environment, run_world, shown, with_torch
 from unidist import settings
 from unidist.launch.topology import LAUNCHERS
 from unidist.run import options
@@ -30,6 +32,7 @@ from unidist.run import options
 FRAGMENTS = {
     "elastic.md: import torch": "the model and the data are the reader's; test_elastic.py runs such a program",
     "logging.md: mean_loss = unidist.allreduce_metric(loss.item())": "a part of a loop",
+    "one-gpu-to-many.md: from contextlib import nullcontext": "a part of a loop; test_parity.py trains so",
     "logging.md: from torch.utils.tensorboard import SummaryWriter": "needs TensorBoard",
     "logging.md: import wandb": "needs an account of Weights & Biases",
     "timeline.md: from torch.profiler import profile": "a part of a loop; test_tracing.py merges such files",
@@ -65,7 +68,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: str, directory: Path, **variables: str) -> str:
-    env = environment("python", {"PYTHONPATH": str(ROOT), **variables})
+    env = environment("python", {"PYTHONPATH": str(ROOT), **with_torch(), **variables})
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     done = subprocess.run(["bash", "-c", command], cwd=directory, env=env, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
@@ -121,6 +124,26 @@ def test_program(name: str, tmp_path: Path) -> None:
 def test_parts_of_programs_compile() -> None:
     for name in FRAGMENTS:
         ast.parse(PROGRAMS[name])
+
+
+@pytest.mark.unit
+def test_code_of_files_is_as_in_the_files() -> None:
+    for block in documents.excerpts():
+        texts = [(ROOT / file).read_text() for file in block.files]
+        if block.language == "diff":
+            lines = [text.splitlines(keepends=True) for text in texts]
+            assert block.text == "".join(difflib.unified_diff(*lines, *block.files)), block.files
+        else:
+            assert any(block.text in textwrap.dedent(part) for part in _parts(texts[0])), block
+    assert {block.page for block in documents.excerpts()} == {"from-horovod.md", "one-gpu-to-many.md"}
+
+
+def _parts(text: str) -> list[str]:
+    """The text, and what is indented more and more."""
+    parts = [text]
+    for depth in (4, 8):
+        parts += re.findall(rf"(?:^(?: {{{depth}}}.*)?\n)+", text, re.MULTILINE)
+    return parts
 
 
 # ------------------------------------------------------------------------------------ the site
@@ -288,12 +311,12 @@ def test_jobs_of_kubernetes() -> None:
 
 
 @pytest.mark.unit
-def test_the_workflow_makes_what_there_is() -> None:
-    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
-    commands = " ".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+def test_the_workflows_make_what_there_is() -> None:
+    files = map(yaml.safe_load, [path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")])
+    commands = " ".join(step.get("run", "") for file in files for job in file["jobs"].values() for step in job["steps"])
     targets = set(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     known = {target for line in targets for target in line.split()}
-    assert {"lint", "unit", "test-torch"} <= set(re.findall(r"make ([\w-]+)", commands)) <= known
+    assert {"lint", "unit", "docs", "test-torch"} <= set(re.findall(r"make ([\w-]+)", commands)) <= known
 
 
 @pytest.mark.unit

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from docs import tables
-from tests.support.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, run_world, shown
+from tests.support.worlds import PYTHON, ROOT, environment, mpich_for_mpi4py, run_world, shown, with_torch
 from tests.test_topology import HOROVODRUN_MPI
 from unidist.cli import checkup, main
 from unidist.cli.doctor import attempt, reason
@@ -21,7 +21,7 @@ from unidist.launchers.table import BACKENDS, COMMANDS, known_launchers
 
 def doctor(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [PYTHON, "-m", "unidist", "doctor", *argv]
-    whole = environment("python", {"COLUMNS": "80", **env})
+    whole = environment("python", {"COLUMNS": "80", **with_torch(), **env})
     return subprocess.run(command, cwd=ROOT, env=whole, capture_output=True, text=True, timeout=600)
 
 

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from tests.support import hosts as machines
-from tests.support.worlds import PYTHON, ROOT, distance, environment, shown
+from tests.support.preloaded import SERVER
+from tests.support.worlds import PYTHON, ROOT, distance, environment, shown, with_torch
 from tests.test_run import RUN, left
 from unidist.elastic import host_memory
 from unidist.launchers.table import TORCHRUN
@@ -94,7 +95,12 @@ def started(directory: Path, options: Sequence[str], command: Sequence[str], **e
     directory.mkdir(exist_ok=True)
     argv = [*RUN, *(option.format(directory) for option in options), *command[:2], str(directory), *command[2:]]
     with subprocess.Popen(
-        argv, cwd=ROOT, env=environment("unidist-run", env), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        argv,
+        cwd=ROOT,
+        env=environment("unidist-run", {**with_torch(), **env}),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     ) as process:
         try:
             yield Job(process, directory)
@@ -294,7 +300,8 @@ def test_an_unmodified_horovod_script_on_hosts_that_come_and_go(tmp_path: Path) 
 def test_survivors_go_on_without_the_one_that_is_lost(call: str, fault: str, tmp_path: Path) -> None:
     """A rank that is stopped is killed after the report of the others that wait."""
     options = ["-np", "2", "--min-np", "1"]
-    with started(tmp_path, options, [*NATIVE, call, "0.1"], UNIDIST_STALL_S="2") as job:
+    env = {"UNIDIST_STALL_S": "2", SERVER: ""}  # the new worker comes when the other has gone on
+    with started(tmp_path, options, [*NATIVE, call, "0.1"], **env) as job:
         job.do(f"{fault}.1.4")
         assert job.status() == 0, job.output
     assert ("worker 1 on host localhost has stopped while others wait: it is killed" in job.output) == (fault == "stop")

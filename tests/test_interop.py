@@ -4,6 +4,7 @@ import re
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -91,6 +92,17 @@ def test_what_is_a_script_and_what_a_command(tmp_path: Path) -> None:
         command = [PYTHON, "-m", "unidist", *argv]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == status and said in done.stdout + done.stderr, (argv, done)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries
+def test_the_names_of_the_page_are_those_of_the_libraries() -> None:
+    libraries = [["accelerate", "accelerate.Accelerator"], ["ignite.distributed", "ignite.handlers"],
+                 ["lightning_fabric", "lightning_fabric.Fabric"]]  # fmt: skip
+    table = (ROOT / "docs/interop.md").read_text().split("| Accelerate | ignite.distributed")[1].split("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        for cell, places in zip(row.split("|")[1:], libraries):
+            for name in re.findall(r"`(?:accelerator\.|fabric\.|idist\.)?(\w+)", cell):
+                assert name == "loss" or any(hasattr(resolve_name(place), name) for place in places), name
 
 
 @pytest.mark.skipif(not find_spec("ray"), reason="make test-interop installs Ray")

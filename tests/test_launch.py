@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,14 +11,17 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.multiprocessing import ProcessExitedException, start_processes
 
 from tests.support.places import expected, places
-from tests.support.worlds import PYTHON, ROOT, Result, environment, free_port, run_world
+from tests.support.worlds import PYTHON, ROOT, Result, environment, free_port, run_world, with_torch
 from unidist.backends import rendezvous
+from unidist.run import spawn
 
 PLACE = "tests/programs/place.py"
 
@@ -57,7 +61,7 @@ def test_the_launchers_server_is_asked_until_it_answers() -> None:
 def test_rounds_of_init_and_shutdown_leave_nothing(launcher: str, backend: str, rounds: int) -> None:
     result = run_world(launcher, 2, ["tests/programs/rounds.py", str(rounds), backend])
     assert result.returncode == 0, result.output
-    found = [json.loads(text) for text in re.findall(r"\[\{.*\}\]", result.output)]
+    found = [json.loads(text) for text in re.findall(r"\[\{.*?\}\]", result.output)]
     assert len(found) == 2, result.output
     for early, late in found:
         # mpi4py keeps MPI running, whose errors an excepthook makes the job's.
@@ -93,9 +97,7 @@ def by_hand(options: dict[str, Any], size: int, **env: str) -> list[subprocess.C
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(
-                "python", {**env, "MY_RANK": str(rank)} if env.get("RANK") is None else {**env, "RANK": str(rank)}
-            ),
+            env=environment("python", {**env, **with_torch(), "RANK" if "RANK" in env else "MY_RANK": str(rank)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -231,7 +233,9 @@ def seconds_since_the_failure(result: Result) -> float:
 
 @pytest.mark.parametrize(("launcher", "backend", "how"), FAILS)
 def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -> None:
-    result = run_world(launcher, 2, ["tests/programs/fail_on_rank.py", "1", how], backend=backend, timeout=60)
+    result = run_world(
+        launcher, 2, ["tests/programs/fail_on_rank.py", "1", how], backend=backend, timeout=60, fresh=True
+    )
     assert result.returncode != 0 and seconds_since_the_failure(result) < 20
     assert "trained to the end" not in result.output
     if how == "raise":
@@ -244,7 +248,7 @@ def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -
 )
 def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> None:
     argv = ["tests/programs/fail_on_rank.py", "1", "sleep"]
-    result = run_world(launcher, 2, argv, backend=backend, env={"UNIDIST_TIMEOUT": "4"}, timeout=90)
+    result = run_world(launcher, 2, argv, backend=backend, env={"UNIDIST_TIMEOUT": "4"}, timeout=90, fresh=True)
     assert result.returncode != 0 and seconds_since_the_failure(result) < 30
     # The collectives of a checkpoint wait for no disk, though their timeout is 4 s.
     assert result.output.count("the disk was slow") == 2, result.output
@@ -259,7 +263,8 @@ def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> 
 
 def test_a_rank_that_leaves_early_is_explained_in_backward() -> None:
     """It makes fewer steps than the others, and fails in nothing."""
-    result = run_world("torchrun", 2, ["tests/programs/fail_on_rank.py", "1", "leave"], backend="gloo", timeout=60)
+    argv = ["tests/programs/fail_on_rank.py", "1", "leave"]
+    result = run_world("torchrun", 2, argv, backend="gloo", timeout=60, fresh=True)
     assert result.returncode != 0 and "Connection closed by peer" in result.output
     ended = r"rank 0 of 2 \(gloo\): backward .*: rank 1 .* has ended without an exception, after all_reduce"
     assert re.search(rf"{ended}.*shard_loader.*unidist\.join", result.output), result.output
@@ -328,6 +333,20 @@ def test_spawn_returns_the_results_and_takes_a_notebooks_function() -> None:
     assert "rank 0 returned a lock, which does not pickle" in of_result and "state_dict()" in of_result
     assert "spawn(cell): new processes cannot have this function" in of_function
     assert "pip install cloudpickle" in of_function
+
+
+def _fails_by_the_other(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("the other rank is gone")
+
+
+def test_spawn_names_the_process_that_was_killed_and_not_one_that_failed_by_it() -> None:
+    started = start_processes(_fails_by_the_other, nprocs=2, join=False, start_method="fork")
+    while len(wait(started.sentinels)) < 2:
+        time.sleep(0.01)
+    with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
+        spawn._join(started)
 
 
 @pytest.mark.unit

@@ -71,7 +71,7 @@ def test_digits(
     path = tmp_path / "digits.pt"
     argv = ["tests/programs/place.py", "examples/digits.py", *EPOCHS, "--save", str(path)]
     asked = "auto" if AUTO.get(launcher.split()[0], "gloo") == backend else backend
-    result = run_world(launcher, size, argv, backend=asked, env=env)
+    result = run_world(launcher, size, argv, backend=asked, env=env, fresh=(launcher, backend, size) in ONCE)
     assert result.returncode == 0, result.output
 
     assert f"{size} ranks on {backend}: saved {path}" in result.output

@@ -41,7 +41,7 @@ def test_the_rank_the_call_and_the_line_are_named_in_time(
     # Python may start slowly where a user asks.
     env = {"UNIDIST_STALL_S": str(STALL_S), "UNIDIST_TIMEOUT": "20" if last == "backward" else "6"}
     argv = [PROGRAM, how, last, *([str(tmp_path / "asked")] if last == "backward" else [])]
-    result = run_world(launcher, 3, argv, backend=backend, env=env, timeout=60)
+    result = run_world(launcher, 3, argv, backend=backend, env=env, timeout=60, fresh=True)
     output = clean(result.output)
     assert result.returncode != 0, output
     reports = re.findall(r"^unidist: (?!rank \d has got).*?(?=^(?!  ))", output, re.MULTILINE | re.DOTALL)
@@ -111,7 +111,7 @@ def test_a_call_of_one_rank_alone_is_told_from_late_ones(tmp_path: Path) -> None
         "stalls.last()\n"
     )
     env = {"UNIDIST_STALL_S": "1", "UNIDIST_TIMEOUT": "3"}
-    result = run_world("torchrun", 2, [str(program)], backend="gloo", env=env, timeout=60)
+    result = run_world("torchrun", 2, [str(program)], backend="gloo", env=env, timeout=60, fresh=True)
     calls = (
         rf"ismatch in operation 2: rank 0 \(host {HOST}, pid \d+\) called all_reduce of float32 \[4\] at {AT}:\d+ "
         rf"\(reduce\); rank 1 \(host {HOST}, pid \d+\) called all_reduce of float32 \[1\]"
@@ -173,3 +173,18 @@ def test_unidist_check_compares_calls_before_they_are_made(tmp_path: Path) -> No
             rf"rank (\d): rank \1 of 2 \(gloo\): the ranks do not make the same call: {calls}", result.output
         )
         assert sorted(found) == ["0", "1"], f"{calls}\n{result.output}"
+
+
+def test_ranks_that_wait_with_pythons_lock_end() -> None:
+    """As all ranks may do in Horovod when one is stopped: none of them can report."""
+    code = """
+import ctypes, time, unidist
+unidist.init()
+unidist.barrier()
+time.sleep(1)
+ctypes.PyDLL(None).sleep(600)
+"""
+    env = {"UNIDIST_STALL_S": "0.5", "UNIDIST_TIMEOUT": "3"}
+    result = run_world("horovodrun", 2, ["-c", code], backend="horovod", env=env, timeout=60)
+    assert result.returncode != 0 and result.seconds < 45, result.output
+    assert re.search(r'Timeout \(0:00:04\)!(.*\n)*.*File "<string>", line 6', result.output), result.output

@@ -6,7 +6,6 @@ Arguments: the launcher's name, a directory for the weights, names of libraries.
 import gc
 import os
 import runpy
-import socket
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import unidist
+from tests.support.worlds import free_port
 from unidist import context
 
 
@@ -41,8 +41,7 @@ def unidist_inside(name: str, launcher: str, directory: Path) -> None:
 
 def end_world() -> None:
     """torch begins no second world in the store of the first (gloo finds its old addresses): choose another port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = [free.getsockname()[1]]
+    port = [free_port()]
     dist.broadcast_object_list(port)
     os.environ["MASTER_PORT"] = str(port[0])
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's

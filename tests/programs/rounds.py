@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+import time
 
 import torch
 
@@ -18,6 +19,9 @@ hook = sys.excepthook
 
 
 def left() -> dict[str, object]:
+    end = time.monotonic() + 10  # MPI's progress thread ends when nothing is pending
+    while any(each.name == "unidist-mpi" for each in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
     gc.collect()
     kinds = [type(each) for each in gc.get_objects()]
     return {

@@ -24,10 +24,21 @@ class Block:
     line: int
     language: str
     text: str
+    #: The files that it is a part of, or for a diff, that it compares: words after the language.
+    files: tuple[str, ...] = ()
 
 
 def blocks() -> list[Block]:
-    """All code blocks; those that Sphinx fills from files are tested as these files."""
+    """All code blocks; those that are parts of files are tested as these files."""
+    return [block for block in _all_blocks() if not block.files]
+
+
+def excerpts() -> list[Block]:
+    """The code blocks that are parts of files."""
+    return [block for block in _all_blocks() if block.files]
+
+
+def _all_blocks() -> list[Block]:
     return [block for page in PAGES for block in _blocks(page)]
 
 
@@ -74,6 +85,7 @@ def _blocks(page: Path) -> list[Block]:
             continue
         if not language.startswith("{"):
             text = "\n".join(line.removeprefix("    ") if not fence else line for line in body)
-            found.append(Block(page.name, start + 1, language, text.strip("\n") + "\n"))
+            first, *files = language.split() or [""]
+            found.append(Block(page.name, start + 1, first, text.strip("\n") + "\n", tuple(files)))
         start = after
     return found

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import preloaded
 from unidist.launchers import table, world
 from unidist.launchers.process import Result, run
 from unidist.launchers.table import HOROVODRUN, TORCHRUN, command_line
@@ -37,9 +42,12 @@ shown: dict[str, list[str]] = {}
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that the kernel gives to no connection meanwhile."""
+    while True:
+        port = random.randint(20000, 32000)  # below net.ipv4.ip_local_port_range
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _two_agents(n: int, argv: Sequence[str]) -> list[list[str]]:
@@ -124,6 +132,23 @@ def mpich_for_mpi4py() -> Path:
     return directory
 
 
+@cache
+def _server() -> tuple[subprocess.Popen[str], str]:
+    """This process's server of ``tests.support.preloaded``, which ends with it, and its address."""
+    address = f"{tempfile.mkdtemp()}/server"
+    server = subprocess.Popen(
+        [PYTHON, preloaded.__file__, address], env=environment("python", {}), cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert server.stdout is not None and server.stdout.readline() == "ready\n"
+    return server, address
+
+
+def with_torch() -> dict[str, str]:
+    """Variables of processes that have imported PyTorch when they begin: see ``tests.support.preloaded``."""
+    return {preloaded.SERVER: _server()[1]}
+
+
 def run_suite(
     suite_name: str,
     launcher: str,
@@ -159,15 +184,19 @@ def run_world(
     backend: str = "auto",
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
+    fresh: bool = False,
 ) -> Result:
     """Run ``python *argv`` in ``nprocs`` processes under a launcher, and wait for its end.
+
+    Args:
+        fresh: for tests of starts and ends; else ``with_torch``.
 
     Raises:
         TimeoutError: the world did not end; it was killed.
         Skipped: the launcher or the backend is not installed.
     """
     require(launcher, backend)
-    whole = environment(launcher, {"UNIDIST_BACKEND": backend, **(env or {})})
+    whole = environment(launcher, {"UNIDIST_BACKEND": backend, **(env or {}), **({} if fresh else with_torch())})
     return run(commands(launcher, nprocs, argv), whole, timeout=timeout, cwd=ROOT)
 
 

@@ -1,7 +1,7 @@
 """Commits in the memory of a host, for the processes that torchrun starts after a failure.
 
 torchrun restarts all processes of a host. The first of them keeps each commit in memory that has no name in any
-directory: it belongs to a process of its own, the holder, which ends with torchrun. So the commits of a job end with
+directory: it belongs to a process of its own, which ends with torchrun. So the commits of a job end with
 it, however it ends, and no other user can open them.
 """
 
@@ -22,7 +22,7 @@ from unidist.network.processes import start_time
 
 _log = logging.getLogger("unidist")
 _NAME = "unidist-commits"
-#: The program of the holder. Its arguments: torchrun's process and when it began, and the files that it holds.
+#: The program of that process. Its arguments: torchrun's process and when it began, and the files that it holds.
 _PROGRAM = """
 import sys, time
 while True:
@@ -36,8 +36,8 @@ while True:
 """
 #: Whether a commit could not be written, which was said.
 _failed = False
-#: What holds the commits that this process writes.
-_holder: _CommitProcess | None = None
+#: The process that has the commits of this one.
+_commits: _CommitProcess | None = None
 
 
 def restarts() -> bool:
@@ -51,13 +51,13 @@ def write(commit: int, state: Any) -> None:
 
     Where it cannot be kept, that is said once, and a restart begins with the last commit that could.
     """
-    global _failed, _holder
+    global _failed, _commits
     if not restarts() or local_rank() != 0 or _failed:
         return
     try:
-        if _holder is None or not _holder.runs():  # to find it takes a while
-            _holder = _CommitProcess.find() or _CommitProcess.start()
-        _holder.write(commit, state)
+        if _commits is None or not _commits.runs():  # to find it takes a while
+            _commits = _CommitProcess.find() or _CommitProcess.start()
+        _commits.write(commit, state)
     except (OSError, RuntimeError) as error:  # torch reports failed writes as the latter
         _failed = True
         _log.warning("commits are not kept for a restart: %s", error)
@@ -65,14 +65,14 @@ def write(commit: int, state: Any) -> None:
 
 def read() -> tuple[int, Any] | None:
     """The last commit of the processes before a restart, or None."""
-    holder = _CommitProcess.find() if restarts() else None
-    return holder.read() if holder else None
+    found = _CommitProcess.find() if restarts() else None
+    return found.read() if found else None
 
 
 def remove() -> None:
     """The training has ended well: there is nothing to go on with."""
-    if restarts() and local_rank() == 0 and (holder := _CommitProcess.find()):
-        holder.clear()
+    if restarts() and local_rank() == 0 and (found := _CommitProcess.find()):
+        found.clear()
 
 
 class _CommitProcess:
@@ -107,12 +107,12 @@ class _CommitProcess:
         command = _command()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
-                holder = cls(os.open(f"/proc/{name}", os.O_DIRECTORY), [])
-                with open(os.open("cmdline", os.O_RDONLY, dir_fd=holder._directory), "rb") as file:
+                found = cls(os.open(f"/proc/{name}", os.O_DIRECTORY), [])
+                with open(os.open("cmdline", os.O_RDONLY, dir_fd=found._directory), "rb") as file:
                     *words, _ = os.fsdecode(file.read()).split("\0")
-                holder._files = words[-3:]
-                if words[:-3] == command and holder.runs():
-                    return holder
+                found._files = words[-3:]
+                if words[:-3] == command and found.runs():
+                    return found
         return None
 
     def _open(self, number: int) -> IO[bytes]:
@@ -162,5 +162,5 @@ class _CommitProcess:
 
 
 def _command() -> list[str]:
-    """That of the holder, without what it holds."""
+    """The command of the process, without the files that it holds."""
     return [sys.executable, "-ISc", _PROGRAM, str(os.getppid()), start_time(os.getppid())]

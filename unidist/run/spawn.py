@@ -8,13 +8,15 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException
 from torch.multiprocessing.spawn import spawn as start_processes
 
 from unidist import context, settings
@@ -47,6 +49,7 @@ def spawn(
         ValueError: ``nprocs`` below 1.
         UnidistError: ``fn``, ``args`` or a result do not pickle.
         torch.multiprocessing.ProcessRaisedException: ``fn`` failed in one process; the others were ended.
+        torch.multiprocessing.ProcessExitedException: one process was killed or exited; the others were ended.
     """
     return start(fn, nprocs, args, backend)
 
@@ -72,15 +75,35 @@ def start(
     with tempfile.TemporaryDirectory(prefix="unidist-spawn-") as directory:
         arguments = (nprocs, store.port, payload, directory, backend)
         started = start_processes(_run, args=arguments, nprocs=nprocs, join=False)  # type: ignore[no-untyped-call]
-        try:
-            while not started.join():
-                pass
-        except ProcessRaisedException as error:
-            raise _first_failure(started, error) from None
+        _join(started)
         return [_result(Path(directory) / str(rank)) for rank in range(nprocs)]
 
 
-def _first_failure(started: Any, error: ProcessRaisedException) -> ProcessRaisedException:
+def _join(started: ProcessContext) -> None:
+    """Wait for all processes; where one fails, the others are ended, and its failure is raised."""
+    exited = None
+    try:
+        while True:
+            exited = _exited(started, wait(started.sentinels))
+            if started.join():
+                break
+    except ProcessRaisedException as error:
+        raise exited or _first_failure(started, error) from None
+
+
+def _exited(started: ProcessContext, ended: list[Any]) -> ProcessExitedException | None:
+    """Return the error of a process that was killed or exited, of those that have ended."""
+    for index in map(started.sentinels.__getitem__, ended):
+        process = started.processes[index]
+        if process.exitcode and not os.path.exists(started.error_files[index]):
+            code = process.exitcode
+            name = signal.Signals(-code).name if code < 0 else None
+            text = f"process {index} terminated with {f'signal {name}' if name else f'exit code {code}'}"
+            return ProcessExitedException(text, index, process.pid, code, name)
+    return None
+
+
+def _first_failure(started: ProcessContext, error: ProcessRaisedException) -> ProcessRaisedException:
     """The failure of the rank that failed first, not of the one whose process ended first: others fail by it."""
     times = {index: os.stat(path).st_mtime_ns for index, path in enumerate(started.error_files) if os.path.exists(path)}
     index = min(times, key=lambda each: times[each])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import json
 import logging
@@ -126,6 +127,8 @@ class Watch:
                 self._file.unlink()
         if self._server is not None:
             self._server.close()
+        if self._backend.lock_timeout is not None:
+            faulthandler.cancel_dump_traceback_later()
         if self._signal is not None:
             self._signal.close()
 
@@ -187,6 +190,7 @@ class Watch:
 
     def _check(self) -> float:
         """Look for an operation that is pending for too long; seconds until that is possible again."""
+        self._end_without_lock()
         pending = (each for each in self._backend.operations() if not each.done)
         longest = max(pending, key=lambda each: each.seconds, default=None)
         if longest is None:
@@ -196,6 +200,11 @@ class Watch:
         title = f"unidist: rank {self._rank} has waited {longest.seconds:.0f} s in {longest}."
         threading.Thread(target=self._ask_for_report, args=[title], name="unidist-report", daemon=True).start()
         return self._stall
+
+    def _end_without_lock(self) -> None:
+        """End the process, with all threads' lines, if no thread of Python can run until the timeout, nor this one."""
+        if self._backend.lock_timeout is not None:
+            faulthandler.dump_traceback_later(self._backend.lock_timeout + 2 * self._stall, exit=True, file=2)
 
     def _ask_for_report(self, title: str) -> None:
         """Let the lowest rank that answers report: one for all that wait."""
