@@ -44,12 +44,8 @@ TEXTS = {
         "for i, (o, p.q) in r[i]: i += o\nelse: del i\nwith s as (t, u), v: w = {t: u for t, *u in v}\n"
         "try: pass\nexcept a.b.E as e: print(e, E)\nmatch x:\n    case C(y=z) | [*z, {'a': y}] as q: z.q(y)\n"
         "if g:\n    import g\nelse:\n    g = None\n(a.b.c)[a.b].d, a.b.c().d, f'{a.b.c:{x}}', print.x, unknown.y\n"
-        "from typing import TypeVar as TV, cast\nT = TV(x, bound=x)\n"
         "async def co(): return [x async for x in await x]\n"
         "def second():\n    import x\n    from y import x\n    x = x.z\n    return x\n"
-    ),
-    "type parameters": (
-        "type A[T: int] = list[T]\ndef f[T, *U](a: T) -> T: return T\nclass B[V](A[V]):\n    def g(s): V\n"
     ),
 }
 

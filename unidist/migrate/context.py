@@ -14,7 +14,7 @@ import libcst as cst
 from unidist.migrate.drop_in import bound_arguments
 from unidist.migrate.edits import Edits
 from unidist.migrate.flow import is_parameter, values_of
-from unidist.migrate.names import Names, in_import, symbol_of
+from unidist.migrate.names import Names, in_import, is_in_class, symbol_of
 from unidist.migrate.syntax import Statement, SyntaxTree, dotted, full_name
 
 
@@ -210,7 +210,7 @@ class Context:
 
         Of several in the module, an unconditional one alone.
         """
-        found = [each for each in self.names.imports if not self._is_in_class(each)]
+        found = [each for each in self.names.imports if not is_in_class(self.tree, each)]
         for above in self.tree.parents(node):
             inner = [each for each in found if self.tree.function(each) is above]
             if isinstance(above, cst.FunctionDef) and inner:
@@ -231,9 +231,6 @@ class Context:
             isinstance(statement := self.tree.statement(node), cst.SimpleStatementLine)
             and self.tree.parent(statement) is self.tree.module
         )
-
-    def _is_in_class(self, node: cst.CSTNode) -> bool:
-        return isinstance(self.tree.parent(self.tree.parent(self.tree.parent(node))), cst.ClassDef)
 
     def arguments(self, call: cst.Call) -> Arguments | None:
         """The arguments of a call of Horovod's, by parameter; None if they cannot be determined, as with ``*args``."""

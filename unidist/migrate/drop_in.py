@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
-from inspect import Parameter, Signature
 from pathlib import Path
 
 import libcst as cst
@@ -28,53 +27,31 @@ def drop_in_name_of(name: str) -> str | None:
 
 
 def bound_arguments(symbol: str, call: cst.Call) -> dict[str, cst.BaseExpression] | None:
-    """The arguments of a call of Horovod's, by parameter; None if they cannot be determined, as with ``*args``.
-
-    Those of ``**options`` are among them by their own names.
-    """
-    parameters = signature(symbol)
-    if parameters is None or any(arg.star for arg in call.args):
+    """The arguments of a call of Horovod's, by parameter; None if they cannot be determined, as with ``*args``."""
+    given = _parameters(symbol)
+    if given is None or any(arg.star for arg in call.args):
         return None
+    names = [each.arg for each in given.args]
     positional = [arg.value for arg in call.args if arg.keyword is None]
     keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
-    try:
-        bound = parameters.bind(*positional, **keywords).arguments
-    except TypeError:
-        return None
-    options = bound.pop("options", {}) if symbol == "run" else {}
-    return {**bound, **options}
+    found = {**dict(zip(names, positional)), **keywords}
+    unknown = set(keywords) - {*names, *(each.arg for each in given.kwonlyargs)}
+    missing = set(names[: len(names) - len(given.defaults)]) - set(found)
+    fits = len(positional) <= len(names) and len(found) == len(positional) + len(keywords)
+    return found if fits and not missing and not (unknown and given.kwarg is None) else None
 
 
 @cache
-def signature(symbol: str) -> Signature | None:
+def _parameters(symbol: str) -> ast.arguments | None:
     """The parameters of one of Horovod's functions or classes; None if it is neither."""
     found = definition(f"unidist.hvd.{symbol}") if "." not in symbol else None
     if isinstance(found, ast.Module):  # a module with a function of the same name, as in Horovod
         found = definition(f"unidist.hvd.{symbol}.{symbol}")
-    if isinstance(found, ast.ClassDef):
-        found = next((each for each in found.body if getattr(each, "name", "") == "__init__"), None)
-        return None if found is None else _without_first(_signature(found))
-    return _signature(found) if isinstance(found, ast.FunctionDef) else None
-
-
-def _signature(function: ast.stmt) -> Signature:
-    assert isinstance(function, ast.FunctionDef)
-    given = function.args
-    positional = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults
-    found = [_parameter(each, Parameter.POSITIONAL_OR_KEYWORD, default) for each, default in zip(positional, defaults)]
-    found += [_parameter(given.vararg, Parameter.VAR_POSITIONAL)] if given.vararg else []
-    found += [_parameter(*pair) for pair in zip(given.kwonlyargs, [Parameter.KEYWORD_ONLY] * 99, given.kw_defaults)]
-    found += [_parameter(given.kwarg, Parameter.VAR_KEYWORD)] if given.kwarg else []
-    return Signature(found)
-
-
-def _parameter(name: ast.arg, kind: object, default: ast.expr | None = None) -> Parameter:
-    return Parameter(name.arg, kind, default=Parameter.empty if default is None else default)  # type: ignore[arg-type]
-
-
-def _without_first(whole: Signature) -> Signature:
-    return whole.replace(parameters=list(whole.parameters.values())[1:])
+    if isinstance(found, ast.FunctionDef):
+        return found.args
+    body = found.body if isinstance(found, ast.ClassDef) else []
+    made = next((each.args for each in body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
+    return made and ast.arguments(**{**dict(ast.iter_fields(made)), "args": made.args[1:]})
 
 
 @cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from unidist.migrate.flow import assignments, destinations, follow, is_target
-from unidist.migrate.syntax import SyntaxTree, bound_name, full_name, of_tree
+from unidist.migrate.syntax import SyntaxTree, bound_name, full_name, imports_of, module_of, of_tree
 
 #: Submodules of horovod.torch whose calls it exports itself.
 _SUBMODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
@@ -61,7 +61,8 @@ class Names:
 def find_names(tree: SyntaxTree) -> Names:
     """All uses of Horovod's names."""
     names = Names(
-        imports=_imports(tree), dynamic_imports=[call for call in tree.all(cst.Call) if _imports_module(tree, call)]
+        imports=horovod_imports(tree),
+        dynamic_imports=[call for call in tree.all(cst.Call) if _imports_module(tree, call)],
     )
     flow, escapes = follow(tree, _starts(tree, names)), names.escapes
     names.aliases, names.escapes = flow.variables, [*escapes, *flow.escapes]
@@ -84,7 +85,8 @@ def find_names(tree: SyntaxTree) -> Names:
 
 def _starts(tree: SyntaxTree, names: Names) -> set[str]:
     """The variables that are given the module; notes names that something else binds too, and where it escapes."""
-    bound, in_classes = imported_names(tree), _imported_in_classes(tree)
+    bound = imported_names(tree)
+    in_classes = {bound_name(each.alias) for each in imports_of(tree) if is_in_class(tree, each.node)}
     held = [node for node in tree.all(cst.Name) if any(symbol_of(name) is not None for name in tree.imported(node))]
     also_set = {node.value for node in held if node.value in bound and tree.variable(node) is not None}
     also_set |= {item.name.value for node in tree.all(cst.Global) for item in node.names} & bound
@@ -127,28 +129,23 @@ def _also_bound_elsewhere(tree: SyntaxTree, bound: set[str]) -> set[str]:
 
     ``hvd = None`` beside the import does not count.
     """
-    definitions: list[cst.FunctionDef | cst.ClassDef] = [*tree.all(cst.FunctionDef), *tree.all(cst.ClassDef)]
     found = {
         each.name.value
-        for each in definitions
+        for each in tree.all((cst.FunctionDef, cst.ClassDef))
         if tree.function(each) is tree.module
         and not any(isinstance(above, cst.ClassDef) for above in tree.parents(each))
     }
+    functions = [tree.function(each) for each in horovod_imports(tree)]
     found |= {
         target.value
         for value, target in assignments(tree)
         if isinstance(target, cst.Name)
         and target.value in bound
         and not _is_module_or_none(tree, value)
-        and any(tree.function(target) is tree.function(each) for each in _imports(tree))
+        and any(tree.function(target) is each for each in functions)
     }
-    for node in tree.all((cst.Import, cst.ImportFrom)):
-        if isinstance(node.names, cst.ImportStar):
-            continue
-        module = f"{full_name(node.module)}." if isinstance(node, cst.ImportFrom) and node.module else ""
-        for alias in node.names:
-            if symbol_of(module + full_name(alias.name)) is None and (alias.asname or module):
-                found.add(bound_name(alias))
+    others = (each for each in imports_of(tree) if symbol_of(each.name) is None)
+    found |= {bound_name(each.alias) for each in others if each.alias.asname or isinstance(each.node, cst.ImportFrom)}
     return found & bound
 
 
@@ -159,49 +156,25 @@ def _is_module_or_none(tree: SyntaxTree, value: cst.BaseExpression) -> bool:
     return constant or _imports_module(tree, value) or any(symbol_of(name) is not None for name in tree.imported(value))
 
 
-def _imported_in_classes(tree: SyntaxTree) -> set[str]:
-    """Names that are imported in the body of a class, and so are its attributes."""
-    return {
-        bound_name(alias)
-        for node in tree.all((cst.Import, cst.ImportFrom))
-        if not isinstance(node.names, cst.ImportStar)
-        for alias in node.names
-        if isinstance(tree.parent(tree.parent(tree.parent(node))), cst.ClassDef)
-    }
+def is_in_class(tree: SyntaxTree, node: cst.CSTNode) -> bool:
+    """Whether an import is a statement of a class, and so binds attributes of the class."""
+    return isinstance(tree.parent(tree.parent(tree.parent(node))), cst.ClassDef)
 
 
 def imported_names(tree: SyntaxTree) -> set[str]:
     """Names that imports bind to ``horovod.torch``, or to something in it."""
-    found = set()
-    for statement in tree.all((cst.Import, cst.ImportFrom)):
-        if isinstance(statement, cst.Import):
-            for alias in statement.names:
-                if symbol_of(full_name(alias.name)) is not None and alias.asname:
-                    found.add(full_name(alias.asname.name))
-        elif (
-            isinstance(statement, cst.ImportFrom)
-            and statement.module
-            and not isinstance(statement.names, cst.ImportStar)
-        ):
-            for alias in statement.names:
-                if symbol_of(f"{full_name(statement.module)}.{full_name(alias.name)}") is not None:
-                    found.add(bound_name(alias))
-    return found
+    found = [each for each in imports_of(tree) if symbol_of(each.name) is not None]
+    return {each.bound for each in found if isinstance(each.node, cst.ImportFrom) or each.alias.asname}
 
 
-def _imports(tree: SyntaxTree) -> list[cst.Import | cst.ImportFrom]:
+def horovod_imports(tree: SyntaxTree) -> list[cst.Import | cst.ImportFrom]:
     """The statements that import Horovod, or unidist."""
-    found: list[cst.Import | cst.ImportFrom] = []
-    for node in tree.all((cst.Import, cst.ImportFrom)):
-        if isinstance(node, cst.Import):
-            modules = [full_name(alias.name) for alias in node.names]
-        elif isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
-            modules = [full_name(node.module)]
-        else:
-            continue
-        if any(is_horovod(name) or name.split(".")[0] == "unidist" for name in modules):
-            found.append(node)
-    return found
+
+    def modules(node: cst.Import | cst.ImportFrom) -> list[str]:
+        return [module_of(node)] if isinstance(node, cst.ImportFrom) else [full_name(each.name) for each in node.names]
+
+    found = tree.all((cst.Import, cst.ImportFrom))
+    return [node for node in found if {name.split(".")[0] for name in modules(node)} & {"horovod", "unidist"}]
 
 
 def _imports_module(tree: SyntaxTree, value: cst.CSTNode) -> bool:

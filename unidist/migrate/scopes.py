@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import libcst as cst
 
-ScopeKind = Literal["module", "function", "class", "comprehension", "type parameters"]
+ScopeKind = Literal["module", "function", "class", "comprehension"]
 Comprehension = cst.ListComp | cst.SetComp | cst.DictComp | cst.GeneratorExp
 
 
@@ -88,15 +88,12 @@ class _Scope:
     def _owner(self, name: str) -> _Scope:
         """The scope in which an assignment sets the name."""
         other = self.elsewhere.get(name)
-        return self if other is None else other._visible_to(self)._owner(name)
+        return self if other is None else other._visible._owner(name)
 
-    def _visible_to(self, inner: _Scope) -> _Scope:
-        """This scope, or the next one whose names an inner scope sees: not those of a class."""
-        scope = self
-        while scope.kind == "class" and not (inner.parent is scope and inner.kind == "type parameters"):
-            assert scope.parent is not None
-            scope = scope.parent
-        return scope
+    @property
+    def _visible(self) -> _Scope:
+        """This scope, or the next one whose names inner scopes see: not those of a class."""
+        return self if self.kind != "class" or self.parent is None else self.parent._visible
 
     def knows(self, name: str) -> bool:
         """Whether a name is bound here or further out."""
@@ -104,15 +101,15 @@ class _Scope:
             return self.elsewhere[name].knows(name)
         if name in self.bindings:
             return True
-        return self.parent is not None and self.parent._visible_to(self).knows(name)
+        return self.parent is not None and self.parent._visible.knows(name)
 
-    def find(self, name: str, inner: _Scope) -> _Bindings | None:
-        """The bindings to which a name refers in an inner scope."""
+    def find(self, name: str) -> _Bindings | None:
+        """The bindings to which a name refers"""
         if name in self.elsewhere:
-            return self.elsewhere[name]._visible_to(inner).find(name, inner)
+            return self.elsewhere[name]._visible.find(name)
         if name in self.bindings:
             return self.bindings[name]
-        return None if self.parent is None else self.parent._visible_to(inner).find(name, inner)
+        return None if self.parent is None else self.parent._visible.find(name)
 
 
 class Scopes:
@@ -132,8 +129,8 @@ class Scopes:
         self._uses: dict[int, tuple[str, _Use]] = {}
         #: For each call around the current node, the outermost attribute around it.
         self._attributes: list[cst.Attribute | None] = [None]
-        #: Whether the module imports a dotted name, and something of ``typing``.
-        self._dotted = self._typing = False
+        #: Whether the module imports a dotted name.
+        self._dotted = False
         self._found: list[_Use] = []
         self._visit(nodes[0])
         for use in self._found:
@@ -209,13 +206,7 @@ class Scopes:
 
     def _call(self, node: cst.Call) -> None:
         self._attributes.append(None)
-        args = node.args
-        if self._typing:
-            name = _full_name(node.func)
-            bindings = _longest_known(self._scope, name)
-            if bindings is not None and bindings.meaning(name).imported & {"typing.NewType", "typing.TypeVar"}:
-                args = args[1:]
-        self._visit_all(node.func, *args)
+        self._visit_all(node.func, *node.args)
         self._attributes.pop()
 
     def _argument(self, node: cst.Arg) -> None:
@@ -254,17 +245,11 @@ class Scopes:
         outer.bind(node.name.value, node)
         self._scopes[id(node)] = self._scopes[id(node.name)] = outer
         if isinstance(node, cst.ClassDef):
-            self._visit_all(*node.decorators)
-        if node.type_parameters is not None:
-            self._scope = _Scope("type parameters", outer)
-            self._visit(node.type_parameters)
-        if isinstance(node, cst.ClassDef):
-            self._visit_all(*node.bases, *node.keywords)
-            self._in_scope(_Scope("class", self._scope, node.name.value), *node.body.body)
+            self._visit_all(*node.decorators, *node.bases, *node.keywords)
+            self._in_scope(_Scope("class", outer, node.name.value), *node.body.body)
         else:
-            self._in_scope(_Scope("function", self._scope, node.name.value), node.params, node.body)
+            self._in_scope(_Scope("function", outer, node.name.value), node.params, node.body)
             self._visit_all(*node.decorators, node.returns)
-        self._scope = outer
 
     def _parameter(self, node: cst.Param) -> None:
         own = self._scope
@@ -286,10 +271,8 @@ class Scopes:
     def _import(self, node: cst.Import | cst.ImportFrom) -> None:
         if isinstance(node.names, cst.ImportStar):
             return
-        module = _full_name(node.module) if isinstance(node, cst.ImportFrom) and node.module is not None else ""
         for alias in node.names:
             name = _full_name(alias.name)
-            self._typing |= (module or name).split(".")[0] == "typing"
             if alias.asname is not None:
                 self._scope.bind(_full_name(alias.asname.name), node)
                 continue
@@ -303,13 +286,6 @@ class Scopes:
         if scope.parent is not None:
             for item in node.names:
                 scope.elsewhere[item.name.value] = scope.root if isinstance(node, cst.Global) else scope.parent
-
-    def _type(self, node: cst.TypeAlias | cst.TypeVar | cst.TypeVarTuple | cst.ParamSpec) -> None:
-        self._scope.bind(node.name.value, node)
-        if isinstance(node, cst.TypeAlias):
-            self._in_scope(_Scope("type parameters", self._scope), node.type_parameters, node.value)
-        elif isinstance(node, cst.TypeVar):
-            self._visit_all(node.bound)
 
 
 #: The nodes whose children are not all read in the order of the text, by class: ``isinstance`` is slow for libcst's.
@@ -331,10 +307,6 @@ _VISITS: dict[type[cst.CSTNode], Callable[[Scopes, Any], None]] = {
     cst.Global: Scopes._declaration,
     cst.Nonlocal: Scopes._declaration,
     cst.For: Scopes._for,
-    cst.TypeAlias: Scopes._type,
-    cst.TypeVar: Scopes._type,
-    cst.TypeVarTuple: Scopes._type,
-    cst.ParamSpec: Scopes._type,
     cst.Assign: Scopes._assignment,
     cst.AnnAssign: Scopes._with_target,
     cst.AugAssign: Scopes._with_target,
@@ -345,20 +317,19 @@ _VISITS: dict[type[cst.CSTNode], Callable[[Scopes, Any], None]] = {
 #: Nodes after which later uses in their scope see what they have bound.
 _COUNTED = {
     cst.AnnAssign, cst.AsName, cst.Assign, cst.AugAssign, cst.ClassDef, cst.CompFor, cst.FunctionDef, cst.Global,
-    cst.Import, cst.ImportFrom, cst.NamedExpr, cst.Nonlocal, cst.Parameters, cst.WithItem, cst.TypeVar, cst.TypeAlias,
-    cst.TypeVarTuple, cst.ParamSpec,
+    cst.Import, cst.ImportFrom, cst.NamedExpr, cst.Nonlocal, cst.Parameters, cst.WithItem,
 }  # fmt: skip
 
 
 def _meaning_of_use(name: str, use: _Use) -> Meaning:
     """What a name refers to where it is read: in its own scope to what is bound before, if something is."""
     scope = use.scope
-    bindings = scope.find(name, scope)
+    bindings = scope.find(name)
     if bindings is None or bindings.scope is not scope:
         return Meaning() if bindings is None else bindings.meaning(name)
     if bindings.has(use.number):
         return bindings.meaning(name, use.number)
-    further_out = scope.parent.find(name, scope) if scope.parent is not None else None
+    further_out = scope.parent.find(name) if scope.parent is not None else None
     return Meaning() if further_out is None else further_out.meaning(name)
 
 
@@ -366,7 +337,7 @@ def _longest_known(scope: _Scope, name: str) -> _Bindings | None:
     """The bindings of a dotted name, or of the longest beginning of it that has some."""
     while name and not scope.knows(name):
         name = name.rpartition(".")[0]
-    return scope.find(name, scope) if name else None
+    return scope.find(name) if name else None
 
 
 def _imported_names(node: cst.Import | cst.ImportFrom, name: str) -> Iterator[str]:

@@ -23,16 +23,22 @@ _OF_MODEL = re.compile(r"param|module|children|layer|model|net", re.IGNORECASE)
 
 def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[Problem]:
     """Changes of ``requires_grad`` after a statement, unless they are made to all parameters of a model."""
-    tree = context.tree
-    for node in tree.all(cst.Attribute):
-        changes = node.attr.value == "requires_grad_" or (node.attr.value == "requires_grad" and is_target(tree, node))
-        if not changes:
-            continue
-        made = isinstance(node.value, cst.Call) and called_name(node.value) in _NEW_TENSORS
-        if made or isinstance(node.value, cst.BinaryOperation) or _is_of_batch(context, node.value):
-            continue  # not a parameter
-        if not _is_all_before(context, node, before) and not _is_of_whole_model(context, node, flow):
+    changes = list(_changes(context))
+    parts = [node for node in changes if not _is_of_whole_model(context, node, flow)]
+    for node in changes:
+        # All parameters require a gradient again: some more than before, if some were frozen.
+        if parts and not _is_all_before(context, node, before):
             yield node, "some parameters are frozen or unfrozen after DistributedOptimizer, which unidist refuses"
+
+
+def _changes(context: Context) -> Iterator[cst.Attribute]:
+    """The changes of ``requires_grad`` of what may be a parameter."""
+    for node in context.tree.all(cst.Attribute):
+        is_set = node.attr.value == "requires_grad" and is_target(context.tree, node)
+        made = isinstance(node.value, cst.Call) and called_name(node.value) in _NEW_TENSORS
+        other = made or isinstance(node.value, cst.BinaryOperation) or _is_of_batch(context, node.value)
+        if (is_set or node.attr.value == "requires_grad_") and not other:
+            yield node
 
 
 def _is_of_batch(context: Context, node: cst.BaseExpression) -> bool:
