@@ -97,6 +97,8 @@ def serve(listener: socket.socket) -> dict[str, object]:
             elif key.fileobj == 0:
                 for pid in running.values():
                     _kill(pid)
+                os.unlink(listener.getsockname())
+                os.rmdir(os.path.dirname(listener.getsockname()))
                 os._exit(0)
             elif key.data is not None:  # a copy has ended
                 client = key.data
