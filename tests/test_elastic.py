@@ -396,7 +396,9 @@ def test_commits_of_another_user_are_not_read(tmp_path: Path, monkeypatch: pytes
             ours = host_memory._CommitProcess.start()
             for commit in (1, 2, 3):
                 ours.write(commit, {"x": torch.ones(3)})
-            found = host_memory._CommitProcess.find()
+            end = time.monotonic() + 10  # /proc has a new program's arguments a moment after Popen returns
+            while (found := host_memory._CommitProcess.find()) is None and time.monotonic() < end:
+                time.sleep(0.01)
             assert found is not None
             assert (commit_of := found.read()) is not None and commit_of[0] == 3
             found.clear()
