@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import selectors
+import signal
 import socket
 import struct
 import threading
@@ -218,12 +219,15 @@ def test_a_forked_child_does_not_keep_the_connection() -> None:
     here, there = pair()
     pid = os.fork()
     if pid == 0:
-        time.sleep(3)
+        time.sleep(60)
         os._exit(0)
-    here.close()
-    with selectors.DefaultSelector() as selector:
-        selector.register(there, selectors.EVENT_READ)
-        assert selector.select(2), "the child holds the connection"
-    with pytest.raises(EOFError):
-        there.receive()
-    os.waitpid(pid, 0)
+    try:
+        here.close()
+        with selectors.DefaultSelector() as selector:
+            selector.register(there, selectors.EVENT_READ)
+            assert selector.select(5), "the child holds the connection"
+        with pytest.raises(EOFError):
+            there.receive()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -163,7 +163,6 @@ class Links(html.parser.HTMLParser):
             self.links.add(link)
 
 
-@pytest.mark.unit
 def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
     """Links within the site, with their anchors; those to other sites are not followed."""
     sphinx = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]

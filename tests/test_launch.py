@@ -131,7 +131,7 @@ def test_variables_set_by_hand(options: dict[str, Any]) -> None:
 def test_a_unit_starts_no_world() -> None:
     import unidist
 
-    for start in (lambda: run_world("torchrun", 2, [PLACE]), lambda: unidist.spawn(os.getpid, 1)):
+    for start in (lambda: run_world("torchrun", 2, [PLACE], fresh=True), lambda: unidist.spawn(os.getpid, 1)):
         with pytest.raises(AssertionError, match="is marked unit, and would start a world"):
             start()
 

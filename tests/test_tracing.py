@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from tests.support.worlds import environment
+from unidist.cli import main
 from unidist.diagnosis.timeline.recorder import path_of_rank
 from unidist.diagnosis.timeline.trace import RankTrace, merged, read_all
 from unidist.diagnosis.timeline.waiting import verdict, waits
@@ -142,16 +141,14 @@ def test_a_profile_is_moved_to_its_rank_and_time(tmp_path: Path) -> None:
         list(merged(traces[:1], profiles))
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     paths = write(tmp_path, [[span("all_reduce", 0, 50, 0, 3)], [span("all_reduce", 40, 50, 0, 3)], []])
 
     def unidist_timeline(*arguments: object, status: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "unidist", "timeline", *map(str, arguments)],
-            capture_output=True, text=True, env=environment("python", {}), cwd=tmp_path,
-        )  # fmt: skip
-        assert done.returncode == status, done.stderr
-        return done.stdout + done.stderr
+        done = CliRunner().invoke(main, ["timeline", *map(str, arguments)])
+        assert done.exit_code == status, done.output
+        return done.output
 
     shown = unidist_timeline(*paths[:2], "--merge", "all.json", "--plot", "plot.png")
     assert "1 (host1)" in shown and "these ranks are missing: 2" in shown and "files of all ranks" in shown

@@ -19,6 +19,7 @@ from unidist.migrate.syntax import (
     iterated,
     keyword,
     names_in,
+    of_tree,
     without_trailing_comma,
 )
 
@@ -116,6 +117,7 @@ def _is_uneven(context: Context, loop: cst.For) -> bool:
     return any(context.tree.jumps(loop.body)) or any(isinstance(each, (cst.If, cst.Try, cst.While)) for each in around)
 
 
+@of_tree
 def training_loops(tree: SyntaxTree) -> list[cst.For]:
     """The loops with a backward pass."""
     return [loop for loop in tree.all(cst.For) if any(tree.method_calls("backward", loop.body))]
