@@ -90,7 +90,7 @@ def test_a_rank_that_stops_in_the_start_is_named_in_time(call: str, victim: int)
 def test_a_rank_that_stops_in_the_start_of_mpi_ends_the_job(call: str) -> None:
     env = {"UNIDIST_TIMEOUT": str(TIMEOUT)}
     result = run_world(
-        "openmpi", 3, ["tests/programs/stopped_start.py", call, "1"], backend="gloo", env=env, timeout=60, fresh=True
+        "openmpi", 3, ["tests/programs/stopped_start.py", call, "1"], backend="gloo", env=env, fresh=True
     )
     assert result.returncode != 0 and result.seconds < 45, result.output
     what = "MPI's start" if call.endswith("_start") else "MPI's first collective calls"

@@ -300,8 +300,8 @@ def test_an_unmodified_horovod_script_on_hosts_that_come_and_go(tmp_path: Path) 
 def test_survivors_go_on_without_the_one_that_is_lost(call: str, fault: str, tmp_path: Path) -> None:
     """A rank that is stopped is killed after the report of the others that wait."""
     options = ["-np", "2", "--min-np", "1"]
-    env = {"UNIDIST_STALL_S": "2", SERVER: ""}  # the new worker comes when the other has gone on
-    with started(tmp_path, options, [*NATIVE, call, "0.1"], **env) as job:
+    env = {"UNIDIST_STALL_S": "2", "FULL_SIZE": "2", SERVER: ""}  # the new worker comes when the other has gone on
+    with started(tmp_path, options, [*NATIVE, call, "0"], **env) as job:
         job.do(f"{fault}.1.4")
         assert job.status() == 0, job.output
     assert ("worker 1 on host localhost has stopped while others wait: it is killed" in job.output) == (fault == "stop")

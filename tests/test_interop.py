@@ -69,7 +69,7 @@ def test_a_rank_that_fails_in_a_script_ends_the_job(how: str, tmp_path: Path) ->
         f"if dist.get_rank() == 1:\n    {how}\n"
         "time.sleep(100)\n"
     )
-    result = run_world("openmpi", 2, ["-m", "unidist", str(script)], timeout=60)
+    result = run_world("openmpi", 2, ["-m", "unidist", str(script)])
     assert result.returncode == (3 if "exit" in how else 1), result.output
     assert "exit" in how or "ValueError: on purpose" in result.output
 

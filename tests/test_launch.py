@@ -208,7 +208,7 @@ def test_a_missing_rank_ends_the_start_with_a_clear_error() -> None:
         "MASTER_PORT": str(free_port()),
         "UNIDIST_TIMEOUT": "3",
     }
-    result = run_world("python", 1, [PLACE], env=env, timeout=60)
+    result = run_world("python", 1, [PLACE], env=env)
     assert result.returncode != 0
     assert "rank 0 of 2 did not meet ranks 1 within 3 s" in result.output and result.seconds < 30, result.output
 
@@ -233,9 +233,7 @@ def seconds_since_the_failure(result: Result) -> float:
 
 @pytest.mark.parametrize(("launcher", "backend", "how"), FAILS)
 def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -> None:
-    result = run_world(
-        launcher, 2, ["tests/programs/fail_on_rank.py", "1", how], backend=backend, timeout=60, fresh=True
-    )
+    result = run_world(launcher, 2, ["tests/programs/fail_on_rank.py", "1", how], backend=backend, fresh=True)
     assert result.returncode != 0 and seconds_since_the_failure(result) < 20
     assert "trained to the end" not in result.output
     if how == "raise":
@@ -248,7 +246,7 @@ def test_a_rank_that_fails_ends_the_job(launcher: str, backend: str, how: str) -
 )
 def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> None:
     argv = ["tests/programs/fail_on_rank.py", "1", "sleep"]
-    result = run_world(launcher, 2, argv, backend=backend, env={"UNIDIST_TIMEOUT": "4"}, timeout=90, fresh=True)
+    result = run_world(launcher, 2, argv, backend=backend, env={"UNIDIST_TIMEOUT": "4"}, fresh=True)
     assert result.returncode != 0 and seconds_since_the_failure(result) < 30
     # The collectives of a checkpoint wait for no disk, though their timeout is 4 s.
     assert result.output.count("the disk was slow") == 2, result.output
@@ -264,7 +262,7 @@ def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> 
 def test_a_rank_that_leaves_early_is_explained_in_backward() -> None:
     """It makes fewer steps than the others, and fails in nothing."""
     argv = ["tests/programs/fail_on_rank.py", "1", "leave"]
-    result = run_world("torchrun", 2, argv, backend="gloo", timeout=60, fresh=True)
+    result = run_world("torchrun", 2, argv, backend="gloo", fresh=True)
     assert result.returncode != 0 and "Connection closed by peer" in result.output
     ended = r"rank 0 of 2 \(gloo\): backward .*: rank 1 .* has ended without an exception, after all_reduce"
     assert re.search(rf"{ended}.*shard_loader.*unidist\.join", result.output), result.output

@@ -66,7 +66,7 @@ for _ in range(3):
 time.sleep(600 if unidist.rank() == 1 else 0)
 dist.all_reduce(torch.ones(5))
 """
-    result = run_world(launcher, 3, ["-c", code], env={"UNIDIST_TIMEOUT": "6"}, timeout=60)
+    result = run_world(launcher, 3, ["-c", code], env={"UNIDIST_TIMEOUT": "6"})
     assert result.returncode != 0 and result.seconds < 40, result.output
     expected = (
         r"rank [02] of 3 \(mpi\): all_reduce of float32 \[5\], operation \d+, at <string>:7, hit its timeout of 6 s: "
@@ -82,7 +82,7 @@ unidist.init("mpi", timeout=4)
 tensor = torch.ones(3 if unidist.rank() else 100_000)
 dist.all_reduce(tensor, async_op=True).get_future().wait()
 """
-    result = run_world("openmpi", 2, ["-c", code], timeout=60)
+    result = run_world("openmpi", 2, ["-c", code])
     assert result.returncode != 0 and result.seconds < 30, result.output
     calls = r"rank 0 .* called all_reduce of float32 \[100000\].*; rank 1 .* called all_reduce of float32 \[3\]"
     assert re.search(rf"mismatch in operation \d+: {calls}", result.output), result.output
@@ -99,7 +99,7 @@ if unidist.rank() == 0:
         print("caught:", error, flush=True)
 time.sleep(600)
 """
-    result = run_world("openmpi", 2, ["-c", code], timeout=60)
+    result = run_world("openmpi", 2, ["-c", code])
     assert result.returncode != 0 and result.seconds < 40, result.output
     caught = "caught: rank 0 of 2 (mpi): recv of float32 [1], message 1, at <string>:6, hit its timeout"
     assert caught in result.output, result.output

@@ -41,7 +41,7 @@ def test_the_rank_the_call_and_the_line_are_named_in_time(
     # Python may start slowly where a user asks.
     env = {"UNIDIST_STALL_S": str(STALL_S), "UNIDIST_TIMEOUT": "20" if last == "backward" else "6"}
     argv = [PROGRAM, how, last, *([str(tmp_path / "asked")] if last == "backward" else [])]
-    result = run_world(launcher, 3, argv, backend=backend, env=env, timeout=60, fresh=True)
+    result = run_world(launcher, 3, argv, backend=backend, env=env, fresh=True)
     output = clean(result.output)
     assert result.returncode != 0, output
     reports = re.findall(r"^unidist: (?!rank \d has got).*?(?=^(?!  ))", output, re.MULTILINE | re.DOTALL)
@@ -111,7 +111,7 @@ def test_a_call_of_one_rank_alone_is_told_from_late_ones(tmp_path: Path) -> None
         "stalls.last()\n"
     )
     env = {"UNIDIST_STALL_S": "1", "UNIDIST_TIMEOUT": "3"}
-    result = run_world("torchrun", 2, [str(program)], backend="gloo", env=env, timeout=60, fresh=True)
+    result = run_world("torchrun", 2, [str(program)], backend="gloo", env=env, fresh=True)
     calls = (
         rf"ismatch in operation 2: rank 0 \(host {HOST}, pid \d+\) called all_reduce of float32 \[4\] at {AT}:\d+ "
         rf"\(reduce\); rank 1 \(host {HOST}, pid \d+\) called all_reduce of float32 \[1\]"
@@ -160,7 +160,7 @@ os.write(1, f"rank {rank} is done\\n".encode())
 def test_unidist_check_compares_calls_before_they_are_made(tmp_path: Path) -> None:
     program = tmp_path / "checked.py"
     program.write_text(CHECKED)
-    result = run_world("torchrun", 2, [str(program)], backend="gloo", env={"UNIDIST_CHECK": "1"}, timeout=60)
+    result = run_world("torchrun", 2, [str(program)], backend="gloo", env={"UNIDIST_CHECK": "1"})
     assert result.returncode == 0 and result.output.count("is done") == 2, result.output
     for calls in (
         r"rank 0: assert_in_sync at .*checked\.py:\d+ \(<lambda>\); rank 1: broadcast_model_state at",
@@ -185,6 +185,6 @@ time.sleep(1)
 ctypes.PyDLL(None).sleep(600)
 """
     env = {"UNIDIST_STALL_S": "0.5", "UNIDIST_TIMEOUT": "3"}
-    result = run_world("horovodrun", 2, ["-c", code], backend="horovod", env=env, timeout=60)
+    result = run_world("horovodrun", 2, ["-c", code], backend="horovod", env=env)
     assert result.returncode != 0 and result.seconds < 45, result.output
     assert re.search(r'Timeout \(0:00:04\)!(.*\n)*.*File "<string>", line 6', result.output), result.output

@@ -92,7 +92,8 @@ def serve(listener: socket.socket) -> dict[str, object]:
         for key, _ in ready.select():
             if key.fileobj is listener:
                 client = listener.accept()[0]
-                client.sendall(ours)
+                with suppress(OSError):
+                    client.sendall(ours)
                 ready.register(client, selectors.EVENT_READ)
             elif key.fileobj == 0:
                 for pid in running.values():
@@ -127,7 +128,8 @@ def serve(listener: socket.socket) -> dict[str, object]:
                     os.close(file)
                 running[client] = pid
                 ready.register(os.pidfd_open(pid), selectors.EVENT_READ, client)
-                client.sendall(b"%d\n" % pid)
+                with suppress(OSError):  # it was killed meanwhile: select() tells next
+                    client.sendall(b"%d\n" % pid)
 
 
 def _receive(client: socket.socket) -> dict[str, object] | None:

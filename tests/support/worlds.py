@@ -183,7 +183,7 @@ def run_world(
     *,
     backend: str = "auto",
     env: Mapping[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = 240,
     fresh: bool = False,
 ) -> Result:
     """Run ``python *argv`` in ``nprocs`` processes under a launcher, and wait for its end.
