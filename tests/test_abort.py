@@ -86,13 +86,19 @@ def test_a_rank_that_stops_in_the_start_is_named_in_time(call: str, victim: int)
             process.communicate()
 
 
-@pytest.mark.parametrize("call", ["unidist.backends.mpi.launch._start", "unidist.backends.rendezvous.this_host"])
-def test_a_rank_that_stops_in_the_start_of_mpi_ends_the_job(call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        ("unidist.backends.mpi.launch._start", f"has waited {TIMEOUT} s for MPI's start"),
+        ("unidist.backends.rendezvous.this_host", f"has waited {TIMEOUT} s for all ranks to come to MPI's first coll"),
+        ("horovod.torch.init", f"has waited {1.5 * TIMEOUT:g} s for Horovod's start"),
+    ],
+)
+def test_a_rank_that_stops_in_the_start_of_mpi_ends_the_job(call: str, what: str) -> None:
     env = {"UNIDIST_TIMEOUT": str(TIMEOUT)}
     result = run_world(
         "openmpi", 3, ["tests/programs/stopped_start.py", call, "1"], backend="gloo", env=env, fresh=True
     )
     assert result.returncode != 0 and result.seconds < 45, result.output
-    what = "MPI's start" if call.endswith("_start") else "MPI's first collective calls"
-    assert f"has waited {TIMEOUT} s for" in result.output and what in result.output, result.output
+    assert what in result.output, result.output
     assert "btl_tcp_if_exclude" in result.output and "has begun" not in result.output, result.output

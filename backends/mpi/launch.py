@@ -31,7 +31,8 @@ _READ_S = 1.0
 
 @contextmanager
 def watchdog(timeout: timedelta, what: str) -> Iterator[None]:
-    """End this process, and with it the job, if the calls of MPI inside wait for longer, which nothing interrupts.
+    """End this process, and with it the job, if the calls of MPI or Horovod inside wait for longer, which nothing
+    interrupts.
 
     Another process does it, because MPI's start keeps Python's lock.
     """

@@ -30,7 +30,7 @@ from tests.support.worlds import ROOT, commands, environment, free_port
 
 RANKS = 3
 #: Seconds of UNIDIST_TIMEOUT, and how much later a survivor must have ended.
-TIMEOUT, GRACE = 10, 10
+TIMEOUT, GRACE = 10, 15
 #: Seconds of UNIDIST_STALL_S.
 STALL = 5
 #: For a start on a busy machine.

@@ -1,4 +1,6 @@
-"""``hvd.init()``, in which one rank stops, as by SIGSTOP, before a call: ``stopped_start.py CALL RANK``."""
+"""``init()`` of the drop-in, or of unidist on Horovod, in which one rank stops, as by SIGSTOP, before a call:
+``stopped_start.py CALL RANK``.
+"""
 
 import importlib
 import os
@@ -7,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+import unidist
 import unidist.hvd as hvd
 from unidist.launch.topology import detect
 
@@ -26,7 +29,10 @@ def stop(*arguments: Any, **more: Any) -> Any:
 setattr(module, name, stop)
 begin = time.monotonic()
 try:
-    hvd.init()
+    if module_name == "horovod.torch":
+        unidist.init("horovod")
+    else:
+        hvd.init()
 except BaseException as error:
     print(f"rank {rank} raised {type(error).__name__} after {time.monotonic() - begin:.1f} s: {error}", flush=True)
     raise SystemExit(1) from None
