@@ -87,6 +87,7 @@ lint: $(VENV)/pip.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --config setup.cfg
+	$(BIN)/actionlint
 
 clean:
 	rm -rf $(VENV) .venv-torch-* .venv-interop build dist *.egg-info

@@ -254,8 +254,8 @@ def _connect_timeout(start: Start) -> dict[str, str]:
 def _start_limit(start: Start) -> timedelta:
     """Return how long ``hvd.init()`` may take.
 
-    Each of its connections has a timeout on Gloo, and MPI's have none. Where a rank stops in the middle, it now and then
-    does not return on Gloo either (1 of 100 starts).
+    Connections of MPI have no timeout. Those of Gloo have, and yet 1 of 100 starts in which a rank was stopped did not
+    return.
     """
     connect = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or 0)
     return 1.5 * max(start.timeout or _START_TIMEOUT, timedelta(seconds=connect))

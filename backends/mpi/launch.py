@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from unidist.errors import BackendError, UnidistError, WorldSizeError
@@ -153,9 +154,26 @@ def _import_mpi(launch: Launch) -> Any:
     chosen = "MPI4PY_MPIABI" in os.environ or "MPI4PY_LIBMPI" in os.environ
     if wanted and not chosen:
         os.environ["MPI4PY_MPIABI"] = wanted
+        if wanted == "mpich":
+            _load_launchers_mpich()
     try:
         from mpi4py import MPI
     finally:
         if wanted and not chosen:
             del os.environ["MPI4PY_MPIABI"]
     return MPI
+
+
+def _load_launchers_mpich() -> None:
+    """Load the library of the MPICH whose ``mpiexec`` has started this process.
+
+    mpi4py leaves it to the linker, which does not look beside the launcher: MPICH's wheel, an MPICH in /opt.
+    """
+    pid = os.getppid()
+    with suppress(OSError):  # the files of another user's process are not readable
+        while pid > 1:
+            program = Path(f"/proc/{pid}/exe").readlink()
+            if program.name == "hydra_pmi_proxy":
+                ctypes.CDLL(str(program.parents[1] / "lib/libmpi.so.12"))
+                return
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
