@@ -5,6 +5,7 @@
 # make coverage: the lines of the package that make test executes, the least covered files first.
 # make faults N=200: kills, stops and breaks ranks of the drop-in, and counts what became of the others (tests/faults).
 # make mishaps N=300: kills, full disks, damaged and hostile files, hostile bytes on ports; counts what was lost or ran.
+# make mutants N=20: changes one place of the package at a time, and counts the changes that no test notices.
 # make test-torch TORCH=2.15.0: what another PyTorch may break, in an environment of its own, which takes some gigabytes.
 # make test-interop: scripts of more libraries than `make test` installs, in an environment of its own.
 VENV ?= .venv
@@ -21,7 +22,7 @@ TORCH_TESTS := tests/contract $(patsubst %,tests/test_%.py,contract mpi c10d hvd
 # pip beside apt, lint beside the unit tests, and then Horovod's build.
 MAKEFLAGS += -j2
 
-.PHONY: demo docs unit test test-all coverage faults mishaps test-hosts test-torch test-interop test-gpu bench lint system clean
+.PHONY: demo docs unit test test-all coverage faults mishaps mutants test-hosts test-torch test-interop test-gpu bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
@@ -55,6 +56,9 @@ faults: $(VENV)/test.stamp
 
 mishaps: $(VENV)/pip.stamp
 	$(BIN)/python -W ignore -m tests.faults.mishaps -n $(N) $(if $(SEED),--seed $(SEED))
+
+mutants: $(VENV)/test.stamp
+	$(BIN)/python -W ignore -m tests.mutants -n $(N) $(if $(SEED),--seed $(SEED))
 
 # Hosts as network namespaces: what `make test-all` has of them, and what takes longer. As root.
 test-hosts: $(VENV)/test.stamp

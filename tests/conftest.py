@@ -5,9 +5,11 @@ rank.
 """
 
 import os
+import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +18,7 @@ import torch
 
 from tests.support import slurm
 from tests.support.worlds import IN_WORLD, LEGACY, PROJECTS, run_world, shown
+from unidist.launchers import table
 
 # A shell starts what is in its background with SIGINT ignored, and so would be the jobs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,6 +37,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(VARIANTS):
             item.add_marker(pytest.mark.variant)
+
+
+#: Why it is not here, or None, for what tests/needs.txt names.
+NEEDS: dict[str, Callable[[], str | None]] = {
+    "horovod": lambda: table.missing("horovodrun"),
+    "openmpi": lambda: table.missing("openmpi"),
+    "mpich": lambda: table.missing("mpich"),
+    "root": lambda: None if os.geteuid() == 0 else "only root can be another user: run it as root",
+    "make": lambda: None if shutil.which("make") else "make is not on PATH: apt-get install make",
+    "ssh": lambda: None if shutil.which("ssh") else "ssh is not on PATH: apt-get install openssh-client",
+    "peers": lambda: (
+        None if find_spec("accelerate") else "other libraries are not installed: pip install -e '.[bench]'"
+    ),
+}
+NEEDED = [
+    line.split(maxsplit=1)
+    for line in Path(__file__).with_name("needs.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs something that is not installed."""
+    for need, name in NEEDED:
+        if item.nodeid.removeprefix("tests/").startswith(name) and (why := NEEDS[need]()):
+            pytest.skip(why)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import unidist
-from tests.conftest import VARIANTS
+from tests.conftest import NEEDED, VARIANTS
 from tests.support.worlds import ROOT, environment
 from unidist.context import BACKENDS
 
@@ -203,10 +203,10 @@ def test_the_second_name_is_refused() -> None:
     assert done.returncode != 0 and "import unidist.backends" in done.stderr
 
 
-def test_every_variant_is_a_test() -> None:
-    for variant in VARIANTS:
-        file, name = variant.partition("[")[0].split("::")
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), variant
+def test_the_tests_of_lists_exist() -> None:
+    for test in (*VARIANTS, *(name for _, name in NEEDED)):
+        file, name = test.partition("[")[0].split("::")
+        assert f"def {name}" in (ROOT / "tests" / file).read_text(), test
 
 
 # ------------------------------------------------------------------------------------ docs
