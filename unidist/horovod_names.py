@@ -12,7 +12,6 @@ _MODULES = {
     "horovod.runner.util.threads": "unidist.hvd.common.util",
     "horovod.spark": "unidist.spark",
     "sparkdl": "unidist.spark.sparkdl",
-    "sparkdl.horovod": "unidist.spark.sparkdl",
 }
 
 

@@ -42,7 +42,7 @@ class Job(NamedTuple):
     #: The function and its arguments, pickled.
     payload: bytes
     env: dict[str, str]
-    count: int
+    size: int
     executable: str | None
     #: Where the driver's program finds its modules.
     path: list[str]
@@ -128,7 +128,7 @@ def run_task(job: Job, partition: object) -> Iterator[tuple[int, bytes]]:
 def _connect(job: Job, rank: int) -> Connection:
     try:
         content = {"rank": rank, "host": socket.gethostname()}
-        driver, hello = connect(tuple(job.driver), job.secret, PURPOSE, content, _CONNECT_S)
+        driver, hello = connect(job.driver, job.secret, PURPOSE, content, _CONNECT_S)
         hello.answer(driver.receive_one(_CONNECT_S))
     except (OSError, EOFError) as error:
         raise UnidistError(
@@ -151,7 +151,7 @@ def _environment(job: Job, place: Place, master: tuple[str, int]) -> dict[str, s
         settings.LAUNCHER: "",
         RUN_ID: f"{EXPORTED}spark",
         "RANK": str(place.rank),
-        "WORLD_SIZE": str(job.count),
+        "WORLD_SIZE": str(job.size),
         "LOCAL_RANK": str(place.local_rank),
         "LOCAL_WORLD_SIZE": str(place.local_size),
         "GROUP_RANK": str(place.node_rank),
@@ -217,11 +217,11 @@ class _Rank:
     def follow(self) -> bytes:
         """Until it has ended."""
         with selectors.DefaultSelector() as selector:
-            for each in (*self._names, self._driver):
+            for each in (*self._names, self._driver.fileno()):
                 selector.register(each, selectors.EVENT_READ)
             while len(selector.get_map()) > 1:
                 for key, _ in selector.select(0.1):
-                    if key.fileobj is self._driver:
+                    if key.fd not in self._names:
                         self._driver.receive()  # nothing, but its end
                     elif not self._read(key.fd):
                         selector.unregister(key.fd)

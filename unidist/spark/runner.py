@@ -85,7 +85,7 @@ def run(
     _require_slots(context, count, start_timeout)
     streams = {"stdout": stdout or (verbose and sys.stdout), "stderr": stderr or (verbose and sys.stderr)}
     ranks = _Ranks(
-        LOOPBACK if context.master.startswith("local") else _driver_address(context),
+        _driver_address(context),
         count,
         functools.partial(_write, streams, prefix_output_with_timestamp),
         _START_S if start_timeout is None else start_timeout,
@@ -133,8 +133,7 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 def _require_slots(context: SparkContext, count: int, start_timeout: float | None) -> None:
     scala = context._jsc.sc()
-    is_fixed = context.master.startswith("local") and not context.master.startswith("local-cluster")
-    end = time.monotonic() + (0.0 if is_fixed else _REGISTER_S if start_timeout is None else start_timeout)
+    end = time.monotonic() + (0.0 if scala.isLocal() else _REGISTER_S if start_timeout is None else start_timeout)
     while (slots := scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile())) < count:
         if time.monotonic() >= end:
             raise UnidistError(
@@ -146,13 +145,13 @@ def _require_slots(context: SparkContext, count: int, start_timeout: float | Non
 
 
 def _driver_address(context: SparkContext) -> str:
+    if str(context.master).startswith("local"):
+        return LOOPBACK
     name = context.getConf().get("spark.driver.host") or socket.gethostname()
     return socket.gethostbyname(name)
 
 
-def _write(
-    streams: Mapping[str, TextIO | int | None], with_time: bool, rank: int, stream: str, text: str
-) -> None:
+def _write(streams: Mapping[str, TextIO | int | None], with_time: bool, rank: int, stream: str, text: str) -> None:
     file = streams[stream]
     if file and not isinstance(file, int):
         stamp = time.strftime("%a %b %d %H:%M:%S %Y") if with_time else ""
@@ -180,9 +179,7 @@ class _Ranks:
         start_s: seconds for the tasks to start.
     """
 
-    def __init__(
-        self, address: str, count: int, write: Callable[[int, str, str], None], start_s: float
-    ) -> None:
+    def __init__(self, address: str, count: int, write: Callable[[int, str, str], None], start_s: float) -> None:
         self.secret = new_secret()
         #: Of the rank that failed first.
         self.failure = ""

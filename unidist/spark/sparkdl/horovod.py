@@ -1,0 +1,11 @@
+"""Databricks' ``sparkdl.horovod.log_to_driver``."""
+
+#: Begins each line.
+MARK = "[log_to_driver] "
+_LONGEST = 4000
+
+
+def log_to_driver(message: str) -> None:
+    """Print a message on the driver, whatever ``driver_log_verbosity`` is; of a long one the first 4000 characters."""
+    for line in message[:_LONGEST].splitlines():
+        print(f"{MARK}{line}", flush=True)
