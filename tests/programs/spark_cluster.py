@@ -1,0 +1,39 @@
+"""``unidist.spark.run`` on a cluster of two executors, which are processes of this host."""
+
+import os
+import signal
+import sys
+
+from pyspark.sql import SparkSession
+
+import unidist.spark
+from unidist.errors import UnidistError
+
+
+def where(directory: str) -> tuple[int, ...]:
+    import unidist
+
+    unidist.init()
+    unidist.barrier()
+    return unidist.rank(), unidist.local_rank(), unidist.local_size(), unidist.node_rank(), unidist.num_nodes()
+
+
+def lose(directory: str) -> None:
+    """Rank 1's task is killed; an attempt leaves a file."""
+    import unidist
+
+    unidist.init()
+    open(f"{directory}/{os.getpid()}", "w").close()
+    if unidist.rank() == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    unidist.barrier()
+
+
+if __name__ == "__main__":
+    spark = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.ui.enabled", False).getOrCreate()
+    print("PLACES", unidist.spark.run(where, sys.argv[1:], num_proc=2))
+    try:
+        unidist.spark.run(lose, sys.argv[1:], num_proc=2)
+    except UnidistError as error:
+        print("LOST", error)
+    spark.stop()
