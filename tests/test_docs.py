@@ -36,6 +36,8 @@ FRAGMENTS = {
     "one-gpu-to-many.md: from contextlib import nullcontext": "a part of a loop; test_parity.py trains so",
     "logging.md: from torch.utils.tensorboard import SummaryWriter": "needs TensorBoard",
     "logging.md: import wandb": "needs an account of Weights & Biases",
+    "spark.md: import horovod.spark": "test_spark.py runs it",
+    "spark.md: import pyarrow.dataset": "test_spark.py runs it",
     "timeline.md: from torch.profiler import profile": "a part of a loop; test_tracing.py merges such files",
 }
 COMMANDS = documents.commands()

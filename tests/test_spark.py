@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.programs.spark_train import train
+from tests.support import documents
 from tests.support.worlds import ROOT, environment, run_world
 from unidist.errors import UnidistError
 
@@ -147,6 +148,14 @@ def test_what_cannot_be_sent_is_named(spark: Any) -> None:
         unidist.spark.run(train, kwargs={"other": lock}, num_proc=2)
 
 
+def test_a_stream_that_cannot_be_written(spark: Any) -> None:
+    closed = io.StringIO()
+    closed.close()
+    with pytest.raises(UnidistError, match="what the ranks print cannot be written .* closed file"):
+        unidist.spark.run(announce, ("hello",), num_proc=2, stdout=closed)
+    no_rank_is_left()
+
+
 def test_too_few_slots(spark: Any) -> None:
     start = time.monotonic()
     with pytest.raises(UnidistError, match=r"num_proc=5\) needs 5 slots at once, and the cluster .* has 4: pass"):
@@ -211,6 +220,27 @@ def test_by_horovods_names(tmp_path: Path) -> None:
         assert subprocess.check_output([*python, f"import {imports}; print(sparkdl.HERE)"], env=env) == b"theirs\n"
 
 
+# ------------------------------------------------------------------------------------ the page
+def run_program(first_line: str, directory: Path, *options: str) -> str:
+    program = next(each.text for each in documents.programs() if each.text.startswith(first_line))
+    (directory / "train.py").write_text(program)
+    env = environment("python", {"PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable})
+    command = [sys.executable, *options, "train.py"]
+    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_program_of_horovods_users(tmp_path: Path) -> None:
+    assert "[(0, 2), (1, 2)]" in run_program("import horovod.spark", tmp_path, "-m", "unidist.hvd")
+
+
+def test_the_complete_program(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pip install pyarrow")
+    output = run_program("import pyarrow.dataset", tmp_path)
+    assert "[0]<stdout>:epoch 19: loss" in output and "y = 3.0 x + 1.0" in output
+
+
 # ------------------------------------------------------------------------------------ places
 @pytest.mark.unit
 def test_ranks_of_a_host_follow_each_other() -> None:
@@ -243,5 +273,7 @@ def test_a_cluster_of_two_executors(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "PLACES [(0, 0, 2, 0, 1), (1, 1, 2, 0, 1)]" in done.stdout
+    (seen, also) = re.findall(r"GPUS (\d+,\d+)", done.stdout)
+    assert seen == also  # each executor's, in the order of the local ranks
     assert re.search("LOST rank 1 of 2 .* failed first: its task, or the executor, ended without a word", done.stdout)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == 2

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 from pyspark.sql import SparkSession
 
@@ -15,6 +16,7 @@ def where(directory: str) -> tuple[int, ...]:
 
     unidist.init()
     unidist.barrier()
+    print("GPUS", os.environ["CUDA_VISIBLE_DEVICES"])
     return unidist.rank(), unidist.local_rank(), unidist.local_size(), unidist.node_rank(), unidist.num_nodes()
 
 
@@ -30,7 +32,15 @@ def lose(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    spark = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.ui.enabled", False).getOrCreate()
+    # Each executor has a GPU of another address.
+    script = Path(sys.argv[1], "gpus.sh")
+    script.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["'$$'"]}'\n""")
+    script.chmod(0o700)
+    builder = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.ui.enabled", False)
+    builder = builder.config("spark.worker.resource.gpu.discoveryScript", str(script))
+    for part in ("worker", "executor", "task"):
+        builder = builder.config(f"spark.{part}.resource.gpu.amount", 1)
+    spark = builder.getOrCreate()
     print("PLACES", unidist.spark.run(where, sys.argv[1:], num_proc=2))
     try:
         unidist.spark.run(lose, sys.argv[1:], num_proc=2)

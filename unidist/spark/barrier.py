@@ -33,7 +33,7 @@ _CONNECT_S = 30.0
 _CANCEL_S = 1.0
 
 
-class Job(NamedTuple):
+class SparkJob(NamedTuple):
     """What the tasks need of the driver."""
 
     #: Where the driver listens, and the job's secret.
@@ -48,7 +48,7 @@ class Job(NamedTuple):
     path: list[str]
 
 
-class Place(NamedTuple):
+class TaskPlace(NamedTuple):
     """Where a rank is, and the GPUs that it sees."""
 
     rank: int
@@ -59,7 +59,7 @@ class Place(NamedTuple):
     gpus: list[str]
 
 
-def places(hosts: Sequence[str], gpus: Sequence[Sequence[str]]) -> list[Place]:
+def places(hosts: Sequence[str], gpus: Sequence[Sequence[str]]) -> list[TaskPlace]:
     """The place of each task.
 
     Args:
@@ -77,7 +77,7 @@ def places(hosts: Sequence[str], gpus: Sequence[Sequence[str]]) -> list[Place]:
         # The first GPU of each rank is that of its local rank.
         visible = [gpu for each in here for gpu in gpus[each][:1]] + [gpu for each in here for gpu in gpus[each][1:]]
         found.append(
-            Place(
+            TaskPlace(
                 rank=order.index(task),
                 local_rank=here.index(task),
                 local_size=len(here),
@@ -100,7 +100,7 @@ def own_path() -> list[str]:
     ]
 
 
-def run_task(job: Job, partition: object) -> Iterator[tuple[int, bytes]]:
+def run_task(job: SparkJob, partition: object) -> Iterator[tuple[int, bytes]]:
     """Run a rank; yields it with what its function returned, pickled."""
     task = BarrierTaskContext.get()
     gpus = task.resources().get("gpu")
@@ -108,16 +108,16 @@ def run_task(job: Job, partition: object) -> Iterator[tuple[int, bytes]]:
     hosts = [Host(id, name, tuple(addresses)) for (id, name, addresses), _ in rows]
     every = places([host.id for host in hosts], [assigned for _, assigned in rows])
     place, first = every[task.partitionId()], [each.rank for each in every].index(0)
-    store, endpoint = None, None
-    if place.rank == 0:
-        from unidist.backends import rendezvous  # it imports torch
-
-        address = listen_address(hosts[first], hosts, {**os.environ, **job.env})
-        store = rendezvous.open_on_free_port(address)
-        endpoint = (address, store.port)
-    master = json.loads(task.allGather(json.dumps(endpoint))[first])
     driver = _connect(job, place.rank)
     try:
+        store, endpoint = None, None
+        if place.rank == 0:
+            from unidist.backends import rendezvous  # it imports torch
+
+            address = listen_address(hosts[first], hosts, {**os.environ, **job.env})
+            store = rendezvous.open_on_free_port(address)
+            endpoint = (address, store.port)
+        master = json.loads(task.allGather(json.dumps(endpoint))[first])
         result = _run_rank(job, place, _environment(job, place, master), driver)
     finally:
         driver.close(_CONNECT_S)
@@ -125,7 +125,7 @@ def run_task(job: Job, partition: object) -> Iterator[tuple[int, bytes]]:
     yield place.rank, result
 
 
-def _connect(job: Job, rank: int) -> Connection:
+def _connect(job: SparkJob, rank: int) -> Connection:
     try:
         content = {"rank": rank, "host": socket.gethostname()}
         driver, hello = connect(job.driver, job.secret, PURPOSE, content, _CONNECT_S)
@@ -139,7 +139,7 @@ def _connect(job: Job, rank: int) -> Connection:
     return driver
 
 
-def _environment(job: Job, place: Place, master: tuple[str, int]) -> dict[str, str]:
+def _environment(job: SparkJob, place: TaskPlace, master: tuple[str, int]) -> dict[str, str]:
     files = [entry for entry in sys.path if entry.startswith(SparkFiles.getRootDirectory())]
     path = [directory(), *files, os.environ.get("PYTHONPATH", ""), *job.path]
     return {
@@ -164,7 +164,7 @@ def _environment(job: Job, place: Place, master: tuple[str, int]) -> dict[str, s
     }
 
 
-def _run_rank(job: Job, place: Place, env: Mapping[str, str], driver: Connection) -> bytes:
+def _run_rank(job: SparkJob, place: TaskPlace, env: Mapping[str, str], driver: Connection) -> bytes:
     """Start the process, pass on what it prints, and return what its function returned, pickled."""
     outcome, write = os.pipe()
     command = [job.executable or sys.executable, "-m", "unidist.hvd", "-m", "unidist.spark.rank", str(write)]

@@ -32,22 +32,13 @@ def main(pipe: int) -> None:
     threading.Thread(target=_end_with_the_task, args=(stdin,), name="unidist-spark", daemon=True).start()
     try:
         fn, args, kwargs = cloudpickle.loads(payload)
-        data = _pickled(fn(*args, **kwargs))
+        data = cloudpickle.dumps(fn(*args, **kwargs))
         context.shutdown()
     except BaseException:
         # At once: the others fail when this process leaves.
         _report(pipe, False, traceback.format_exc().encode())
         sys.exit(1)
     _report(pipe, True, data)
-
-
-def _pickled(result: object) -> bytes:
-    try:
-        data: bytes = cloudpickle.dumps(result)
-    except Exception as error:
-        error.add_note("Return numbers, tensors or a state_dict().") if hasattr(error, "add_note") else None
-        raise
-    return data
 
 
 def _report(pipe: int, returned: bool, data: bytes) -> None:

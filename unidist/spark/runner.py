@@ -20,7 +20,7 @@ from pyspark import SparkContext
 from unidist.errors import UnidistError
 from unidist.network.addresses import INTERFACES, LOOPBACK, create_server
 from unidist.network.connection import Accepted, Acceptor, Connection, new_secret
-from unidist.spark.barrier import PURPOSE, Job, own_path, run_task
+from unidist.spark.barrier import PURPOSE, SparkJob, own_path, run_task
 
 _log = logging.getLogger("unidist")
 #: Seconds for executors to register, and for tasks to start when the slots are there, where the caller says nothing.
@@ -92,11 +92,11 @@ def run(
     )
     interfaces = ",".join(nics or ())
     named = {name: interfaces if name != INTERFACES[2] else f"={interfaces}" for name in INTERFACES if interfaces}
-    job = Job(ranks.address, ranks.secret, payload, {**named, **(env or {})}, count, executable, own_path())
+    job = SparkJob(ranks.address, ranks.secret, payload, {**named, **(env or {})}, count, executable, own_path())
     return [cloudpickle.loads(result) for _, result in sorted(_collect(context, count, job, ranks))]
 
 
-def _collect(context: SparkContext, count: int, job: Job, ranks: _Ranks) -> list[tuple[int, bytes]]:
+def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) -> list[tuple[int, bytes]]:
     """The stage's results, by rank; it is cancelled when a rank has failed."""
     tag = f"unidist-{uuid.uuid4()}"
     context.addJobTag(tag)
@@ -206,6 +206,20 @@ class _Ranks:
         self._thread.join()
 
     def _listen(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # of a stream of the user's, say
+            self.failure = f"what the ranks print cannot be written on the driver: {error!r}"
+        if self.failure:
+            self._cancel()
+        for connection in self._open:
+            connection.close()
+        self._acceptor.close()
+        for each in (self._server, self._wake, self._woken):
+            each.close()
+
+    def _follow(self) -> None:
+        """Until ``close``, or until it is clear which rank failed first."""
         is_over = threading.Event()
         self._acceptor.call_when_readable(self._woken.fileno(), is_over.set)
         end = time.monotonic() + self._start_s
@@ -218,12 +232,6 @@ class _Ranks:
                 end = float("inf")
         if not is_over.is_set() or self._reports:
             self.failure = self._first_failure()
-            self._cancel()
-        for connection in self._open:
-            connection.close()
-        self._acceptor.close()
-        for each in (self._server, self._wake, self._woken):
-            each.close()
 
     def _accept(self, accepted: Accepted) -> None:
         self._started = True
@@ -238,8 +246,9 @@ class _Ranks:
             messages = [json.loads(message) for message in connection.receive()]
         except (EOFError, OSError):
             self._forget(connection)
-            text = " its task, or the executor, ended without a word: see the executor's log"
-            self._reports.append(_Report(rank, host, True, text))
+            if rank not in [each.rank for each in self._reports]:
+                text = " its task, or the executor, ended without a word: see the executor's log."
+                self._reports.append(_Report(rank, host, True, text))
             return
         for message in messages:
             if "text" in message:
