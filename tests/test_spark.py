@@ -52,17 +52,6 @@ def spark() -> Iterator[Any]:
         session.stop()
 
 
-@pytest.fixture(scope="module")
-def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, torch.Tensor]]:
-    """The weights of the same training, by number of ranks."""
-    directory = tmp_path_factory.mktemp("torchrun")
-    for ranks in (2, 4):
-        argv = ["-m", "unidist.hvd", "tests/programs/spark_train.py", str(directory / str(ranks))]
-        result = run_world("torchrun", ranks, argv)
-        assert result.returncode == 0, result.output
-    return {ranks: torch.load(directory / str(ranks)) for ranks in (2, 4)}
-
-
 def no_rank_is_left() -> None:
     end = time.monotonic() + 15
     while left := [each for each in psutil.process_iter(["cmdline"]) if _is_rank(each)]:
@@ -76,11 +65,15 @@ def _is_rank(process: psutil.Process) -> bool:
 
 # ------------------------------------------------------------------------------------ what ranks get
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_trains_as_under_torchrun(spark: Any, ranks: int, under_torchrun: dict[int, dict[str, torch.Tensor]]) -> None:
+def test_trains_as_under_torchrun(spark: Any, ranks: int, tmp_path: Path) -> None:
+    argv = ["-m", "unidist.hvd", "tests/programs/spark_train.py", str(tmp_path / "weights")]
+    result = run_world("torchrun", ranks, argv)
+    assert result.returncode == 0, result.output
+    under_torchrun = torch.load(tmp_path / "weights")
     found = unidist.spark.run(train, (10,), num_proc=ranks)
     assert [rank for rank, _ in found] == list(range(ranks))
     for _, weights in found:
-        for name, expected in under_torchrun[ranks].items():
+        for name, expected in under_torchrun.items():
             assert float((weights[name] - expected).abs().max()) < 1e-5
 
 
@@ -151,7 +144,7 @@ def test_what_cannot_be_sent_is_named(spark: Any) -> None:
 def test_a_stream_that_cannot_be_written(spark: Any) -> None:
     closed = io.StringIO()
     closed.close()
-    with pytest.raises(UnidistError, match="what the ranks print cannot be written .* closed file"):
+    with pytest.raises(UnidistError, match=r"what the ranks print cannot be written .* closed file"):
         unidist.spark.run(announce, ("hello",), num_proc=2, stdout=closed)
     no_rank_is_left()
 

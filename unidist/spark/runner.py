@@ -105,9 +105,10 @@ def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) ->
         tasks = context.parallelize(range(count), count).barrier()
         found: list[tuple[int, bytes]] = tasks.mapPartitions(functools.partial(run_task, job)).collect()
         return found
-    except Exception:
+    except BaseException as error:  # KeyboardInterrupt, too
+        context.cancelJobsWithTag(tag)
         ranks.close()
-        if ranks.failure:
+        if ranks.failure and isinstance(error, Exception):
             raise UnidistError(ranks.failure) from None
         raise
     finally:
