@@ -22,11 +22,11 @@ from unidist import settings
 from unidist.errors import UnidistError
 from unidist.horovod_names import directory
 from unidist.launch.topology import EXPORTED, RUN_ID
-from unidist.network.addresses import Host, listen_address, this_host
+from unidist.network.addresses import this_host
 from unidist.network.connection import Connection, connect, frame
 from unidist.spark.rank import HEAD
 
-#: See ``connection.Hello``; its content: the rank, and its host's name.
+#: See ``connection.Hello``; its content: the number of the task, its host and its GPUs. Answered by variables.
 PURPOSE = "spark"
 _CONNECT_S = 30.0
 #: Seconds in which Spark, told by the driver, ends the task; a task that raises fills the logs.
@@ -42,7 +42,6 @@ class SparkJob(NamedTuple):
     #: The function and its arguments, pickled.
     payload: bytes
     env: dict[str, str]
-    size: int
     executable: str | None
     #: Where the driver's program finds its modules.
     path: list[str]
@@ -57,6 +56,25 @@ class TaskPlace(NamedTuple):
     node_rank: int
     num_nodes: int
     gpus: list[str]
+
+    def variables(self, size: int, store: tuple[str, int]) -> dict[str, str]:
+        """What ``topology.LAUNCHERS`` reads in a rank, and torch."""
+        return {
+            settings.LAUNCHER: "",
+            RUN_ID: f"{EXPORTED}spark",
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            "MASTER_ADDR": store[0],
+            "MASTER_PORT": str(store[1]),
+            # To torch this says: rank 0 does not serve the store; the driver does.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            **({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}),
+        }
 
 
 def places(hosts: Sequence[str], gpus: Sequence[Sequence[str]]) -> list[TaskPlace]:
@@ -103,68 +121,37 @@ def own_path() -> list[str]:
 def run_task(job: SparkJob, partition: object) -> Iterator[tuple[int, bytes]]:
     """Run a rank; yields it with what its function returned, pickled."""
     task = BarrierTaskContext.get()
-    gpus = task.resources().get("gpu")
-    rows = list(map(json.loads, task.allGather(json.dumps([this_host(), gpus.addresses if gpus else []]))))
-    hosts = [Host(id, name, tuple(addresses)) for (id, name, addresses), _ in rows]
-    every = places([host.id for host in hosts], [assigned for _, assigned in rows])
-    place, first = every[task.partitionId()], [each.rank for each in every].index(0)
-    driver = _connect(job, place.rank)
+    gpu = task.resources().get("gpu")
     try:
-        store, endpoint = None, None
-        if place.rank == 0:
-            from unidist.backends import rendezvous  # it imports torch
-
-            address = listen_address(hosts[first], hosts, {**os.environ, **job.env})
-            store = rendezvous.open_on_free_port(address)
-            endpoint = (address, store.port)
-        master = json.loads(task.allGather(json.dumps(endpoint))[first])
-        result = _run_rank(job, place, _environment(job, place, master), driver)
-    finally:
-        driver.close(_CONNECT_S)
-    task.barrier()  # the others need the store
-    yield place.rank, result
-
-
-def _connect(job: SparkJob, rank: int) -> Connection:
-    try:
-        content = {"rank": rank, "host": socket.gethostname()}
+        content = {"task": task.partitionId(), "host": this_host(), "gpus": gpu.addresses if gpu else []}
         driver, hello = connect(job.driver, job.secret, PURPOSE, content, _CONNECT_S)
-        hello.answer(driver.receive_one(_CONNECT_S))
-    except (OSError, EOFError) as error:
+    except OSError as error:
         raise UnidistError(
             f"a task on host {socket.gethostname()} cannot connect to the driver at {job.driver[0]}, port "
             f"{job.driver[1]}: {error}. Set spark.driver.host to an address of the driver that executors reach; a "
             "firewall between them must let its ports through."
         ) from error
-    return driver
+    try:
+        variables = hello.answer(driver.receive_some()[0])  # when all tasks have connected
+        result = _run_rank(job, _environment(job, variables), driver)
+    finally:
+        driver.close(_CONNECT_S)
+    yield int(variables["RANK"]), result
 
 
-def _environment(job: SparkJob, place: TaskPlace, master: tuple[str, int]) -> dict[str, str]:
+def _environment(job: SparkJob, variables: Mapping[str, str]) -> dict[str, str]:
     files = [entry for entry in sys.path if entry.startswith(SparkFiles.getRootDirectory())]
-    path = [directory(), *files, os.environ.get("PYTHONPATH", ""), *job.path]
+    path = [job.env.get("PYTHONPATH", ""), directory(), *files, os.environ.get("PYTHONPATH", ""), *job.path]
     return {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
-        **({"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)} if place.gpus else {}),
+        **variables,
         **job.env,
-        "PYTHONPATH": os.pathsep.join(filter(None, [job.env.get("PYTHONPATH", ""), *path])),
-        settings.LAUNCHER: "",
-        RUN_ID: f"{EXPORTED}spark",
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(job.size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
-        "GROUP_RANK": str(place.node_rank),
-        "GROUP_WORLD_SIZE": str(place.num_nodes),
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
-        # To torch this says: rank 0 does not serve the store, its task does.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }
 
 
-def _run_rank(job: SparkJob, place: TaskPlace, env: Mapping[str, str], driver: Connection) -> bytes:
+def _run_rank(job: SparkJob, env: Mapping[str, str], driver: Connection) -> bytes:
     """Start the process, pass on what it prints, and return what its function returned, pickled."""
     outcome, write = os.pipe()
     command = [job.executable or sys.executable, "-m", "unidist.hvd", "-m", "unidist.spark.rank", str(write)]

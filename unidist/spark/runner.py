@@ -18,9 +18,9 @@ import cloudpickle
 from pyspark import SparkContext
 
 from unidist.errors import UnidistError
-from unidist.network.addresses import INTERFACES, LOOPBACK, create_server
+from unidist.network.addresses import INTERFACES, LOOPBACK, Host, create_server
 from unidist.network.connection import Accepted, Acceptor, Connection, new_secret
-from unidist.spark.barrier import PURPOSE, SparkJob, own_path, run_task
+from unidist.spark.barrier import PURPOSE, SparkJob, own_path, places, run_task
 
 _log = logging.getLogger("unidist")
 #: Seconds for executors to register, and for tasks to start when the slots are there, where the caller says nothing.
@@ -92,7 +92,7 @@ def run(
     )
     interfaces = ",".join(nics or ())
     named = {name: interfaces if name != INTERFACES[2] else f"={interfaces}" for name in INTERFACES if interfaces}
-    job = SparkJob(ranks.address, ranks.secret, payload, {**named, **(env or {})}, count, executable, own_path())
+    job = SparkJob(ranks.address, ranks.secret, payload, {**named, **(env or {})}, executable, own_path())
     return [cloudpickle.loads(result) for _, result in sorted(_collect(context, count, job, ranks))]
 
 
@@ -184,13 +184,17 @@ class _Ranks:
         self.secret = new_secret()
         #: Of the rank that failed first.
         self.failure = ""
+        from unidist.backends import rendezvous  # it imports torch, and executors import this module
+
+        self._store = rendezvous.open_on_free_port(address)
         self._server = create_server(address)
         self.address = self._server.getsockname()[:2]
         self._acceptor = Acceptor(self._server, self.secret, PURPOSE, count)
         self._count, self._write, self._start_s = count, write, start_s
         #: The open connections, each with its rank and host.
         self._open: dict[Connection, tuple[int, str]] = {}
-        self._started = False
+        #: By their numbers, until all are there.
+        self._tasks: dict[int, Accepted] = {}
         self._reports: list[_Report] = []
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="unidist-spark", daemon=True)
@@ -229,17 +233,26 @@ class _Ranks:
                 self._accept(accepted)
             if self._reports:
                 end = min(end, time.monotonic() + _FIRST_S)
-            elif self._started:
+            elif len(self._tasks) == self._count:
                 end = float("inf")
         if not is_over.is_set() or self._reports:
             self.failure = self._first_failure()
 
     def _accept(self, accepted: Accepted) -> None:
-        self._started = True
-        connection = accepted.connection
-        self._open[connection] = (accepted.content["rank"], accepted.content["host"])
+        connection, number = accepted.connection, accepted.content["task"]
+        self._tasks[number] = accepted
+        self._open[connection] = (number, accepted.content["host"][1])
         self._acceptor.call_when_readable(connection.fileno(), functools.partial(self._receive, connection))
-        accepted.answer({})
+        if len(self._tasks) == self._count:
+            self._start_ranks()
+
+    def _start_ranks(self) -> None:
+        tasks = [self._tasks[number] for number in range(self._count)]
+        hosts = [Host(*each.content["host"]) for each in tasks]
+        every = places([host.id for host in hosts], [each.content["gpus"] for each in tasks])
+        for accepted, host, place in zip(tasks, hosts, every):
+            self._open[accepted.connection] = (place.rank, host.name)
+            accepted.answer(place.variables(self._count, (self.address[0], self._store.port)))
 
     def _receive(self, connection: Connection) -> None:
         rank, host = self._open[connection]
