@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,8 @@ FRAGMENTS = {
     "one-gpu-to-many.md: from contextlib import nullcontext": "a part of a loop; test_parity.py trains so",
     "logging.md: from torch.utils.tensorboard import SummaryWriter": "needs TensorBoard",
     "logging.md: import wandb": "needs an account of Weights & Biases",
+    "spark.md: import horovod.spark": "test_spark.py runs it",
+    "spark.md: import pyarrow.dataset": "test_spark.py runs it",
     "timeline.md: from torch.profiler import profile": "a part of a loop; test_tracing.py merges such files",
 }
 COMMANDS = documents.commands()
@@ -307,6 +310,66 @@ def test_jobs_of_kubernetes() -> None:
             (container,) = replica["template"]["spec"]["containers"]
             command = container.get("command", [])
             assert not command or command[command.index("-np") + 1] == str(slots)
+
+
+def pods_of(template: dict[str, Any], image: str) -> dict[str, Any]:
+    """The pod of a template; its volumes are there, and its containers have one image."""
+    pod: dict[str, Any] = template["spec"]
+    volumes = {volume["name"] for volume in pod.get("volumes", ())}
+    for container in pod["containers"]:
+        assert container["image"] == image
+        assert {mount["name"] for mount in container.get("volumeMounts", ())} == volumes
+    return pod
+
+
+@pytest.mark.unit
+def test_jobs_of_kubeflow_trainer_and_jobset() -> None:
+    """Against the models that Kubeflow makes of the definitions in the cluster."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    runtime, job = yaml.safe_load_all(template("trainjob.yaml"))
+    jobset = yaml.safe_load(template("jobset.yaml"))
+    for kind, given in (
+        (models.TrainerV1alpha1ClusterTrainingRuntime, runtime),
+        (models.TrainerV1alpha1TrainJob, job),
+        (models.JobsetV1alpha2JobSet, jobset),
+    ):
+        assert kind.from_dict(given).to_dict() == given  # a field that it does not know is lost
+    assert (runtime["apiVersion"], runtime["kind"]) == ("trainer.kubeflow.org/v1alpha1", "ClusterTrainingRuntime")
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    trainer = job["spec"]["trainer"]
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    assert trainer["command"][0] == "torchrun" and get_args_parser().parse_args(trainer["command"][1:])
+    for spec in (runtime["spec"]["template"]["spec"], jobset["spec"]):
+        (replicated,) = spec["replicatedJobs"]
+        assert spec["failurePolicy"]["maxRestarts"] and replicated["template"]["spec"]["backoffLimit"] == 0
+        pod = pods_of(replicated["template"]["spec"]["template"], "registry.example.com/train:1")
+        assert [replicated["name"], pod["containers"][0]["name"]] == ["node", "node"]
+        assert pod["restartPolicy"] == "Never"
+    pods, container = replicated["template"]["spec"], pod["containers"][0]
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert pods["completionMode"] == "Indexed" and pods["parallelism"] == pods["completions"]
+    line = container["args"][0].replace("$JOB_COMPLETION_INDEX", "0")
+    given = get_args_parser().parse_args(shlex.split(line)[2:])
+    assert given.nnodes == str(pods["completions"])
+    assert given.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"])
+    name = jobset["metadata"]["name"]
+    assert given.master_addr == f"{name}-{replicated['name']}-0-0.{name}"
+
+
+@pytest.mark.unit
+def test_jobs_of_kuberay() -> None:
+    job = yaml.safe_load(template("rayjob.yaml"))
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    known = {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
+    cluster = job["spec"]["rayClusterSpec"]
+    assert job["spec"].keys() == known and cluster.keys() == {"headGroupSpec", "workerGroupSpecs"}
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers.keys() - cluster["headGroupSpec"].keys() == {"groupName", "replicas", "minReplicas", "maxReplicas"}
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    for group in (cluster["headGroupSpec"], workers):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pods_of(group["template"], "registry.example.com/train-ray:1")
 
 
 @pytest.mark.unit

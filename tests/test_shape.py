@@ -36,6 +36,7 @@ BY_NAME = {
     "unidist/compare/__main__.py": "numpy",
     "unidist/hvd/alias.py": "modules of the drop-in by Horovod's names",
     "unidist/hvd/as_horovod/horovod/__init__.py": "horovod, which is the drop-in then",
+    "unidist/hvd/as_horovod/sparkdl/__init__.py": "sparkdl, the same",
 }
 #: Of other libraries, and beginning with "_" though they are documented.
 DOCUMENTED = {"_asdict", "_exit", "_fields_", "_getframe", "_current_frames", "_replace"}

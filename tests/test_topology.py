@@ -76,6 +76,7 @@ BY_HAND = {"RANK": "0", "WORLD_SIZE": "3"}
 EACH: list[tuple[dict[str, str], str, tuple[Any, ...]]] = [
     ({}, "none", (0, 1, 0, 1, 0, 1)),
     (TORCHRUN, "torchrun", (5, 8, 1, 4, 1, 2)),
+    ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "unidist.spark"}, "spark", (5, 8, 1, 4, 1, 2)),
     (HOROVODRUN, "horovodrun", (1, 2, 1, 2, None, None)),
     (OPENMPI, "openmpi", (1, 6, 0, 3, None, None)),
     (HOROVODRUN_MPI, "horovodrun-mpi", (1, 6, 0, 3, None, None)),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from unidist.horovod_names import drop_in_name
+from unidist.horovod_names import directory, drop_in_name
 from unidist.hvd.names import VERSION, export_variables, is_installed
 from unidist.hvd.optimizer import DistributedOptimizer
 from unidist.hvd.run import run
@@ -27,8 +27,7 @@ def install() -> None:
     Raises:
         ImportError: Horovod has been imported already.
     """
-    loaded = sys.modules.get("horovod")
-    if loaded is not None and not isinstance(loaded.__spec__ and loaded.__spec__.loader, _Aliases):
+    if "horovod" in sys.modules and not _is_alias("horovod"):
         raise ImportError("Horovod itself has been imported in this process already: install the alias before that.")
     if not is_installed():
         sys.meta_path.insert(0, _Aliases())
@@ -41,7 +40,11 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "horovod" and not fullname.startswith("horovod."):
+        if fullname.partition(".")[0] not in ("horovod", "sparkdl"):
+            return None
+        if fullname == "sparkdl" and (real := _installed_sparkdl()):
+            return real
+        if fullname.startswith("sparkdl.") and not _is_alias("sparkdl"):
             return None
         if fullname == "horovod.runner.launch":  # a file of its own, for python -m
             source = importlib.util.find_spec("unidist.cli.run")
@@ -67,6 +70,17 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             sys.modules[module.__name__] = module.module
             return
         module.__dict__.update(run=run, __version__=VERSION, __path__=[])
+
+
+def _is_alias(name: str) -> bool:
+    spec = sys.modules[name].__spec__
+    return isinstance(spec and spec.loader, _Aliases)
+
+
+def _installed_sparkdl() -> importlib.machinery.ModuleSpec | None:
+    """Databricks' own, which has precedence; None: there is none."""
+    path = [entry for entry in sys.path if entry != directory()]
+    return importlib.machinery.PathFinder.find_spec("sparkdl", path)
 
 
 def _is_module(name: str) -> bool:

@@ -6,17 +6,11 @@ import os
 import sys
 
 from unidist.errors import LaunchError
+from unidist.horovod_names import directory as directory
 from unidist.launch.topology import NONE, detect
 
 #: The release whose calls these are.
 VERSION = "0.28.1"
-
-
-def directory() -> str:
-    """The directory for PYTHONPATH by which all programs find the drop-in as ``horovod``: scripts, console scripts,
-    and the processes that they start.
-    """
-    return os.path.join(os.path.dirname(__file__), "as_horovod")
 
 
 def is_installed() -> bool:

@@ -86,6 +86,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     _torch_like("spawn", mark=settings.LAUNCHER),
     _torch_like("torchrun", mark=RUN_ID),
     _torch_like("unidist-run", mark=f"{RUN_ID}={EXPORTED}unidist-run"),
+    _torch_like("spark", mark=f"{RUN_ID}={EXPORTED}spark"),
     Launcher(
         "horovodrun",
         rank="HOROVOD_RANK",

@@ -43,6 +43,9 @@ _RUN = (
     "`unidist.spawn(fn, np, args)` on one host, else start the script by `unidist run`, then migrate again",
 )
 #: Why a file stays on the drop-in although each of its calls has an equivalent.
+_SPARKDL = ("sparkdl", "sparkdl.horovod")
+#: Modules of unidist that have the names of Horovod's, and what they have.
+_OWN = {"unidist.spark", "unidist.spark.run"}
 STAYS = {why for why, _ in (_REEXPORTED, _REBOUND, _DROP_IN, _RUN)}
 
 
@@ -228,6 +231,8 @@ class _Imports:
     def from_import(self, node: cst.ImportFrom) -> None:
         """``from horovod.torch import rank``."""
         module = full_name(node.module) if node.module is not None and not node.relative else ""
+        if module in _SPARKDL:
+            self._from_sparkdl(node, module)
         if not is_horovod(module) and symbol_of(module) is None and module != "unidist":
             return
         if isinstance(node.names, cst.ImportStar):
@@ -261,6 +266,12 @@ class _Imports:
             for module_name, aliases in by_module.items()
         ]
         self._replace_import(node, [*renamed, *statements], needs_unidist_too)
+
+    def _from_sparkdl(self, node: cst.ImportFrom, module: str) -> None:
+        """``from sparkdl import HorovodRunner``; sparkdl has much else."""
+        names = [] if isinstance(node.names, cst.ImportStar) else [full_name(alias.name) for alias in node.names]
+        if names and all(drop_in_name_of(f"{module}.{name}") for name in names):
+            self._replace_import(node, [node.with_changes(module=dotted(drop_in_name_of(module) or module))], False)
 
     def _from_import_name(
         self, node: cst.ImportFrom, module: str, alias: cst.ImportAlias
@@ -402,7 +413,8 @@ class _Imports:
                 yield node
 
     def _remark_drop_in(self, node: cst.CSTNode, name: str) -> None:
-        self._remark(node, name, _RUN if name.endswith(".run") else _DROP_IN)
+        if drop_in_name_of(name) not in _OWN:
+            self._remark(node, name, _RUN if name.endswith(".run") else _DROP_IN)
 
     def _remark(self, node: cst.CSTNode, name: str, reason: tuple[str, str]) -> None:
         if self._context.native or reason is _NOT_IN_DROP_IN:

@@ -1,0 +1,255 @@
+"""A task of the barrier stage: it starts the process of one rank, and tells the driver what becomes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from pyspark import BarrierTaskContext, SparkFiles
+
+from unidist import settings
+from unidist.errors import UnidistError
+from unidist.horovod_names import directory
+from unidist.launch.topology import EXPORTED, RUN_ID
+from unidist.network.addresses import this_host
+from unidist.network.connection import Connection, connect, frame
+from unidist.spark.rank import HEAD
+
+#: See ``connection.Hello``; its content: the number of the task, its host and its GPUs. Answered by variables.
+PURPOSE = "spark"
+_CONNECT_S = 30.0
+#: Seconds in which Spark, told by the driver, ends the task; a task that raises fills the logs.
+_CANCEL_S = 1.0
+
+
+class SparkJob(NamedTuple):
+    """What the tasks need of the driver."""
+
+    #: Where the driver listens, and the job's secret.
+    driver: tuple[str, int]
+    secret: bytes
+    #: The function and its arguments, pickled.
+    payload: bytes
+    env: dict[str, str]
+    executable: str | None
+    #: Where the driver's program finds its modules.
+    path: list[str]
+
+
+class TaskPlace(NamedTuple):
+    """Where a rank is, and the GPUs that it sees."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    gpus: list[str]
+
+    def variables(self, size: int, store: tuple[str, int]) -> dict[str, str]:
+        """What ``topology.LAUNCHERS`` reads in a rank, and torch."""
+        return {
+            settings.LAUNCHER: "",
+            RUN_ID: f"{EXPORTED}spark",
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            "MASTER_ADDR": store[0],
+            "MASTER_PORT": str(store[1]),
+            # To torch this says: rank 0 does not serve the store; the driver does.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            **({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}),
+        }
+
+
+def places(hosts: Sequence[str], gpus: Sequence[Sequence[str]]) -> list[TaskPlace]:
+    """The place of each task.
+
+    Args:
+        hosts: the host of each task.
+        gpus: the addresses of the GPUs that Spark has assigned to each task.
+
+    Returns:
+        In the order of the tasks; the ranks of a host follow each other, and the first has rank 0's.
+    """
+    nodes = list(dict.fromkeys(hosts))
+    order = sorted(range(len(hosts)), key=lambda task: nodes.index(hosts[task]))
+    found = []
+    for task, host in enumerate(hosts):
+        here = [each for each in order if hosts[each] == host]
+        # The first GPU of each rank is that of its local rank.
+        visible = [gpu for each in here for gpu in gpus[each][:1]] + [gpu for each in here for gpu in gpus[each][1:]]
+        found.append(
+            TaskPlace(
+                rank=order.index(task),
+                local_rank=here.index(task),
+                local_size=len(here),
+                node_rank=nodes.index(host),
+                num_nodes=len(nodes),
+                gpus=list(dict.fromkeys(visible)),
+            )
+        )
+    return found
+
+
+def own_path() -> list[str]:
+    """Where this process finds modules, beside those that are installed."""
+    standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    found = [os.path.abspath(entry) for entry in sys.path]
+    return [
+        entry
+        for entry in found
+        if not entry.startswith(standard) and not {"site-packages", "dist-packages"} & set(Path(entry).parts)
+    ]
+
+
+def run_task(job: SparkJob, partition: object) -> Iterator[tuple[int, bytes]]:
+    """Run a rank; yields it with what its function returned, pickled."""
+    task = BarrierTaskContext.get()
+    gpu = task.resources().get("gpu")
+    try:
+        content = {"task": task.partitionId(), "host": this_host(), "gpus": gpu.addresses if gpu else []}
+        driver, hello = connect(job.driver, job.secret, PURPOSE, content, _CONNECT_S)
+    except OSError as error:
+        raise UnidistError(
+            f"a task on host {socket.gethostname()} cannot connect to the driver at {job.driver[0]}, port "
+            f"{job.driver[1]}: {error}. Set spark.driver.host to an address of the driver that executors reach; a "
+            "firewall between them must let its ports through."
+        ) from error
+    try:
+        variables = hello.answer(driver.receive_some()[0])  # when all tasks have connected
+        result = _run_rank(job, _environment(job, variables), driver)
+    finally:
+        driver.close(_CONNECT_S)
+    yield int(variables["RANK"]), result
+
+
+def _environment(job: SparkJob, variables: Mapping[str, str]) -> dict[str, str]:
+    files = [entry for entry in sys.path if entry.startswith(SparkFiles.getRootDirectory())]
+    path = [job.env.get("PYTHONPATH", ""), directory(), *files, os.environ.get("PYTHONPATH", ""), *job.path]
+    return {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        **variables,
+        **job.env,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
+
+
+def _run_rank(job: SparkJob, env: Mapping[str, str], driver: Connection) -> bytes:
+    """Start the process, pass on what it prints, and return what its function returned, pickled."""
+    outcome, write = os.pipe()
+    command = [job.executable or sys.executable, "-m", "unidist.hvd", "-m", "unidist.spark.rank", str(write)]
+    process = subprocess.Popen(
+        command, env=dict(env), pass_fds=[write], start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(write)
+    assert process.stdin and process.stdout and process.stderr
+    try:
+        with suppress(BrokenPipeError):  # it has ended, and is asked why below
+            process.stdin.write(HEAD.pack(True, len(job.payload)) + job.payload)
+            process.stdin.flush()
+        return _Rank(process, outcome, driver).follow()
+    except (EOFError, OSError):  # the driver has closed the connection
+        _kill(process)
+        time.sleep(_CANCEL_S)
+        raise
+    finally:
+        _kill(process)
+        process.wait()
+        os.close(outcome)
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            with suppress(OSError):
+                pipe.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the process and those that it has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class _Rank:
+    """A process that runs.
+
+    Args:
+        process: it.
+        outcome: the pipe to which it writes what its function returned.
+        driver: the connection to the driver.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], outcome: int, driver: Connection) -> None:
+        assert process.stdout and process.stderr
+        self._process, self._driver = process, driver
+        self._names = {process.stdout.fileno(): "stdout", process.stderr.fileno(): "stderr", outcome: ""}
+        self._data = {pipe: bytearray() for pipe in self._names}
+        self._outcome = self._data[outcome]
+
+    def follow(self) -> bytes:
+        """Until it has ended."""
+        with selectors.DefaultSelector() as selector:
+            for each in (*self._names, self._driver.fileno()):
+                selector.register(each, selectors.EVENT_READ)
+            while len(selector.get_map()) > 1:
+                for key, _ in selector.select(0.1):
+                    if key.fd not in self._names:
+                        self._driver.receive()  # nothing, but its end
+                    elif not self._read(key.fd):
+                        selector.unregister(key.fd)
+                self._driver.flush()
+                if self._process.poll() is not None:
+                    _kill(self._process)  # what it has left holds the pipes
+        status = self._process.wait()
+        if status or not self._is_complete():
+            self._fail(f" its process {_ended(status)}.", vanished=True)
+        self._send(done=True)
+        return bytes(self._outcome[HEAD.size :])
+
+    def _read(self, pipe: int) -> bool:
+        """Read what is there; False at the end."""
+        chunk = os.read(pipe, 1 << 18)
+        data = self._data[pipe]
+        data += chunk
+        if name := self._names[pipe]:
+            # Whole lines, or steps of a progress bar.
+            end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1 if chunk else len(data)
+            if end:
+                self._send(stream=name, text=data[:end].decode(errors="replace"))
+                del data[:end]
+        elif self._is_complete() and not HEAD.unpack_from(data)[0]:
+            self._fail(f"\n\n{data[HEAD.size :].decode()}", vanished=False)
+        return bool(chunk)
+
+    def _is_complete(self) -> bool:
+        data = self._outcome
+        return len(data) >= HEAD.size and len(data) == HEAD.size + HEAD.unpack_from(data)[1]
+
+    def _send(self, **message: Any) -> None:
+        self._driver.send(frame(json.dumps(message).encode()))
+
+    def _fail(self, why: str, vanished: bool) -> NoReturn:
+        """Tell the driver, which ends the job and closes the connection."""
+        self._send(failed=why, vanished=vanished)
+        while True:
+            self._driver.flush()
+            self._driver.receive_some(_CONNECT_S)
+
+
+def _ended(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"

@@ -1,0 +1,288 @@
+"""``run``: a function in the tasks of one barrier stage, and what the driver hears of them meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TextIO
+
+import cloudpickle
+from pyspark import SparkContext
+
+from unidist.errors import UnidistError
+from unidist.network.addresses import INTERFACES, LOOPBACK, Host, create_server
+from unidist.network.connection import Accepted, Acceptor, Connection, new_secret
+from unidist.spark.barrier import PURPOSE, SparkJob, own_path, places, run_task
+
+_log = logging.getLogger("unidist")
+#: Seconds for executors to register, and for tasks to start when the slots are there, where the caller says nothing.
+_REGISTER_S, _START_S = 10.0, 600.0
+#: Seconds after the first report of a failure in which one that caused it may arrive.
+_FIRST_S = 1.0
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` in ``num_proc`` processes on the executors, each a rank of one world.
+
+    On the driver only. The processes are started by the tasks of one barrier stage, so all of them run or none. In them
+    ``unidist.init()`` joins the world, and ``import horovod.torch`` finds the drop-in. Ranks of one host follow each
+    other. Where Spark assigns GPUs to tasks, a rank sees those of its host's ranks, and its own is the one of its local
+    rank. When a rank fails, the others are ended at once, and Spark does not repeat the stage.
+
+    Args:
+        fn: what each rank runs; taken by cloudpickle, as are its arguments and what it returns.
+        args, kwargs: what it is called with.
+        num_proc: number of processes; default ``spark.default.parallelism``.
+        start_timeout: seconds for the executors to register, and then for the tasks to start. Default: 10 (0 in local
+            mode), and 600.
+        use_mpi, use_gloo, extra_mpi_args: Horovod's; of no effect.
+        env: variables for the processes, beside those of the executors.
+        stdout, stderr: files or streams of the driver for what the ranks print; default ``sys.stdout``, ``sys.stderr``.
+        verbose: 0: what the ranks print is shown only where ``stdout`` or ``stderr`` is given.
+        nics: network interfaces by which the ranks connect; default: found by the routing table.
+        prefix_output_with_timestamp: put the time before each line.
+        executable: Python of the executors; default: that of their tasks.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        UnidistError: no SparkContext, too few slots, ``fn`` or an argument does not pickle, the tasks did not start in
+            time, or a rank failed: the message has the rank that failed first, and its traceback.
+    """
+    context = SparkContext._active_spark_context
+    if context is None:
+        raise UnidistError(
+            "unidist.spark.run found no SparkContext in this process: call it on the driver, after "
+            "SparkSession.builder.getOrCreate(); Spark Connect has none."
+        )
+    count = context.defaultParallelism if num_proc is None else num_proc
+    payload = _pickled(fn, args, kwargs or {})
+    _require_slots(context, count, start_timeout)
+    streams = {"stdout": stdout or (verbose and sys.stdout), "stderr": stderr or (verbose and sys.stderr)}
+    ranks = _Ranks(
+        _driver_address(context),
+        count,
+        functools.partial(_write, streams, prefix_output_with_timestamp),
+        _START_S if start_timeout is None else start_timeout,
+    )
+    interfaces = ",".join(nics or ())
+    named = {name: interfaces if name != INTERFACES[2] else f"={interfaces}" for name in INTERFACES if interfaces}
+    job = SparkJob(ranks.address, ranks.secret, payload, {**named, **(env or {})}, executable, own_path())
+    return [cloudpickle.loads(result) for _, result in sorted(_collect(context, count, job, ranks))]
+
+
+def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) -> list[tuple[int, bytes]]:
+    """The stage's results, by rank; it is cancelled when a rank has failed."""
+    tag = f"unidist-{uuid.uuid4()}"
+    context.addJobTag(tag)
+    ranks.start(cancel=lambda: context.cancelJobsWithTag(tag))
+    try:
+        tasks = context.parallelize(range(count), count).barrier()
+        found: list[tuple[int, bytes]] = tasks.mapPartitions(functools.partial(run_task, job)).collect()
+        return found
+    except BaseException as error:  # KeyboardInterrupt, too
+        context.cancelJobsWithTag(tag)
+        ranks.close()
+        if ranks.failure and isinstance(error, Exception):
+            raise UnidistError(ranks.failure) from None
+        raise
+    finally:
+        context.removeJobTag(tag)
+        ranks.close()
+
+
+def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    parts = {f"the function {getattr(fn, '__qualname__', fn)}": fn}
+    parts |= {f"argument {index} of {type(each).__name__}": each for index, each in enumerate(args)}
+    parts |= {f"argument {name}= of {type(each).__name__}": each for name, each in kwargs.items()}
+    for what, part in parts.items():
+        try:
+            cloudpickle.dumps(part)
+        except Exception as error:
+            raise UnidistError(
+                f"unidist.spark.run cannot send {what} to the executors: {error}. Make in the function what does not "
+                "pickle: locks, open files, SparkContext, models on a GPU."
+            ) from error
+    data: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+    return data
+
+
+def _require_slots(context: SparkContext, count: int, start_timeout: float | None) -> None:
+    scala = context._jsc.sc()
+    end = time.monotonic() + (0.0 if scala.isLocal() else _REGISTER_S if start_timeout is None else start_timeout)
+    while (slots := scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile())) < count:
+        if time.monotonic() >= end:
+            raise UnidistError(
+                f"unidist.spark.run(num_proc={count}) needs {count} slots at once, and the cluster ({context.master}) "
+                f"has {slots}: pass num_proc={slots}, or give the application more executors or cores. If executors "
+                "are still to come, pass start_timeout=SECONDS."
+            )
+        time.sleep(0.1)
+
+
+def _driver_address(context: SparkContext) -> str:
+    if str(context.master).startswith("local"):
+        return LOOPBACK
+    name = context.getConf().get("spark.driver.host") or socket.gethostname()
+    return socket.gethostbyname(name)
+
+
+def _write(streams: Mapping[str, TextIO | int | None], with_time: bool, rank: int, stream: str, text: str) -> None:
+    file = streams[stream]
+    if file and not isinstance(file, int):
+        stamp = time.strftime("%a %b %d %H:%M:%S %Y") if with_time else ""
+        file.write("".join(f"{stamp}[{rank}]<{stream}>:{line}" for line in text.splitlines(keepends=True)))
+        file.flush()
+
+
+class _Report(NamedTuple):
+    """Of a rank that failed."""
+
+    rank: int
+    host: str
+    #: Whether its process ended without a word.
+    vanished: bool
+    text: str
+
+
+class _Ranks:
+    """The connections of the tasks: what the ranks print, and which one failed first.
+
+    Args:
+        address: of this host, where it listens.
+        count: number of ranks.
+        write: what to do with lines of a rank.
+        start_s: seconds for the tasks to start.
+    """
+
+    def __init__(self, address: str, count: int, write: Callable[[int, str, str], None], start_s: float) -> None:
+        self.secret = new_secret()
+        #: Of the rank that failed first.
+        self.failure = ""
+        from unidist.backends import rendezvous  # it imports torch, and executors import this module
+
+        self._store = rendezvous.open_on_free_port(address)
+        self._server = create_server(address)
+        self.address = self._server.getsockname()[:2]
+        self._acceptor = Acceptor(self._server, self.secret, PURPOSE, count)
+        self._count, self._write, self._start_s = count, write, start_s
+        #: The open connections, each with its rank and host.
+        self._open: dict[Connection, tuple[int, str]] = {}
+        #: By their numbers, until all are there.
+        self._tasks: dict[int, Accepted] = {}
+        self._reports: list[_Report] = []
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._listen, name="unidist-spark", daemon=True)
+
+    def start(self, cancel: Callable[[], None]) -> None:
+        """Listen, in a thread; ``cancel`` ends the Spark job."""
+        self._cancel = cancel
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close all connections, upon which the tasks end their ranks."""
+        with suppress(OSError):
+            self._wake.send(b"\n")
+        self._thread.join()
+
+    def _listen(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # of a stream of the user's, say
+            self.failure = f"what the ranks print cannot be written on the driver: {error!r}"
+        if self.failure:
+            self._cancel()
+        for connection in self._open:
+            connection.close()
+        self._acceptor.close()
+        for each in (self._server, self._wake, self._woken):
+            each.close()
+
+    def _follow(self) -> None:
+        """Until ``close``, or until it is clear which rank failed first."""
+        is_over = threading.Event()
+        self._acceptor.call_when_readable(self._woken.fileno(), is_over.set)
+        end = time.monotonic() + self._start_s
+        while not is_over.is_set() and time.monotonic() < end:
+            for accepted in self._acceptor.wait(min(end - time.monotonic(), 1.0)):
+                self._accept(accepted)
+            if self._reports:
+                end = min(end, time.monotonic() + _FIRST_S)
+            elif len(self._tasks) == self._count:
+                end = float("inf")
+        if not is_over.is_set() or self._reports:
+            self.failure = self._first_failure()
+
+    def _accept(self, accepted: Accepted) -> None:
+        connection, number = accepted.connection, accepted.content["task"]
+        self._tasks[number] = accepted
+        self._open[connection] = (number, accepted.content["host"][1])
+        self._acceptor.call_when_readable(connection.fileno(), functools.partial(self._receive, connection))
+        if len(self._tasks) == self._count:
+            self._start_ranks()
+
+    def _start_ranks(self) -> None:
+        tasks = [self._tasks[number] for number in range(self._count)]
+        hosts = [Host(*each.content["host"]) for each in tasks]
+        every = places([host.id for host in hosts], [each.content["gpus"] for each in tasks])
+        for accepted, host, place in zip(tasks, hosts, every):
+            self._open[accepted.connection] = (place.rank, host.name)
+            accepted.answer(place.variables(self._count, (self.address[0], self._store.port)))
+
+    def _receive(self, connection: Connection) -> None:
+        rank, host = self._open[connection]
+        try:
+            messages = [json.loads(message) for message in connection.receive()]
+        except (EOFError, OSError):
+            self._forget(connection)
+            if rank not in [each.rank for each in self._reports]:
+                text = " its task, or the executor, ended without a word: see the executor's log."
+                self._reports.append(_Report(rank, host, True, text))
+            return
+        for message in messages:
+            if "text" in message:
+                self._write(rank, message["stream"], message["text"])
+            elif "failed" in message:
+                self._reports.append(_Report(rank, host, message["vanished"], message["failed"]))
+            else:  # it is done
+                self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        self._acceptor.selector.unregister(connection.fileno())
+        del self._open[connection]
+        connection.close()
+
+    def _first_failure(self) -> str:
+        if not self._reports:
+            return (
+                f"Spark has not started the {self._count} tasks within {self._start_s:.0f} s: other jobs may have the "
+                "slots; wait for them, or pass start_timeout=SECONDS."
+            )
+        # The others notice within moments that a process is gone, and may be faster to say so.
+        first = next((each for each in self._reports if each.vanished), self._reports[0])
+        return f"rank {first.rank} of {self._count} (host {first.host}) failed first:{first.text}"
