@@ -13,8 +13,9 @@ VENV ?= .venv
 PINS ?= -c constraints.txt
 PYTHON ?= python3
 BIN := $(VENV)/bin
-APT_PACKAGES := g++ cmake make openmpi-bin libopenmpi-dev mpich slurm-wlm munge openssh-server openssh-client iproute2
-PROGRAMS := sshd ip g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld slurmd munged
+APT_PACKAGES := g++ cmake make openmpi-bin libopenmpi-dev mpich slurm-wlm munge openssh-server openssh-client iproute2 \
+	default-jre-headless
+PROGRAMS := sshd ip java g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld slurmd munged
 # Engines, their process groups, the drop-in, weights, data, checkpoints, comparisons: all that calls PyTorch's own parts.
 TORCH_TESTS := tests/contract $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint checkpoint_files \
 	compare compare_worlds launch)
@@ -36,6 +37,7 @@ unit: $(VENV)/pip.stamp
 
 test: TESTS := not unit and not variant
 test-all: TESTS := not unit
+test-all: $(VENV)/clusters.stamp
 test test-all: lint unit $(VENV)/test.stamp
 	$(BIN)/pytest -m "$(TESTS)" -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
@@ -120,6 +122,10 @@ $(VENV)/test.stamp: $(VENV)/pip.stamp | system
 		"os.environ.get('UNIDIST_TESTS_PRELOADED') and (sys.path.insert(0, '$(CURDIR)/tests/support')," \
 		"__import__('preloaded'), sys.path.pop(0))" \
 		> $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/unidist_tests.pth
+	touch $@
+
+$(VENV)/clusters.stamp: $(VENV)/pip.stamp
+	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[ray,spark]" pandas pyarrow
 	touch $@
 
 # Debian and Ubuntu: what the launchers' tests need, if it is missing.
