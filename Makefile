@@ -70,8 +70,8 @@ test-torch:
 INTEROP_VENV := .venv-interop
 test-interop:
 	$(MAKE) VENV=$(INTEROP_VENV) $(INTEROP_VENV)/test.stamp
-	$(INTEROP_VENV)/bin/pip install -q --disable-pip-version-check $(PINS) transformers deepspeed "ray[train]"
-	$(INTEROP_VENV)/bin/pytest tests/test_interop.py
+	$(INTEROP_VENV)/bin/pip install -q --disable-pip-version-check $(PINS) transformers deepspeed "ray[default,train]"
+	$(INTEROP_VENV)/bin/pytest tests/test_interop.py tests/test_ray.py
 
 # On a machine with a GPU. GPU_PYTHON=python3 takes that environment as it is, and installs nothing.
 GPU_PYTHON ?= $(BIN)/python

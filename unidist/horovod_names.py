@@ -8,6 +8,7 @@ _MODULES = {
     "horovod.common.process_sets": "unidist.hvd.process_sets",
     "horovod.common": "unidist.hvd.common",
     "horovod.runner.util.threads": "unidist.hvd.common.util",
+    "horovod.ray": "unidist.ray",
 }
 
 

@@ -5,7 +5,7 @@ try:
 except ImportError as error:
     raise ImportError("unidist.ray needs Ray, which is not installed: pip install 'ray[default]' cloudpickle") from error
 
-from unidist.ray.executor import RayExecutor
+from unidist.ray.runner import RayExecutor
 from unidist.ray.worker import BaseHorovodWorker
 
 __all__ = ["BaseHorovodWorker", "RayExecutor"]

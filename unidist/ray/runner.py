@@ -318,12 +318,17 @@ def put(call: str, value: object) -> Any:
         function = value.args[0] if isinstance(value, partial) else value
         with open(os.devnull, "w") as nowhere:
             found = inspect_serializability(value, "call", print_file=nowhere)[1]
-        named = ", ".join(sorted({f"{each.name} ({type(each.obj).__name__})" for each in found})) or "a part of it"
+        named = ", ".join(sorted({f"{_variable(each)} ({type(each.obj).__name__})" for each in found})) or "a part of it"
         raise UnidistError(
             f"RayExecutor.{call}({getattr(function, '__qualname__', function)}): the workers cannot have this function "
             f"or its arguments, as {named} does not pickle: make it inside the function instead, or pass what it is "
             "made of."
         ) from error
+
+
+def _variable(failure: Any) -> str:
+    """What is called so in the code; Ray before 2.50 has the name, later the path to it."""
+    return str(failure.path[-1] if hasattr(failure, "path") else failure.name)
 
 
 def _make(cls: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
