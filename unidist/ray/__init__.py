@@ -3,7 +3,9 @@
 try:
     import ray as _ray  # noqa: F401
 except ImportError as error:
-    raise ImportError("unidist.ray needs Ray, which is not installed: pip install 'ray[default]' cloudpickle") from error
+    raise ImportError(
+        "unidist.ray needs Ray, which is not installed: pip install 'ray[default]' cloudpickle"
+    ) from error
 
 from unidist.ray.runner import RayExecutor
 from unidist.ray.worker import BaseHorovodWorker

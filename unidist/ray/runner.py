@@ -110,7 +110,8 @@ class RayExecutor:
                 other.
         """
         if ssh_identity_file or ssh_str:
-            warnings.warn("create_settings: Ray starts the workers, so ssh's key is not used: leave it out", stacklevel=2)
+            text = "create_settings: Ray starts the workers, so ssh's key is not used: leave it out"
+            warnings.warn(text, stacklevel=2)
         return RaySettings(timeout_s, placement_group_timeout_s, sorted(nics or ()))
 
     def start(
@@ -192,14 +193,12 @@ class RayExecutor:
         threading.Thread(target=self._watch, args=(refs,), name="unidist-ray", daemon=True).start()
         return refs
 
-    def execute(
-        self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None
-    ) -> list[Any]:
+    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
         """Call ``fn(object)`` in all workers, with the object that ``start`` has made there; otherwise as ``run``."""
         return self._results(self._submit("execute", fn))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call ``fn(object)`` in rank 0's worker alone; its result. A collective call in it would wait for the others."""
+        """Call ``fn(object)`` in rank 0's worker alone; its result. A collective call would wait for the others."""
         return self._results(self._submit("execute_single", fn, ranks=1))[0]
 
     def shutdown(self) -> None:
@@ -226,8 +225,8 @@ class RayExecutor:
             self.shutdown()
             where = f"{self.num_hosts} nodes" if self.num_hosts else "any nodes"
             raise TimeoutError(
-                f"RayExecutor.start: Ray found no room for {self.num_workers} workers of {self._needs()} each on {where} "
-                f"within {seconds:g} s. The cluster has {_shown(ray.cluster_resources())}, of which "
+                f"RayExecutor.start: Ray found no room for {self.num_workers} workers of {self._needs()} each on "
+                f"{where} within {seconds:g} s. The cluster has {_shown(ray.cluster_resources())}, of which "
                 f"{_shown(ray.available_resources()) or 'nothing'} are free: start fewer workers, add nodes, or wait "
                 "longer by create_settings(placement_group_timeout_s=)."
             )
@@ -302,7 +301,9 @@ def gpus(use_gpu: bool, per_worker: int | None) -> int:
         ValueError: a number without ``use_gpu``, or one below 1.
     """
     if per_worker is not None and (not use_gpu or per_worker < 1):
-        raise ValueError(f"gpus_per_worker={per_worker} with use_gpu={use_gpu}: give a number from 1 up, and use_gpu=True.")
+        raise ValueError(
+            f"gpus_per_worker={per_worker} with use_gpu={use_gpu}: give a number from 1 up, and use_gpu=True."
+        )
     return (per_worker or 1) if use_gpu else 0
 
 
@@ -315,13 +316,13 @@ def put(call: str, value: object) -> Any:
     try:
         return ray.put(value)
     except Exception as error:
-        function = value.args[0] if isinstance(value, partial) else value
+        parts = value.args if isinstance(value, partial) else (value,)
         with open(os.devnull, "w") as nowhere:
-            found = inspect_serializability(value, "call", print_file=nowhere)[1]
-        named = ", ".join(sorted({f"{_variable(each)} ({type(each.obj).__name__})" for each in found})) or "a part of it"
+            found = set().union(*(inspect_serializability(part, "it", print_file=nowhere)[1] for part in parts))
+        named = ", ".join(sorted({f"{_variable(each)} ({type(each.obj).__name__})" for each in found}))
         raise UnidistError(
-            f"RayExecutor.{call}({getattr(function, '__qualname__', function)}): the workers cannot have this function "
-            f"or its arguments, as {named} does not pickle: make it inside the function instead, or pass what it is "
+            f"RayExecutor.{call}({getattr(parts[0], '__qualname__', parts[0])}): the workers cannot have this function "
+            f"or its arguments, as {named or 'a part of it'} does not pickle: make it inside the function instead, or pass what it is "
             "made of."
         ) from error
 
