@@ -192,12 +192,12 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting(executor: RayExecut
     with pytest.raises(UnidistError, match=r"ended, as rank 1 of 2 on node .* had failed. Call start\(\) first"):
         executor.run(where)
     executor.start()
-    with pytest.raises(BackendError, match="rank 1 of 2 on node .*: its process has ended"):
+    with pytest.raises(BackendError, match=r"rank 1 of 2 on node .*: its process has ended"):
         executor.run(failing, [kill])
     executor.start()
     refs = executor.run_remote(failing, [kill])
     for ref in refs:
-        with pytest.raises(Exception, match="actor|rank 0"):
+        with pytest.raises(Exception, match=r"actor|rank 0"):
             ray.get(ref, timeout=60)
     executor.shutdown()
 
@@ -234,7 +234,7 @@ def test_in_a_placement_group_that_exists(executor: RayExecutor) -> None:
 
 def test_no_room(executor: RayExecutor) -> None:
     other = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=1), num_workers=9)
-    with pytest.raises(TimeoutError, match="no room for 9 workers of 1 CPU each .* The cluster has 4 CPU"):
+    with pytest.raises(TimeoutError, match=r"no room for 9 workers of 1 CPU each .* The cluster has 4 CPU"):
         other.start()
     with pytest.raises(UnidistError, match="there are no workers"):
         other.run(where)
@@ -245,7 +245,8 @@ def test_by_horovods_names() -> None:
         "from horovod.ray import RayExecutor, BaseHorovodWorker\nfrom horovod.ray.runner import RayExecutor as same\n"
         "from horovod.ray.worker import BaseHorovodWorker as worker\n"
         "assert same is RayExecutor and worker is BaseHorovodWorker\n"
-        "worker().update_env_vars({'TEST': 3})\nassert worker().env_vars()['TEST'] == '3'\nprint(RayExecutor.__module__)"
+        "worker().update_env_vars({'TEST': 3})\nassert worker().env_vars()['TEST'] == '3'\n"
+        "print(RayExecutor.__module__)"
     )
     directory = ROOT / "unidist/hvd/as_horovod"
     env = environment("python", {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"})

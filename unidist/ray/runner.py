@@ -322,8 +322,8 @@ def put(call: str, value: object) -> Any:
         named = ", ".join(sorted({f"{_variable(each)} ({type(each.obj).__name__})" for each in found}))
         raise UnidistError(
             f"RayExecutor.{call}({getattr(parts[0], '__qualname__', parts[0])}): the workers cannot have this function "
-            f"or its arguments, as {named or 'a part of it'} does not pickle: make it inside the function instead, or pass what it is "
-            "made of."
+            f"or its arguments, as {named or 'a part of it'} does not pickle: make it inside the "
+            "function instead, or pass what it is made of."
         ) from error
 
 
