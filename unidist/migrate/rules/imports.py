@@ -402,7 +402,8 @@ class _Imports:
                 yield node
 
     def _remark_drop_in(self, node: cst.CSTNode, name: str) -> None:
-        self._remark(node, name, _RUN if name.endswith(".run") else _DROP_IN)
+        if not name.startswith("horovod.ray"):  # unidist.ray is no part of the drop-in
+            self._remark(node, name, _RUN if name.endswith(".run") else _DROP_IN)
 
     def _remark(self, node: cst.CSTNode, name: str, reason: tuple[str, str]) -> None:
         if self._context.native or reason is _NOT_IN_DROP_IN:
