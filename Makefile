@@ -75,8 +75,8 @@ test-torch:
 
 INTEROP_VENV := .venv-interop
 test-interop:
-	$(MAKE) VENV=$(INTEROP_VENV) $(INTEROP_VENV)/test.stamp
-	$(INTEROP_VENV)/bin/pip install -q --disable-pip-version-check $(PINS) transformers deepspeed "ray[train]"
+	$(MAKE) VENV=$(INTEROP_VENV) $(INTEROP_VENV)/test.stamp $(INTEROP_VENV)/clusters.stamp
+	$(INTEROP_VENV)/bin/pip install -q --disable-pip-version-check $(PINS) transformers deepspeed
 	$(INTEROP_VENV)/bin/pytest tests/test_interop.py
 
 # On a machine with a GPU. GPU_PYTHON=python3 takes that environment as it is, and installs nothing.
@@ -125,7 +125,7 @@ $(VENV)/test.stamp: $(VENV)/pip.stamp | system
 	touch $@
 
 $(VENV)/clusters.stamp: $(VENV)/pip.stamp
-	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[ray,spark]" pandas pyarrow
+	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e ".[ray,spark]" "ray[train]" pandas pyarrow
 	touch $@
 
 # Debian and Ubuntu: what the launchers' tests need, if it is missing.

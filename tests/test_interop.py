@@ -105,7 +105,7 @@ def test_the_names_of_the_page_are_those_of_the_libraries() -> None:
                 assert name == "loss" or any(hasattr(resolve_name(place), name) for place in places), name
 
 
-@pytest.mark.skipif(not find_spec("ray"), reason="make test-interop installs Ray")
+@pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: pip install 'ray[default,train]'")
 def test_inside_ray_train() -> None:
     result = run_world("python", 1, ["tests/interop/in_ray_train.py"], env={"PYTHONPATH": str(ROOT)}, timeout=300)
     assert result.returncode == 0 and "FITTED" in result.output, result.output

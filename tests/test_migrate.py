@@ -570,3 +570,13 @@ def test_the_page_shows_the_diff() -> None:
     assert unidist_migrate("examples/digits_horovod.py", cwd=ROOT).strip() == blocks(
         "unidist migrate examples/digits_horovod.py"
     )
+
+
+def test_horovod_on_ray() -> None:
+    before = (
+        "from horovod.ray import RayExecutor\nfrom ray.train.horovod import HorovodTrainer\n"
+        "executor = RayExecutor(RayExecutor.create_settings(), num_workers=2)\n"
+    )
+    code, remarks = migrate_module(before, "native")
+    assert code == before.replace("horovod.ray", "unidist.ray", 1)
+    assert [(each.line, each.what) for each in remarks] == [(2, "ray.train.horovod.HorovodTrainer")]

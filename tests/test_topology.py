@@ -83,6 +83,7 @@ EACH: list[tuple[dict[str, str], str, tuple[Any, ...]]] = [
     (MPICH, "mpich", (1, 2, 1, 2, None, None)),
     (JSRUN, "jsrun", (2, 6, 2, 6, None, None)),
     (SLURM, "slurm", (3, 4, 1, None, 1, 2)),
+    ({**BY_HAND, "LOCAL_RANK": "0", "NODE_RANK": "0", "RAY_JOB_ID": "01000000"}, "ray", (0, 3, 0, None, 0, None)),
     (BY_HAND, "env", (0, 3, None, None, None, None)),
     ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "pmi", (1, 2, None, None, None, None)),
     ({"PMIX_RANK": "1", "WORLD_SIZE": "4"}, "pmix", (1, 4, None, None, None, None)),

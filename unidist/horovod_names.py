@@ -10,6 +10,7 @@ _MODULES = {
     "horovod.common.process_sets": "unidist.hvd.process_sets",
     "horovod.common": "unidist.hvd.common",
     "horovod.runner.util.threads": "unidist.hvd.common.util",
+    "horovod.ray": "unidist.ray",
     "horovod.spark": "unidist.spark",
     "sparkdl": "unidist.spark.sparkdl",
 }

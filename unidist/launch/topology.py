@@ -130,6 +130,16 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rendezvous="mpi",
         mpi="openmpi",
     ),
+    # unidist.ray, and Ray Train. Ray sets RAY_JOB_ID in all its processes.
+    Launcher(
+        "ray",
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        node_rank="NODE_RANK",
+        marks=("RANK", "RAY_JOB_ID"),
+    ),
     # Variables set by hand, by Kubernetes' PyTorchJob, by DeepSpeed's launcher, ...
     _torch_like("env", mark="RANK"),
     # A batch script and a shell inside salloc have SLURM_PROCID too, but only srun sets the step's size.

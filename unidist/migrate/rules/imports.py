@@ -42,10 +42,10 @@ _RUN = (
     "horovod.run() starts processes on any hosts, and unidist.spawn() on this one, so it stays, as the drop-in's",
     "`unidist.spawn(fn, np, args)` on one host, else start the script by `unidist run`, then migrate again",
 )
-#: Why a file stays on the drop-in although each of its calls has an equivalent.
 _SPARKDL = ("sparkdl", "sparkdl.horovod")
 #: Modules of unidist that have the names of Horovod's, and what they have.
-_OWN = {"unidist.spark", "unidist.spark.run"}
+_OWN = {"unidist.spark", "unidist.spark.run", "unidist.ray", "unidist.ray.RayExecutor"}
+#: Why a file stays on the drop-in although each of its calls has an equivalent.
 STAYS = {why for why, _ in (_REEXPORTED, _REBOUND, _DROP_IN, _RUN)}
 
 

@@ -11,7 +11,7 @@ from unidist.migrate.context import Context, is_constant
 from unidist.migrate.flow import values_of
 from unidist.migrate.names import IMPORTERS
 from unidist.migrate.rules.calls import PLAIN_CALLS
-from unidist.migrate.syntax import called_name, full_name
+from unidist.migrate.syntax import called_name, full_name, imports_of
 
 _RANK_VARIABLES = re.compile(
     r"(OMPI_COMM_WORLD_|MV2_COMM_WORLD_)\w*(RANK|SIZE)|PMI_(RANK|SIZE)|PMIX_RANK|MPI_LOCALRANKID|HOROVOD_(LOCAL_|CROSS_)?(RANK|SIZE)"
@@ -36,6 +36,10 @@ _LIGHTNING_ARGUMENT = (
     "with this argument, Lightning imports Horovod",
     'strategy="ddp" under torchrun, or keep Horovod',
 )
+_RAY_TRAIN = (
+    "Ray has removed HorovodTrainer and HorovodConfig",
+    "`from ray.train.torch import TorchTrainer`: TorchTrainer(train, scaling_config=...), and unidist.init() in train",
+)
 _COMPUTED_NAME = (
     "a module of Horovod's is imported by a computed name",
     "import each module that it can be by its literal name, then migrate again",
@@ -56,6 +60,9 @@ def report_surroundings(context: Context) -> None:
     for call in context.tree.all(cst.Call):
         if called_name(call) in IMPORTERS and call.args and _is_computed_horovod_name(call.args[0].value):
             context.remark(call, *_COMPUTED_NAME)
+    for each in imports_of(context.tree):
+        if each.name.startswith("ray.train.horovod"):
+            context.remark(each.alias, *_RAY_TRAIN, what=each.name)
     for guard in _long_work(context):
         context.remark(guard, *_ALONE, what=f"if {context.text(guard.test)}:")
         return

@@ -1,0 +1,254 @@
+"""``unidist.ray``: Horovod's functions on Ray's actors, on two nodes of Ray on this host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.worlds import PYTHON, ROOT, environment, run_world
+from unidist.errors import BackendError, UnidistError
+from unidist.launch.topology import detect
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[default]' cloudpickle")
+from ray.cluster_utils import Cluster  # noqa: E402
+from ray.exceptions import RayTaskError  # noqa: E402
+from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+
+from unidist.ray import RayExecutor  # noqa: E402
+from unidist.ray.worker import Location, rank_order, shared_gpus, variables  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+# ------------------------------------------------------------------------------------ without Ray's processes
+@pytest.mark.unit
+def test_ranks_of_a_node_are_together() -> None:
+    assert rank_order(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]
+
+
+@pytest.mark.unit
+def test_variables_of_the_ranks() -> None:
+    places = [Location("x", "10.0.0.1", ("2",)), Location("x", "10.0.0.1", ("0",)), Location("y", "10.0.0.2", ("1",))]
+    found = variables(places, 1234)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["2,0", "2,0", "1"]
+    launches = [detect({**each, "RAY_JOB_ID": "01"}) for each in found]
+    assert [(each.rank, each.local_rank, each.local_size, each.node_rank) for each in launches] == [
+        (0, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1, 1),
+    ]  # fmt: skip
+    assert {(each.launcher.name, each.master_addr, each.master_port) for each in launches} == {
+        ("ray", "10.0.0.1", 1234)
+    }
+
+
+@pytest.mark.unit
+def test_the_first_gpu_of_each_rank_is_at_its_local_rank() -> None:
+    assert shared_gpus([["0", "1"], ["2", "3"]]) == ["0", "2", "1", "3"]
+    assert shared_gpus([[], []]) == []
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "takes one of the two"),
+        ({"num_workers": 2, "num_hosts": 1}, "takes one of the two"),
+        ({"num_workers": 0}, "num_workers=0"),
+        ({"num_hosts": 2, "num_workers_per_host": None}, "num_workers_per_host=None"),
+        ({"num_workers": 1, "gpus_per_worker": 1}, "gpus_per_worker=1 with use_gpu=False"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RayExecutor(**arguments)
+
+
+@pytest.mark.unit
+def test_ssh_is_not_used() -> None:
+    with pytest.warns(UserWarning, match="not ssh|ssh's key is not used"):
+        RayExecutor.create_settings(ssh_identity_file="key.pem")
+
+
+# ------------------------------------------------------------------------------------ on a cluster
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes with two CPUs each."""
+    os.environ["PYTHONPATH"] = str(ROOT)
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    nodes.add_node(num_cpus=2)
+    ray.init(address=nodes.address, log_to_driver=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def executor(cluster: Cluster) -> Iterator[RayExecutor]:
+    started = RayExecutor(RayExecutor.create_settings(timeout_s=60), num_workers=2)
+    started.start(executable_cls=Counter, executable_args=[10], extra_env_vars={"OWN": 1})
+    yield started
+    started.shutdown()
+
+
+class Counter:
+    def __init__(self, start: int) -> None:
+        self.count = start
+
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+
+def train(save: str = "") -> dict[str, torch.Tensor]:
+    """As it was written for Horovod."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    data = torch.randn(20, hvd.size(), 4)
+    for step in range(20):
+        optimizer.zero_grad()
+        model(data[step, hvd.rank()]).square().sum().backward()
+        optimizer.step()
+    if save and hvd.rank() == 0:
+        torch.save(model.state_dict(), save)
+    return dict(model.state_dict())
+
+
+def where() -> tuple[Any, ...]:
+    import unidist
+
+    unidist.init()
+    found = (unidist.rank(), unidist.local_rank(), unidist.local_size(), unidist.node_rank(), unidist.num_nodes())
+    return found, detect(os.environ).launcher.name, unidist.all_reduce(torch.ones(1)).item()
+
+
+def test_every_call(executor: RayExecutor) -> None:
+    assert executor.run(lambda a, b: (a, b, os.environ["OWN"]), [1], {"b": 2}) == [(1, 2, "1")] * 2
+    assert ray.get(executor.run_remote(lambda: int(os.environ["RANK"]))) == [0, 1]
+    assert executor.execute(lambda counter: counter.add()) == [11, 11]
+    assert executor.execute_single(lambda counter: counter.add()) == 12
+    assert executor.execute(lambda counter: counter.add()) == [13, 12]
+
+
+def test_weights_are_those_under_torchrun(executor: RayExecutor, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"from tests.test_ray import train\ntrain({str(tmp_path / 'weights.pt')!r})\n")
+    result = run_world("torchrun", 2, ["-m", "unidist.hvd", str(script)], env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.output
+    expected = torch.load(tmp_path / "weights.pt")
+    for weights in executor.run(train):
+        assert all(torch.allclose(weights[name], expected[name], atol=1e-5, rtol=0) for name in expected)
+
+
+def test_many_runs_and_a_large_result(executor: RayExecutor) -> None:
+    assert [executor.run(where)[1][0][0] for _ in range(20)] == [1] * 20
+    assert [len(each) for each in executor.run(lambda: bytes(100_000_000))] == [100_000_000] * 2
+
+
+def test_a_function_that_does_not_pickle(executor: RayExecutor) -> None:
+    lock = threading.Lock()
+
+    def hold() -> object:
+        return lock
+
+    with pytest.raises(UnidistError, match=r"RayExecutor.run\(.*hold\).* lock \(lock\) does not pickle"):
+        executor.run(hold)
+    assert executor.run(lambda: 1) == [1, 1]
+
+
+def failing(how: Callable[[], None]) -> None:
+    import unidist
+
+    unidist.init()
+    if unidist.rank() == 1:
+        how()
+    unidist.barrier()  # rank 0 would wait for ever
+
+
+def raise_error() -> None:
+    raise ValueError("on purpose")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), 9)
+
+
+def test_a_rank_that_fails_does_not_leave_the_others_waiting(executor: RayExecutor) -> None:
+    with pytest.raises(ValueError, match=r"(?s)rank 1 of 2 on node .*ValueError: on purpose") as raised:
+        executor.run(failing, [raise_error])
+    assert isinstance(raised.value, RayTaskError)
+    with pytest.raises(UnidistError, match=r"ended, as rank 1 of 2 on node .* had failed. Call start\(\) first"):
+        executor.run(where)
+    executor.start()
+    with pytest.raises(BackendError, match=r"rank 1 of 2 on node .*: its process has ended"):
+        executor.run(failing, [kill])
+    executor.start()
+    refs = executor.run_remote(failing, [kill])
+    for ref in refs:
+        with pytest.raises(Exception, match=r"actor|rank 0"):
+            ray.get(ref, timeout=60)
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("how", [{"num_workers": 4}, {"num_hosts": 2, "num_workers_per_host": 1}])
+def test_two_nodes(how: dict[str, int], executor: RayExecutor) -> None:
+    executor.shutdown()
+    other = RayExecutor(**how)  # type: ignore[arg-type]
+    other.start()
+    found = other.run(where)
+    other.shutdown()
+    each = other.num_workers // 2
+    expected = [(rank, rank % each, each, rank // each, 2) for rank in range(2 * each)]
+    assert found == [(place, "ray", 2.0 * each) for place in expected]
+
+
+def test_in_a_placement_group_that_exists(executor: RayExecutor) -> None:
+    executor.shutdown()
+
+    def work() -> list[Any]:
+        inner = RayExecutor(num_workers=2)
+        inner.start()
+        own = inner._own_group is not None
+        found = inner.run(lambda: int(os.environ["RANK"]))
+        inner.shutdown()
+        return [own, *found]
+
+    group = placement_group([{"CPU": 1}] * 2)
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    task = ray.remote(num_cpus=0)(work).options(scheduling_strategy=strategy)
+    assert ray.get(task.remote()) == [False, 0, 1]
+    remove_placement_group(group)
+
+
+def test_no_room(executor: RayExecutor) -> None:
+    other = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=1), num_workers=9)
+    with pytest.raises(TimeoutError, match=r"no room for 9 workers of 1 CPU each .* The cluster has 4 CPU"):
+        other.start()
+    with pytest.raises(UnidistError, match="there are no workers"):
+        other.run(where)
+
+
+def test_by_horovods_names() -> None:
+    code = (
+        "from horovod.ray import RayExecutor, BaseHorovodWorker\nfrom horovod.ray.runner import RayExecutor as same\n"
+        "from horovod.ray.worker import BaseHorovodWorker as worker\n"
+        "assert same is RayExecutor and worker is BaseHorovodWorker\n"
+        "worker().update_env_vars({'TEST': 3})\nassert worker().env_vars()['TEST'] == '3'\n"
+        "print(RayExecutor.__module__)"
+    )
+    directory = ROOT / "unidist/hvd/as_horovod"
+    env = environment("python", {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"})
+    done = subprocess.run([PYTHON, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "unidist.ray.runner\n", done.stderr

@@ -1,0 +1,135 @@
+"""The actor class of the workers, and where they run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import ray
+
+from unidist.hvd import alias, names
+from unidist.run.hosts import Place, rank_variables
+
+
+class Location(NamedTuple):
+    """Where a worker runs."""
+
+    #: Ray's id of the node, and the node's address.
+    node: str
+    address: str
+    #: The GPUs that Ray has given it, by their numbers on the node.
+    gpus: tuple[str, ...]
+
+
+class BaseHorovodWorker:
+    """A process that is one rank of a ``RayExecutor``: a class for ``ray.remote``, with Horovod's methods.
+
+    Args:
+        world_rank: of no effect: ranks follow from where Ray starts the workers.
+        world_size: likewise.
+    """
+
+    executable: Any = None
+    _store: Any = None
+
+    def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
+        self._name = "worker"
+
+    def __repr__(self) -> str:  # Ray shows it in the text of errors
+        return self._name
+
+    def locate(self) -> Location:
+        """Make ``horovod`` the drop-in, before anything is unpickled here, and say where this is."""
+        alias.install()
+        if names.directory() not in sys.path:
+            sys.path.insert(1, names.directory())  # for processes that this one starts
+        return Location(self.node_id(), ray.util.get_node_ip_address(), tuple(map(str, self.get_gpu_ids())))
+
+    def serve(self) -> int:
+        """Serve torch's key-value store at the node's address; the port."""
+        from unidist.backends import rendezvous
+
+        self._store = rendezvous.open_on_free_port(ray.util.get_node_ip_address())
+        port: int = self._store.port
+        return port
+
+    def join(self, variables: Mapping[str, str], name: str) -> None:
+        """Take the variables of a rank, and what it is called in errors."""
+        self.update_env_vars(variables)
+        names.export_variables()
+        self._name = name
+
+    def start_executable(
+        self,
+        executable_cls: type | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make the object that ``execute`` passes on; without a class, None."""
+        if executable_cls is not None:
+            self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
+
+    def execute(self, func: Callable[[Any], Any]) -> Any:
+        """Call a function with the object."""
+        return func(self.executable)
+
+    def update_env_vars(self, env_vars: Mapping[str, object]) -> None:
+        """Set variables of this process's environment."""
+        os.environ.update({name: str(value) for name, value in env_vars.items()})
+
+    def env_vars(self) -> dict[str, str]:
+        """This process's environment."""
+        return dict(os.environ)
+
+    def node_id(self) -> str:
+        """Ray's id of the node."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def hostname(self) -> str:
+        """The name of the host."""
+        return socket.gethostname()
+
+    def get_gpu_ids(self) -> list[Any]:
+        """The GPUs that Ray has given this process."""
+        return list(ray.get_gpu_ids())
+
+
+def rank_order(nodes: Sequence[str]) -> list[int]:
+    """The workers in rank order, by their nodes: those of a node are together, as the nodes come first."""
+    return sorted(range(len(nodes)), key=lambda worker: nodes.index(nodes[worker]))
+
+
+def variables(locations: Sequence[Location], port: int) -> list[dict[str, str]]:
+    """The variables of each rank: torchrun's and Horovod's.
+
+    Args:
+        locations: of all ranks, in rank order; those of a node are together.
+        port: of the key-value store on rank 0's node.
+    """
+    by_node: dict[str, list[Location]] = {}
+    places = []
+    for location in locations:
+        on_node = by_node.setdefault(location.node, [])
+        places.append(Place(location.node, len(on_node)))
+        on_node.append(location)
+    shared = {
+        "MASTER_ADDR": locations[0].address,
+        "MASTER_PORT": str(port),
+        # To torch this says: another process serves the store, so rank 0 connects to it.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    found = []
+    for location, own in zip(locations, rank_variables(places)):
+        gpus = shared_gpus([each.gpus for each in by_node[location.node]])
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        found.append({**own, "NODE_RANK": own["GROUP_RANK"], **shared, **visible})
+    return found
+
+
+def shared_gpus(gpus: Sequence[Sequence[str]]) -> list[str]:
+    """The GPUs of a node, which all its workers see: the first one of local rank n is at place n."""
+    return list(dict.fromkeys(gpu for each in zip_longest(*gpus) for gpu in each if gpu is not None))
