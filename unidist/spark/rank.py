@@ -11,6 +11,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 import traceback
 from typing import BinaryIO
 
@@ -21,6 +22,8 @@ from unidist import context
 #: Before the outcome: whether the function returned, and the number of bytes that follow. Before the function: the
 #: same, where the first is of no meaning.
 HEAD = struct.Struct("<?Q")
+#: Seconds in which the driver ends the job when the function has raised.
+_END_S = 30.0
 
 
 def main(pipe: int) -> None:
@@ -35,8 +38,9 @@ def main(pipe: int) -> None:
         data = cloudpickle.dumps(fn(*args, **kwargs))
         context.shutdown()
     except BaseException:
-        # At once: the others fail when this process leaves.
         _report(pipe, False, traceback.format_exc().encode())
+        # The others fail when this process ends. Its task ends it when the driver knows why.
+        time.sleep(_END_S)
         sys.exit(1)
     _report(pipe, True, data)
 
