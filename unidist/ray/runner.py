@@ -29,7 +29,7 @@ _GRACE_S = 5.0
 class RaySettings:
     """What ``create_settings`` returns."""
 
-    #: Seconds for the workers to start when they have their places.
+    #: Seconds for the workers to start, beside those for their places: a node that has not yet read torch is slow.
     timeout_s: float = 30
     #: Seconds for Ray to find places for them.
     placement_group_timeout_s: float = 100
@@ -102,7 +102,7 @@ class RayExecutor:
         """Settings of a ``RayExecutor``.
 
         Args:
-            timeout_s: seconds for the workers to start when they have their places.
+            timeout_s: seconds for the workers to start, in addition to those for their places.
             ssh_identity_file: of no effect, with a warning: Ray starts the workers, not ssh.
             ssh_str: likewise.
             placement_group_timeout_s: seconds for Ray to find places for them.
@@ -137,7 +137,7 @@ class RayExecutor:
         self._reserve()
         actor = ray.remote(BaseHorovodWorker)
         self.workers = [actor.options(**self._options(number)).remote() for number in range(self.num_workers)]
-        seconds = self.settings.timeout_s + (0 if self._own_group else self.settings.placement_group_timeout_s)
+        seconds = self.settings.timeout_s + self.settings.placement_group_timeout_s
         try:
             locations = ray.get([worker.locate.remote() for worker in self.workers], timeout=seconds)
         except GetTimeoutError:
