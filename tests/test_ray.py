@@ -23,37 +23,11 @@ from ray.util.placement_group import placement_group, remove_placement_group  # 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
 from unidist.ray import RayExecutor  # noqa: E402
-from unidist.ray.worker import Location, rank_order, shared_gpus, variables  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 # ------------------------------------------------------------------------------------ without Ray's processes
-@pytest.mark.unit
-def test_ranks_of_a_node_are_together() -> None:
-    assert rank_order(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]
-
-
-@pytest.mark.unit
-def test_variables_of_the_ranks() -> None:
-    places = [Location("x", "10.0.0.1", ("2",)), Location("x", "10.0.0.1", ("0",)), Location("y", "10.0.0.2", ("1",))]
-    found = variables(places, 1234)
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["2,0", "2,0", "1"]
-    launches = [detect({**each, "RAY_JOB_ID": "01"}) for each in found]
-    assert [(each.rank, each.local_rank, each.local_size, each.node_rank) for each in launches] == [
-        (0, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1, 1),
-    ]  # fmt: skip
-    assert {(each.launcher.name, each.master_addr, each.master_port) for each in launches} == {
-        ("ray", "10.0.0.1", 1234)
-    }
-
-
-@pytest.mark.unit
-def test_the_first_gpu_of_each_rank_is_at_its_local_rank() -> None:
-    assert shared_gpus([["0", "1"], ["2", "3"]]) == ["0", "2", "1", "3"]
-    assert shared_gpus([[], []]) == []
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("arguments", "text"),

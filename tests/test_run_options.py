@@ -14,9 +14,20 @@ import pytest
 
 from tests.support.worlds import PYTHON
 from unidist.errors import LaunchError
+from unidist.launch.topology import detect
 from unidist.launchers.table import missing
 from unidist.run import options, output
-from unidist.run.hosts import HostSlots, Placement, allocated_hosts, parse_hosts, place, read_hostfile
+from unidist.run.hosts import (
+    HostSlots,
+    Placement,
+    allocated_hosts,
+    parse_hosts,
+    place,
+    rank_order,
+    read_hostfile,
+    shared_gpus,
+    worker_variables,
+)
 
 unit = pytest.mark.unit
 
@@ -237,3 +248,33 @@ def test_a_progress_bar_stays_one_line(capfd: pytest.CaptureFixture[str]) -> Non
 @unit
 def test_every_option_has_a_help() -> None:
     assert [action.option_strings for action in options.parser()._actions if not action.help] == []
+
+
+# ------------------------------------------------------------------------------------ workers of Ray and Spark
+def test_ranks_of_a_host_are_together() -> None:
+    assert rank_order(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]
+
+
+def test_variables_of_workers() -> None:
+    found = worker_variables(["x", "x", "y"], [("2",), ("0",), ("1",)], ("10.0.0.1", 1234))
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["2,0", "2,0", "1"]
+    launches = [detect({**each, "RAY_JOB_ID": "01"}) for each in found]
+    assert [(each.rank, each.local_rank, each.local_size, each.node_rank) for each in launches] == [
+        (0, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1, 1),
+    ]  # fmt: skip
+    assert {(each.launcher.name, each.master_addr, each.master_port) for each in launches} == {
+        ("ray", "10.0.0.1", 1234)
+    }
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible"),
+    [
+        ([["3"], ["1"]], ["3", "1"]),
+        ([["0", "1"], ["2", "3"]], ["0", "2", "1", "3"]),
+        ([["0"], ["0"]], ["0"]),
+        ([[], []], []),
+    ],
+)
+def test_the_first_gpu_of_each_rank_is_at_its_local_rank(assigned: list[list[str]], visible: list[str]) -> None:
+    assert shared_gpus(assigned) == visible

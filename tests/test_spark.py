@@ -29,7 +29,6 @@ if not shutil.which("java"):
     pytest.skip("java is not on PATH: apt-get install default-jre-headless", allow_module_level=True)
 
 import unidist.spark
-from unidist.spark.barrier import places
 from unidist.spark.sparkdl import HorovodRunner
 
 # What pyspark itself does: sockets of py4j, and pandas 3.
@@ -247,26 +246,6 @@ def test_the_complete_program(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="pip install pyarrow")
     output = run_program("import pyarrow.dataset", tmp_path)
     assert "[0]<stdout>:epoch 19: loss" in output and "y = 3.0 x + 1.0" in output
-
-
-# ------------------------------------------------------------------------------------ places
-@pytest.mark.unit
-def test_ranks_of_a_host_follow_each_other() -> None:
-    found = places(["a", "b", "a", "b"], [["0"], ["0"], ["1"], ["1"]])
-    assert [each.rank for each in found] == [0, 2, 1, 3]
-    assert [(each.local_rank, each.local_size, each.node_rank, each.num_nodes) for each in found] == [
-        (0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2),
-    ]  # fmt: skip
-    assert {tuple(each.gpus) for each in found} == {("0", "1")}
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    "assigned, visible",
-    [([["3"], ["1"]], ["3", "1"]), ([["0", "1"], ["2", "3"]], ["0", "2", "1", "3"]), ([["0"], ["0"]], ["0"])],
-)
-def test_the_gpu_of_a_local_rank_is_the_one_that_spark_assigned(assigned: list[list[str]], visible: list[str]) -> None:
-    assert [each.gpus for each in places(["a", "a"], assigned)] == [visible] * 2
 
 
 # ------------------------------------------------------------------------------------ a cluster

@@ -19,7 +19,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from unidist.errors import BackendError, UnidistError
-from unidist.ray.worker import BaseHorovodWorker, rank_order, variables
+from unidist.ray.worker import BaseHorovodWorker
+from unidist.run.hosts import rank_order, worker_variables
 
 #: Seconds that the other ranks have for their end when one has failed, and all at ``shutdown``.
 _GRACE_S = 5.0
@@ -157,7 +158,9 @@ class RayExecutor:
             f"rank {rank} of {self.num_workers} on node {location.address} ({location.node[:8]})"
             for rank, location in enumerate(locations)
         ]
-        own = zip(self.workers, variables(locations, port), self._names)
+        store = (locations[0].address, port)
+        ranks = worker_variables([each.node for each in locations], [each.gpus for each in locations], store)
+        own = zip(self.workers, ranks, self._names)
         ray.get([worker.join.remote({**env, **extra}, name) for worker, env, name in own])
         made = put("start", partial(_make, executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {})))
         self._results([worker.start_executable.remote(made) for worker in self.workers])

@@ -6,13 +6,11 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import ray
 
 from unidist.hvd import alias, names
-from unidist.run.hosts import Place, rank_variables
 
 
 class Location(NamedTuple):
@@ -96,40 +94,3 @@ class BaseHorovodWorker:
     def get_gpu_ids(self) -> list[Any]:
         """The GPUs that Ray has given this process."""
         return list(ray.get_gpu_ids())
-
-
-def rank_order(nodes: Sequence[str]) -> list[int]:
-    """The workers in rank order, by their nodes: those of a node are together, as the nodes come first."""
-    return sorted(range(len(nodes)), key=lambda worker: nodes.index(nodes[worker]))
-
-
-def variables(locations: Sequence[Location], port: int) -> list[dict[str, str]]:
-    """The variables of each rank: torchrun's and Horovod's.
-
-    Args:
-        locations: of all ranks, in rank order; those of a node are together.
-        port: of the key-value store on rank 0's node.
-    """
-    by_node: dict[str, list[Location]] = {}
-    places = []
-    for location in locations:
-        on_node = by_node.setdefault(location.node, [])
-        places.append(Place(location.node, len(on_node)))
-        on_node.append(location)
-    shared = {
-        "MASTER_ADDR": locations[0].address,
-        "MASTER_PORT": str(port),
-        # To torch this says: another process serves the store, so rank 0 connects to it.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    found = []
-    for location, own in zip(locations, rank_variables(places)):
-        gpus = shared_gpus([each.gpus for each in by_node[location.node]])
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-        found.append({**own, "NODE_RANK": own["GROUP_RANK"], **shared, **visible})
-    return found
-
-
-def shared_gpus(gpus: Sequence[Sequence[str]]) -> list[str]:
-    """The GPUs of a node, which all its workers see: the first one of local rank n is at place n."""
-    return list(dict.fromkeys(gpu for each in zip_longest(*gpus) for gpu in each if gpu is not None))

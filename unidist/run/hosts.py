@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,6 +72,41 @@ def rank_variables(places: Sequence[Place]) -> list[dict[str, str]]:
         }
         found.append({name: str(value) for name, value in values.items()})
     return found
+
+
+def worker_variables(
+    hosts: Sequence[str], gpus: Sequence[Sequence[str]], store: tuple[str, int]
+) -> list[dict[str, str]]:
+    """The variables of each rank, for processes that Ray or Spark has placed.
+
+    Args:
+        hosts: those of all ranks, in the order of ``rank_order``.
+        gpus: what each rank was given, by the GPUs' numbers on its host. The ranks of a host see all of them.
+        store: where another process serves torch's key-value store.
+    """
+    by_host: dict[str, list[Sequence[str]]] = {}
+    places = []
+    for host, own in zip(hosts, gpus):
+        places.append(Place(host, len(by_host.setdefault(host, []))))
+        by_host[host].append(own)
+    found = []
+    for host, values in zip(hosts, rank_variables(places)):
+        visible = ",".join(shared_gpus(by_host[host]))
+        values |= {"MASTER_ADDR": store[0], "MASTER_PORT": str(store[1]), "NODE_RANK": values["GROUP_RANK"]}
+        # To torch this says: rank 0 connects to the store, and does not serve it.
+        values |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        found.append(values | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {}))
+    return found
+
+
+def rank_order(hosts: Sequence[str]) -> list[int]:
+    """The workers in rank order, by their hosts: those of a host are together, as the hosts come first."""
+    return sorted(range(len(hosts)), key=lambda worker: hosts.index(hosts[worker]))
+
+
+def shared_gpus(gpus: Sequence[Sequence[str]]) -> list[str]:
+    """The GPUs of a host, which all its ranks see: the first one of local rank n is at place n."""
+    return list(dict.fromkeys(gpu for each in zip_longest(*gpus) for gpu in each if gpu is not None))
 
 
 def parse_hosts(text: str) -> list[HostSlots]:

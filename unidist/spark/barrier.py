@@ -11,17 +11,15 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from pyspark import BarrierTaskContext, SparkFiles
 
-from unidist import settings
 from unidist.errors import UnidistError
 from unidist.horovod_names import directory
-from unidist.launch.topology import EXPORTED, RUN_ID
 from unidist.network.addresses import this_host
 from unidist.network.connection import Connection, connect, frame
 from unidist.spark.rank import HEAD
@@ -45,66 +43,6 @@ class SparkJob(NamedTuple):
     executable: str | None
     #: Where the driver's program finds its modules.
     path: list[str]
-
-
-class TaskPlace(NamedTuple):
-    """Where a rank is, and the GPUs that it sees."""
-
-    rank: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
-    gpus: list[str]
-
-    def variables(self, size: int, store: tuple[str, int]) -> dict[str, str]:
-        """What ``topology.LAUNCHERS`` reads in a rank, and torch."""
-        return {
-            settings.LAUNCHER: "",
-            RUN_ID: f"{EXPORTED}spark",
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_size),
-            "GROUP_RANK": str(self.node_rank),
-            "GROUP_WORLD_SIZE": str(self.num_nodes),
-            "MASTER_ADDR": store[0],
-            "MASTER_PORT": str(store[1]),
-            # To torch this says: rank 0 does not serve the store; the driver does.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            **({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}),
-        }
-
-
-def places(hosts: Sequence[str], gpus: Sequence[Sequence[str]]) -> list[TaskPlace]:
-    """The place of each task.
-
-    Args:
-        hosts: the host of each task.
-        gpus: the addresses of the GPUs that Spark has assigned to each task.
-
-    Returns:
-        In the order of the tasks; the ranks of a host follow each other, and the first has rank 0's.
-    """
-    nodes = list(dict.fromkeys(hosts))
-    order = sorted(range(len(hosts)), key=lambda task: nodes.index(hosts[task]))
-    found = []
-    for task, host in enumerate(hosts):
-        here = [each for each in order if hosts[each] == host]
-        # The first GPU of each rank is that of its local rank.
-        visible = [gpu for each in here for gpu in gpus[each][:1]] + [gpu for each in here for gpu in gpus[each][1:]]
-        found.append(
-            TaskPlace(
-                rank=order.index(task),
-                local_rank=here.index(task),
-                local_size=len(here),
-                node_rank=nodes.index(host),
-                num_nodes=len(nodes),
-                gpus=list(dict.fromkeys(visible)),
-            )
-        )
-    return found
 
 
 def own_path() -> list[str]:

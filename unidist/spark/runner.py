@@ -17,10 +17,13 @@ from typing import Any, NamedTuple, TextIO
 import cloudpickle
 from pyspark import SparkContext
 
+from unidist import settings
 from unidist.errors import UnidistError
+from unidist.launch.topology import EXPORTED, RUN_ID
 from unidist.network.addresses import INTERFACES, LOOPBACK, Host, create_server
 from unidist.network.connection import Accepted, Acceptor, Connection, new_secret
-from unidist.spark.barrier import PURPOSE, SparkJob, own_path, places, run_task
+from unidist.run.hosts import rank_order, worker_variables
+from unidist.spark.barrier import PURPOSE, SparkJob, own_path, run_task
 
 _log = logging.getLogger("unidist")
 #: Seconds for executors to register, and for tasks to start when the slots are there, where the caller says nothing.
@@ -248,11 +251,14 @@ class _Ranks:
 
     def _start_ranks(self) -> None:
         tasks = [self._tasks[number] for number in range(self._count)]
+        tasks = [tasks[number] for number in rank_order([Host(*each.content["host"]).id for each in tasks])]
         hosts = [Host(*each.content["host"]) for each in tasks]
-        every = places([host.id for host in hosts], [each.content["gpus"] for each in tasks])
-        for accepted, host, place in zip(tasks, hosts, every):
-            self._open[accepted.connection] = (place.rank, host.name)
-            accepted.answer(place.variables(self._count, (self.address[0], self._store.port)))
+        store = (self.address[0], self._store.port)
+        ranks = worker_variables([host.id for host in hosts], [each.content["gpus"] for each in tasks], store)
+        for rank, (accepted, host, variables) in enumerate(zip(tasks, hosts, ranks)):
+            self._open[accepted.connection] = (rank, host.name)
+            # Variables of a launcher around the executor do not count.
+            accepted.answer({**variables, settings.LAUNCHER: "", RUN_ID: f"{EXPORTED}spark"})
 
     def _receive(self, connection: Connection) -> None:
         rank, host = self._open[connection]
