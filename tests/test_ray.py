@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from ray.exceptions import RayTaskError  # noqa: E402
 from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
-from unidist.ray import RayExecutor  # noqa: E402
+from unidist.ray import ElasticRayExecutor, RayExecutor  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -32,8 +36,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pyte
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({}, "takes one of the two"),
-        ({"num_workers": 2, "num_hosts": 1}, "takes one of the two"),
+        ({}, "takes one of the three"),
+        ({"num_workers": 2, "num_hosts": 1}, "takes one of the three"),
         ({"num_workers": 0}, "num_workers=0"),
         ({"num_hosts": 2, "num_workers_per_host": None}, "num_workers_per_host=None"),
         ({"num_workers": 1, "gpus_per_worker": 1}, "gpus_per_worker=1 with use_gpu=False"),
@@ -214,9 +218,84 @@ def test_no_room(executor: RayExecutor) -> None:
         other.run(where)
 
 
+def train_elastic(directory: str, steps: int) -> tuple[int, float, list[int]]:
+    """A rank, the weight, and the sizes of the world; each step of rank 0's is written to a file."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, sizes=[])
+
+    @hvd.elastic.run
+    def run(state: Any) -> tuple[int, float, list[int]]:
+        while state.step < steps or not (Path(directory) / "enough").exists():
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            state.step += 1
+            state.sizes = [*state.sizes, hvd.size()]
+            if hvd.rank() == 0:
+                (Path(directory) / "size").write_text(f"{hvd.size()} {os.getpid()}")
+            time.sleep(0.1)
+            state.commit()
+        assert model.weight.item() == -state.step
+        return hvd.rank(), state.step, state.sizes
+
+    return run(state)  # type: ignore[no-any-return]
+
+
+def test_elastic(cluster: Cluster, executor: RayExecutor, tmp_path: Path) -> None:
+    """A node comes, a worker is killed, and a node is lost, while it trains."""
+    executor.shutdown()
+    settings = ElasticRayExecutor.create_settings(min_num_proc=2, timeout_s=120)
+    elastic = ElasticRayExecutor(settings, cpus_per_slot=2)
+    elastic.start()
+    results: list[Any] = []
+    running = threading.Thread(target=lambda: results.extend(elastic.run(partial(train_elastic, str(tmp_path), 9))))
+    running.start()
+
+    def train_with(size: int, without: str = "") -> str:
+        """Rank 0's process, once there are so many ranks."""
+        end = time.monotonic() + 150
+        while time.monotonic() < end:
+            with suppress(OSError, ValueError):
+                found, process = (tmp_path / "size").read_text().split()
+                if int(found) == size and process != without:
+                    return process
+            time.sleep(0.1)
+        raise AssertionError(f"there were never {size} ranks, but {(tmp_path / 'size').read_text()}")
+
+    first = train_with(2)
+    third = cluster.add_node(num_cpus=2)
+    assert train_with(3) == first
+    os.kill(int(first), signal.SIGKILL)
+    train_with(3, without=first)
+    cluster.remove_node(third, allow_graceful=False)
+    train_with(2)
+    (tmp_path / "enough").touch()
+    running.join(timeout=120)
+    assert [rank for rank, _, _ in results] == [0, 1]
+    assert len({steps for _, steps, _ in results}) == 1
+    assert set(results[0][2]) == {2, 3}
+
+
+def test_elastic_with_an_object_and_a_failure(executor: RayExecutor) -> None:
+    executor.shutdown()
+    elastic = RayExecutor(min_workers=1, max_workers=1, reset_limit=0)
+    elastic.start(executable_cls=Counter, executable_args=[10], extra_env_vars={"OWN": 1})
+    assert elastic.execute(lambda counter: (counter.add(), os.environ["OWN"])) == [(11, "1")]
+    with pytest.raises(BackendError, match=r"(?s)worker 0 .*ended with status 1.*ValueError: on purpose"):
+        elastic.run(raise_error)
+    with pytest.raises(UnidistError, match=r"RayExecutor.run_remote needs a fixed number of workers"):
+        elastic.run_remote(where)
+
+
 def test_by_horovods_names() -> None:
     code = (
-        "from horovod.ray import RayExecutor, BaseHorovodWorker\nfrom horovod.ray.runner import RayExecutor as same\n"
+        "from horovod.ray import ElasticRayExecutor, RayExecutor, BaseHorovodWorker\n"
+        "from horovod.ray.runner import RayExecutor as same\n"
         "from horovod.ray.worker import BaseHorovodWorker as worker\n"
         "assert same is RayExecutor and worker is BaseHorovodWorker\n"
         "worker().update_env_vars({'TEST': 3})\nassert worker().env_vars()['TEST'] == '3'\n"

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
-from ray.util import inspect_serializability
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from unidist.errors import BackendError, UnidistError
-from unidist.ray.worker import BaseHorovodWorker
+from unidist.ray.elastic import ElasticSettings, ElasticWorkers, limits
+from unidist.ray.worker import BaseHorovodWorker, gpus, put
 from unidist.run.hosts import rank_order, worker_variables
 
 #: Seconds that the other ranks have for their end when one has failed, and all at ``shutdown``.
@@ -56,6 +55,11 @@ class RayExecutor:
         gpus_per_worker: GPUs that Ray reserves for each. Default: 1 with ``use_gpu``.
         use_current_placement_group: whether workers are started in the placement group in which this process is, if
             it is in one.
+        min_workers: in place of ``num_workers``: the job is elastic, of at least as many workers, and the function
+            trains with ``unidist.elastic`` or ``horovod.torch.elastic``; see ``ElasticRayExecutor``. ``run`` and
+            ``execute`` start the workers, and end them.
+        max_workers, reset_limit, cooldown_range, elastic_timeout: as for ``ElasticRayExecutor.create_settings``.
+        override_discovery: of no effect: the hosts are Ray's nodes.
 
     Raises:
         ValueError: arguments that contradict each other, or have no sense.
@@ -71,11 +75,17 @@ class RayExecutor:
         use_gpu: bool = False,
         gpus_per_worker: int | None = None,
         use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: tuple[float, float] | None = None,
+        elastic_timeout: float = 600,
+        override_discovery: bool = True,
     ) -> None:
-        if (num_workers is None) == (num_hosts is None):
+        if [num_workers, num_hosts, min_workers].count(None) != 2:
             raise ValueError(
-                f"RayExecutor(num_workers={num_workers}, num_hosts={num_hosts}) takes one of the two: num_workers, or "
-                "num_hosts with num_workers_per_host."
+                f"RayExecutor(num_workers={num_workers}, num_hosts={num_hosts}, min_workers={min_workers}) takes one "
+                "of the three: num_workers, num_hosts with num_workers_per_host, or min_workers of an elastic job."
             )
         per_host = num_workers_per_host if num_hosts is not None else 1
         numbers = {"num_workers": num_workers, "num_hosts": num_hosts, "num_workers_per_host": per_host}
@@ -87,6 +97,12 @@ class RayExecutor:
         self.num_hosts = num_hosts
         self.resources = {"CPU": cpus_per_worker, "GPU": gpus(use_gpu, gpus_per_worker)}
         self.use_current_placement_group = use_current_placement_group
+        self._elastic: ElasticWorkers | None = None
+        if min_workers is not None:
+            wanted = limits(min_workers, max_workers, reset_limit, elastic_timeout, cooldown_range)
+            elastic = ElasticSettings(wanted, self.settings.timeout_s, tuple(self.settings.nics or ()))
+            self._elastic = ElasticWorkers(elastic, self.resources)
+        self._make: Callable[[], Any] = partial(_make, None, (), {})
         self.workers: list[Any] = []
         self._own_group: Any = None
         #: Why the workers have been ended.
@@ -135,6 +151,11 @@ class RayExecutor:
             UnidistError: the class or its arguments do not pickle.
         """
         self.shutdown()
+        extra = {name: str(value) for name, value in (extra_env_vars or {}).items()}
+        self._make = partial(_make, executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {}))
+        if self._elastic is not None:
+            self._elastic = replace(self._elastic, env=extra)
+            return
         self._reserve()
         actor = ray.remote(BaseHorovodWorker)
         self.workers = [actor.options(**self._options(number)).remote() for number in range(self.num_workers)]
@@ -150,7 +171,6 @@ class RayExecutor:
         order = rank_order([location.node for location in locations])
         self.workers, locations = [self.workers[i] for i in order], [locations[i] for i in order]
         port = ray.get(self.workers[0].serve.remote())
-        extra = {name: str(value) for name, value in (extra_env_vars or {}).items()}
         if self.settings.nics:
             named = ",".join(sorted(self.settings.nics))
             extra = {"GLOO_SOCKET_IFNAME": named, "NCCL_SOCKET_IFNAME": named, **extra}
@@ -162,7 +182,7 @@ class RayExecutor:
         ranks = worker_variables([each.node for each in locations], [each.gpus for each in locations], store)
         own = zip(self.workers, ranks, self._names)
         ray.get([worker.join.remote({**env, **extra}, name) for worker, env, name in own])
-        made = put("start", partial(_make, executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {})))
+        made = put("start", self._make)
         self._results([worker.start_executable.remote(made) for worker in self.workers])
 
     def run(
@@ -186,7 +206,7 @@ class RayExecutor:
             Exception: what the first rank raised that failed, with rank and node in its text. The others get 5 s to
                 end; then all workers are ended, and ``start`` is needed.
         """
-        return self._results(self._submit("run", partial(_call, fn, tuple(args or ()), dict(kwargs or {}))))
+        return self._run("run", partial(_call, fn, tuple(args or ()), dict(kwargs or {})))
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
@@ -198,7 +218,7 @@ class RayExecutor:
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
         """Call ``fn(object)`` in all workers, with the object that ``start`` has made there; otherwise as ``run``."""
-        return self._results(self._submit("execute", fn))
+        return self._run("execute", fn)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call ``fn(object)`` in rank 0's worker alone; its result. A collective call would wait for the others."""
@@ -247,7 +267,14 @@ class RayExecutor:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
         }
 
+    def _run(self, call: str, fn: Callable[[Any], Any]) -> list[Any]:
+        if self._elastic is not None:
+            return self._elastic.run(call, partial(_call_with, self._make, fn))
+        return self._results(self._submit(call, fn))
+
     def _submit(self, call: str, fn: Callable[[Any], Any], ranks: int | None = None) -> list[Any]:
+        if self._elastic is not None:
+            raise UnidistError(f"RayExecutor.{call} needs a fixed number of workers: pass num_workers, or call run().")
         if not self.workers:
             why = self._ended or "there are no workers"
             raise UnidistError(f"RayExecutor.{call}: {why}. Call start() first.")
@@ -297,44 +324,6 @@ class RayExecutor:
             ray.kill(worker)
 
 
-def gpus(use_gpu: bool, per_worker: int | None) -> int:
-    """The GPUs of each worker.
-
-    Raises:
-        ValueError: a number without ``use_gpu``, or one below 1.
-    """
-    if per_worker is not None and (not use_gpu or per_worker < 1):
-        raise ValueError(
-            f"gpus_per_worker={per_worker} with use_gpu={use_gpu}: give a number from 1 up, and use_gpu=True."
-        )
-    return (per_worker or 1) if use_gpu else 0
-
-
-def put(call: str, value: object) -> Any:
-    """A reference to what all workers get.
-
-    Raises:
-        UnidistError: it does not pickle.
-    """
-    try:
-        return ray.put(value)
-    except Exception as error:
-        parts = value.args if isinstance(value, partial) else (value,)
-        with open(os.devnull, "w") as nowhere:
-            found = set().union(*(inspect_serializability(part, "it", print_file=nowhere)[1] for part in parts))
-        named = ", ".join(sorted({f"{_variable(each)} ({type(each.obj).__name__})" for each in found}))
-        raise UnidistError(
-            f"RayExecutor.{call}({getattr(parts[0], '__qualname__', parts[0])}): the workers cannot have this function "
-            f"or its arguments, as {named or 'a part of it'} does not pickle: make it inside the "
-            "function instead, or pass what it is made of."
-        ) from error
-
-
-def _variable(failure: Any) -> str:
-    """What is called so in the code; Ray before 2.50 has the name, later the path to it."""
-    return str(failure.path[-1] if hasattr(failure, "path") else failure.name)
-
-
 def _make(cls: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None if cls is None else cls(*args, **kwargs)
 
@@ -345,3 +334,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def _shown(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{number:g} {name}" for name, number in resources.items() if number and name in ("CPU", "GPU"))
+
+
+def _call_with(make: Callable[[], Any], fn: Callable[[Any], Any]) -> Any:
+    return fn(make())

@@ -6,10 +6,13 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
+from ray.util import inspect_serializability
 
+from unidist.errors import UnidistError
 from unidist.hvd import alias, names
 
 
@@ -94,3 +97,41 @@ class BaseHorovodWorker:
     def get_gpu_ids(self) -> list[Any]:
         """The GPUs that Ray has given this process."""
         return list(ray.get_gpu_ids())
+
+
+def gpus(use_gpu: bool, per_worker: int | None) -> int:
+    """The GPUs of each worker.
+
+    Raises:
+        ValueError: a number without ``use_gpu``, or one below 1.
+    """
+    if per_worker is not None and (not use_gpu or per_worker < 1):
+        raise ValueError(
+            f"gpus_per_worker={per_worker} with use_gpu={use_gpu}: give a number from 1 up, and use_gpu=True."
+        )
+    return (per_worker or 1) if use_gpu else 0
+
+
+def put(call: str, value: object) -> Any:
+    """A reference to what all workers get.
+
+    Raises:
+        UnidistError: it does not pickle.
+    """
+    try:
+        return ray.put(value)
+    except Exception as error:
+        parts = value.args if isinstance(value, partial) else (value,)
+        with open(os.devnull, "w") as nowhere:
+            found = set().union(*(inspect_serializability(part, "it", print_file=nowhere)[1] for part in parts))
+        named = ", ".join(sorted({f"{_variable(each)} ({type(each.obj).__name__})" for each in found}))
+        raise UnidistError(
+            f"RayExecutor.{call}({getattr(parts[0], '__qualname__', parts[0])}): the workers cannot have this function "
+            f"or its arguments, as {named or 'a part of it'} does not pickle: make it inside the "
+            "function instead, or pass what it is made of."
+        ) from error
+
+
+def _variable(failure: Any) -> str:
+    """What is called so in the code; Ray before 2.50 has the name, later the path to it."""
+    return str(failure.path[-1] if hasattr(failure, "path") else failure.name)

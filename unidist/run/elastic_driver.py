@@ -84,12 +84,20 @@ def run(job: Job, limits: Limits, discovery: Discovery) -> int:
         LaunchError: the discovery script failed at the start.
     """
     try:
-        return asyncio.run(_ElasticDriver(job, limits, discovery).run())
+        return asyncio.run(ElasticDriver(job, limits, discovery).run())
     except KeyboardInterrupt:  # before the workers have started
         return 128 + signal.SIGINT
 
 
-class _ElasticDriver(Driver):
+class ElasticDriver(Driver):
+    """An elastic job.
+
+    Args:
+        job: what to start; its placements are not used.
+        limits: how many workers, and how long to wait for them.
+        discovery: which hosts there are.
+    """
+
     def __init__(self, job: Job, limits: Limits, discovery: Discovery) -> None:
         super().__init__(job)
         self.discovery = discovery
