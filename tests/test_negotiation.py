@@ -27,7 +27,7 @@ from unidist.hvd.messages import (
     decode,
     encode,
 )
-from unidist.hvd.negotiation import Coordinator, Stalled, format_ranks
+from unidist.hvd.negotiation import Coordinator, Stalled
 from unidist.hvd.response_cache import ResponseCache
 
 pytestmark = pytest.mark.unit
@@ -411,11 +411,6 @@ def test_stalled_operations_name_ranks(turns: int) -> None:
     world.deliver()
     world.submit(2, request("a"), now=17.5)
     assert all(entry.seconds <= 1.0 for entry in world.coordinator.stalled(18.0, 0.0))  # it is another one
-
-
-def test_many_ranks_are_listed_shortly() -> None:
-    assert format_ranks([3, 4]) == "3, 4"
-    assert format_ranks(range(20)) == "0, 1, 2, 3, 4, 5, 6, 7, ... (20 in all)"
 
 
 # ------------------------------------------------------------------------------------ races

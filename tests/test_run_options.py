@@ -250,6 +250,11 @@ def test_every_option_has_a_help() -> None:
     assert [action.option_strings for action in options.parser()._actions if not action.help] == []
 
 
+def test_the_driver_starts_agents_before_it_imports_torch() -> None:
+    code = "import sys, unidist.run.elastic_driver; assert 'torch' not in sys.modules"
+    assert subprocess.run([PYTHON, "-c", code]).returncode == 0
+
+
 # ------------------------------------------------------------------------------------ workers of Ray and Spark
 def test_ranks_of_a_host_are_together() -> None:
     assert rank_order(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]

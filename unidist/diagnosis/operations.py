@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 #: How many operations are remembered.
 _LENGTH = 32
@@ -96,7 +98,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def format_ranks(ranks: tuple[int, ...] | list[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks for a message: ``0, 2 to 5``; of many parts the first."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):

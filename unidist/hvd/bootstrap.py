@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from unidist.backends.base import Backend
+from unidist.diagnosis.operations import format_ranks
 from unidist.errors import BackendError
 from unidist.hvd.control import (
     ControlOptions,
@@ -20,7 +21,7 @@ from unidist.hvd.control import (
     RankThread,
     parents,
 )
-from unidist.hvd.negotiation import Coordinator, format_ranks
+from unidist.hvd.negotiation import Coordinator
 from unidist.launch import membership
 from unidist.network import addresses, open_files
 from unidist.network.connection import Accepted, Acceptor, Connection, Hello, connect, refuse

@@ -23,9 +23,10 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
+from unidist.diagnosis.operations import format_ranks
 from unidist.hvd.host_submissions import Forwarded, HostSubmissions
 from unidist.hvd.messages import Failure, Forward, Heartbeat, Join, Leave, Rounds, Shutdown, Submit, decode, encode
-from unidist.hvd.negotiation import Coordinator, among, format_ranks
+from unidist.hvd.negotiation import Coordinator, among
 from unidist.network.connection import Connection, frame
 from unidist.network.processes import Process
 

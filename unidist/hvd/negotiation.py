@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from unidist.diagnosis.operations import format_ranks
 from unidist.hvd.messages import (
     AllJoined,
     AnnounceRounds,
@@ -531,12 +532,6 @@ def tensor_bytes(signature: Signature) -> int:
     return sum(
         math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in zip(signature.dtypes, signature.shapes)
     )
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks for a message: at most 8 are listed."""
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown}, ... ({len(ranks)} in all)" if len(ranks) > 8 else shown
 
 
 _ASPECTS: dict[str, tuple[str, Callable[[Signature], object]]] = {

@@ -13,7 +13,7 @@ import ray
 from ray.util import inspect_serializability
 
 from unidist.errors import UnidistError
-from unidist.hvd import alias, names
+from unidist.horovod_names import directory
 
 
 class Location(NamedTuple):
@@ -45,9 +45,11 @@ class BaseHorovodWorker:
 
     def locate(self) -> Location:
         """Make ``horovod`` the drop-in, before anything is unpickled here, and say where this is."""
+        from unidist.hvd import alias  # it imports torch, and who starts workers needs none
+
         alias.install()
-        if names.directory() not in sys.path:
-            sys.path.insert(1, names.directory())  # for processes that this one starts
+        if directory() not in sys.path:
+            sys.path.insert(1, directory())  # for processes that this one starts
         return Location(self.node_id(), ray.util.get_node_ip_address(), tuple(map(str, self.get_gpu_ids())))
 
     def serve(self) -> int:
@@ -60,6 +62,8 @@ class BaseHorovodWorker:
 
     def join(self, variables: Mapping[str, str], name: str) -> None:
         """Take the variables of a rank, and what it is called in errors."""
+        from unidist.hvd import names
+
         self.update_env_vars(variables)
         names.export_variables()
         self._name = name
