@@ -60,7 +60,8 @@ def _launcher(row: Launcher) -> list[str]:
     typed = f"`{COMMANDS[row.name].typed}`" if row.name in COMMANDS else ""
     mpi = {"slurm": "with `--mpi=pmix` or `--mpi=pmi2`"}.get(row.name, "yes" if row.mpi else "no")
     marks = ", ".join(f"`{mark}`" for mark in row.marks)
-    auto = "yes, chosen by `auto`" if row.backend == "horovod" else "yes"
+    drop_in = row.name in COMMANDS and COMMANDS[row.name].drop_in
+    auto = "yes, chosen by `auto`" if row.backend == "horovod" else "the drop-in" if drop_in else "yes"
     return [f"`{row.name}`", typed, "yes", mpi, auto, marks]
 
 

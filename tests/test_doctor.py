@@ -63,6 +63,8 @@ def test_run(tmp_path: Path) -> None:
         expected = "none"
         if pair["backend"] == "mpi" and not command.mpi:
             assert "needs its own launchers: horovodrun-mpi, openmpi, mpich" in pair["text"], pair
+        elif pair["backend"] == "horovod" and command.drop_in:
+            assert "horovod is the drop-in there" in pair["text"], pair
         elif command.programs:
             assert f"{command.programs[-1]} is not on PATH" in pair["text"], pair
         elif pair["backend"] == "nccl" and torch.cuda.device_count() < 2:

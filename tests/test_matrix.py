@@ -14,14 +14,18 @@ TITLE = "matrix: examples/digits.py, distance of the final weights to one proces
 TOLERANCE = 1e-5
 EPOCHS = ("--epochs", "2")
 CELLS = [("python", "gloo", 1), ("python", "mpi", 1)]
-CELLS += [(launcher, backend, 2) for launcher in COMMANDS for backend in ("gloo", "horovod")]
+CELLS += [(launcher, "gloo", 2) for launcher in COMMANDS]
+CELLS += [(launcher, "horovod", 2) for launcher in COMMANDS if not COMMANDS[launcher].drop_in]
 CELLS += [(launcher, "mpi", 2) for launcher in COMMANDS if COMMANDS[launcher].mpi]
 # For Horovod, these differ from torchrun on one node and horovodrun with a flag in nothing.
 CELLS += [("torchrun c10d", "gloo", 2), ("torchrun as torch.distributed.launch", "gloo", 2)]
 CELLS += [("torchrun 2 nodes", "gloo", 4), ("torchrun 2 nodes", "horovod", 4)]
 CELLS += [("horovodrun-mpi by default", "horovod", 2), ("slurm pmix", "mpi", 2), ("slurm pmi2", "mpi", 2)]
 #: Each launcher once.
-ONCE = [(name, "horovod" if each.horovod else "mpi" if each.mpi else "gloo", 2) for name, each in COMMANDS.items()]
+ONCE = [
+    (name, "horovod" if "horovod" in each.package else "mpi" if each.mpi else "gloo", 2)
+    for name, each in COMMANDS.items()
+]
 #: What ``auto`` picks; elsewhere gloo.
 AUTO = {"python": "single", "horovodrun": "horovod", "horovodrun-mpi": "horovod"}
 #: Where rank 0's store listens on the address that the others of this host use, and on no other.

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import runpy
+import os
 import sys
 
 import unidist
+from unidist.launch import scripts
 
 
 def run(program: list[str]) -> None:
     """Run a script or module as ``python`` would."""
-    if program[0] == "-m":
-        sys.argv = program[1:]
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = program
-        runpy.run_path(program[0], run_name="__main__")
+    scripts.run(program, "")
+
+
+def exported() -> dict[str, str]:
+    """The settings of this process that the ranks take, wherever they run."""
+    return {name: text for name, text in os.environ.items() if name.startswith(("UNIDIST_", "HOROVOD_"))}
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ HOROVODRUN = [sys.executable, "-c", "from horovod.runner.launch import run_comma
 OPENMPI = ("mpirun.openmpi", "mpirun")
 MPICH = ("mpiexec.mpich", "mpiexec.hydra")
 SRUN = ("srun",)
+JAVA = ("java",)
 #: Debian's packages.
-_PACKAGES = {OPENMPI: "openmpi-bin libopenmpi-dev", MPICH: "mpich", SRUN: "slurm-wlm"}
+_HOROVOD = ("horovod", "unidist build-horovod --install")
+_PACKAGES = {OPENMPI: "openmpi-bin libopenmpi-dev", MPICH: "mpich", SRUN: "slurm-wlm", JAVA: "default-jre-headless"}
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,10 @@ class Command:
     prefix: Callable[[int], list[str]]
     #: Names of the program that it needs on PATH.
     programs: tuple[str, ...] = ()
-    #: Whether it is part of Horovod.
-    horovod: bool = False
+    #: The package that it needs, and how to get it.
+    package: tuple[str, str] = ("", "")
+    #: Whether ``horovod`` is the drop-in in its ranks.
+    drop_in: bool = False
     #: Whether it starts the ranks of an MPI library.
     mpi: bool = False
 
@@ -47,13 +51,13 @@ COMMANDS = {
     "horovodrun": Command(
         "horovodrun --gloo",
         lambda n: [*HOROVODRUN, "-np", str(n), "--gloo", sys.executable],
-        horovod=True,
+        package=_HOROVOD,
     ),
     "horovodrun-mpi": Command(
         "horovodrun --mpi",
         lambda n: [*HOROVODRUN, "-np", str(n), "--mpi", "--mpi-args=--oversubscribe", sys.executable],
         programs=OPENMPI,
-        horovod=True,
+        package=_HOROVOD,
         mpi=True,
     ),
     "openmpi": Command(
@@ -69,6 +73,19 @@ COMMANDS = {
         mpi=True,
     ),
     "slurm": Command("srun", lambda n: ["srun", "-n", str(n), "--overcommit", sys.executable], programs=SRUN),
+    "ray": Command(
+        "python -m unidist.ray",
+        lambda n: [sys.executable, "-m", "unidist.ray", str(n)],
+        package=("ray", "pip install 'unidist-torch[ray]'"),
+        drop_in=True,
+    ),
+    "spark": Command(
+        "python -m unidist.spark",
+        lambda n: [sys.executable, "-m", "unidist.spark", str(n)],
+        programs=JAVA,
+        package=("pyspark", "pip install 'unidist-torch[spark]'"),
+        drop_in=True,
+    ),
 }
 #: The backends that a world can be started on, each with the launcher that its users start it with.
 BACKENDS = {"gloo": "torchrun", "nccl": "torchrun", "mpi": "openmpi", "horovod": "horovodrun"}
@@ -89,8 +106,9 @@ def known_launchers() -> str:
 def missing(launcher: str) -> str | None:
     """What is not installed here and the launcher needs, or None."""
     command = COMMANDS[launcher]
-    if command.horovod and not find_spec("horovod"):
-        return "Horovod is not installed: unidist build-horovod --install"
+    package, remedy = command.package
+    if package and not find_spec(package):
+        return f"{package.capitalize()} is not installed: {remedy}"
     if not command.programs or any(map(_is_on_path, command.programs)):
         return None
     names = "Open MPI's " * (command.programs is OPENMPI) + " or ".join(command.programs)
@@ -104,6 +122,8 @@ def unavailable(launcher: str, backend: str, ranks: int) -> str | None:
         return f"MPI needs its own launchers: {names}, or srun with --mpi=pmix or --mpi=pmi2"
     if backend == "mpi" and not find_spec("mpi4py"):
         return "mpi4py is not installed: pip install mpi4py"
+    if backend == "horovod" and COMMANDS[launcher].drop_in:
+        return "horovod is the drop-in there, so Horovod cannot be the backend"
     if lack := missing(launcher) or (missing("horovodrun") if backend == "horovod" else None):
         return lack
     if backend == "nccl":
