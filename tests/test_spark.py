@@ -227,6 +227,60 @@ def test_by_horovods_names(tmp_path: Path) -> None:
         assert subprocess.check_output([*python, f"import {imports}; print(sparkdl.HERE)"], env=env) == b"theirs\n"
 
 
+# ------------------------------------------------------------------------------------ elastic
+def train_elastic(directory: str, kill_at: int, always: bool = False) -> tuple[int, int, float, int]:
+    """Rank, steps, weight, and the size of a buffer that makes commits larger than a message."""
+    import signal
+
+    import horovod.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    model.register_buffer("large", torch.zeros(6_000_000))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    @hvd.elastic.run
+    def run(state: Any) -> tuple[int, int, float, int]:
+        while state.step < 6:
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            state.step += 1
+            model.large += 1
+            if state.step % 2 == 0:
+                state.commit()
+            # A step after the commit, which is lost.
+            mark = Path(directory) / "killed"
+            if hvd.rank() == hvd.size() - 1 and state.step == kill_at and (always or not mark.exists()):
+                mark.write_text(str(state.step))
+                os.kill(os.getpid(), signal.SIGKILL)
+        assert model.large[0] == state.step
+        return hvd.rank(), state.step, model.weight.item(), hvd.size()
+
+    return run(state)  # type: ignore[no-any-return]
+
+
+def test_elastic(spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = unidist.spark.run_elastic(train_elastic, (str(tmp_path), 5), num_proc=2, verbose=0)
+    assert found == [(rank, 6, -6.0, 2) for rank in range(2)]
+    assert (tmp_path / "killed").exists()
+    (said,) = [each.message for each in caplog.records if "begins again, from the last commit" in each.message]
+    assert "rank 1 of 2" in said and "was killed by SIGKILL" in said
+    no_rank_is_left()
+
+
+def test_elastic_gives_up(spark: Any, tmp_path: Path) -> None:
+    """At the limit, and where there is no progress."""
+    with pytest.raises(UnidistError, match=r"rank 0 of 1 .*was killed by SIGKILL"):
+        unidist.spark.run_elastic(train_elastic, (str(tmp_path), 3, True), num_proc=1, reset_limit=0, verbose=0)
+    with pytest.raises(UnidistError, match=r"run_elastic\(min_num_proc=5\) needs 5 slots at once.* had 4"):
+        unidist.spark.run_elastic(train_elastic, (str(tmp_path), 3), min_num_proc=5, max_num_proc=6)
+    with pytest.raises(ValueError, match="from 3 to 2 processes"):
+        unidist.spark.run_elastic(train_elastic, min_np=3, max_np=2)
+
+
 # ------------------------------------------------------------------------------------ the page
 def run_program(first_line: str, directory: Path, *options: str) -> str:
     program = next(each.text for each in documents.programs() if each.text.startswith(first_line))
@@ -264,3 +318,5 @@ def test_a_cluster_of_two_executors(tmp_path: Path) -> None:
     assert seen == also  # each executor's, in the order of the local ranks
     assert re.search("LOST rank 1 of 2 .* failed first: its task, or the executor, ended without a word", done.stdout)
     assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == 2
+    (elastic,) = re.findall(r"ELASTIC (.*)", done.stdout)
+    assert elastic in ("[(0, 5.0)]", "[(0, 5.0), (1, 5.0)]") and (tmp_path / "lost").exists()

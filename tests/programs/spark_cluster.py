@@ -31,6 +31,35 @@ def lose(directory: str) -> None:
     unidist.barrier()
 
 
+def train(directory: str) -> tuple[int, float]:
+    """Rank 1's task is killed at the third of five steps, with a step that is not committed."""
+    import torch
+
+    import unidist
+
+    unidist.init()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    state = unidist.elastic.TorchState(model=model, step=0)
+
+    @unidist.elastic.run
+    def run(state: unidist.elastic.TorchState) -> tuple[int, float]:
+        while state.step < 5:
+            unidist.barrier()
+            with torch.no_grad():
+                model.weight += 1
+            state.step += 1
+            mark = Path(directory, "lost")
+            if state.step == 3 and unidist.rank() == 1 and not mark.exists():
+                mark.touch()
+                os.kill(os.getppid(), signal.SIGKILL)
+                unidist.barrier()
+            state.commit()
+        return unidist.rank(), model.weight.item()
+
+    return run(state)
+
+
 if __name__ == "__main__":
     # Each executor has a GPU of another address.
     script = Path(sys.argv[1], "gpus.sh")
@@ -46,4 +75,5 @@ if __name__ == "__main__":
         unidist.spark.run(lose, sys.argv[1:], num_proc=2)
     except UnidistError as error:
         print("LOST", error)
+    print("ELASTIC", unidist.spark.run_elastic(train, sys.argv[1:], min_num_proc=1, max_num_proc=2))
     spark.stop()

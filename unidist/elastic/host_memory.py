@@ -1,8 +1,8 @@
-"""Commits in the memory of a host, for the processes that torchrun starts after a failure.
+"""Commits for the processes that a launcher starts after a failure.
 
-torchrun restarts all processes of a host. The first of them keeps each commit in memory that has no name in any
-directory: it belongs to a process of its own, which ends with torchrun. So the commits of a job end with
-it, however it ends, and no other user can open them.
+``unidist.spark.run_elastic`` has them on the driver. torchrun restarts all processes of a host, and the first of them
+keeps each commit in memory that has no name in any directory: it belongs to a process of its own, which ends with
+torchrun. So the commits of a job end with it, however it ends, and no other user can open them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import torch
 
-from unidist.context import current, local_rank
+from unidist.context import current, local_rank, rank
 from unidist.launch.topology import detect
 from unidist.network.processes import start_time
 
@@ -38,10 +38,33 @@ while True:
 _failed = False
 #: The process that has the commits of this one.
 _commits: _CommitProcess | None = None
+#: Where the launcher keeps them, in place of such a process.
+_storage: Storage | None = None
+
+
+class Storage(Protocol):
+    """Where the commits are, for all ranks."""
+
+    def write(self, commit: int, state: Any) -> None:
+        """Keep a commit."""
+
+    def read(self) -> tuple[int, Any] | None:
+        """The last one, or None."""
+
+    def clear(self) -> None:
+        """The training has ended well."""
+
+
+def store_in(storage: Storage) -> None:
+    """Have commits of rank 0 kept somewhere else: the launcher starts processes again."""
+    global _storage
+    _storage = storage
 
 
 def restarts() -> bool:
-    """Whether the launcher starts processes again after a failure: ``torchrun --max-restarts``."""
+    """Whether the launcher starts processes again after a failure, as ``torchrun --max-restarts`` does."""
+    if _storage is not None:
+        return True
     limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     return limit.isdigit() and int(limit) > 0 and detect(os.environ).launcher.name == "torchrun"
 
@@ -52,12 +75,12 @@ def write(commit: int, state: Any) -> None:
     Where it cannot be kept, that is said once, and a restart begins with the last commit that could.
     """
     global _failed, _commits
-    if not restarts() or local_rank() != 0 or _failed:
+    if not restarts() or not _writes() or _failed:
         return
     try:
-        if _commits is None or not _commits.runs():  # to find it takes a while
+        if _storage is None and (_commits is None or not _commits.runs()):  # to find it takes a while
             _commits = _CommitProcess.find() or _CommitProcess.start()
-        _commits.write(commit, state)
+        (_storage or _commits).write(commit, state)  # type: ignore[union-attr]
     except (OSError, RuntimeError) as error:  # torch reports failed writes as the latter
         _failed = True
         _log.warning("commits are not kept for a restart: %s", error)
@@ -65,14 +88,18 @@ def write(commit: int, state: Any) -> None:
 
 def read() -> tuple[int, Any] | None:
     """The last commit of the processes before a restart, or None."""
-    found = _CommitProcess.find() if restarts() else None
+    found = (_storage or _CommitProcess.find()) if restarts() else None
     return found.read() if found else None
 
 
 def remove() -> None:
     """The training has ended well: there is nothing to go on with."""
-    if restarts() and local_rank() == 0 and (found := _CommitProcess.find()):
+    if restarts() and _writes() and (found := _storage or _CommitProcess.find()):
         found.clear()
+
+
+def _writes() -> bool:
+    return (rank() if _storage is not None else local_rank()) == 0
 
 
 class _CommitProcess:

@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -22,13 +23,22 @@ from unidist.errors import UnidistError
 from unidist.horovod_names import directory
 from unidist.network.addresses import this_host
 from unidist.network.connection import Connection, connect, frame
-from unidist.spark.rank import HEAD
 
 #: See ``connection.Hello``; its content: the number of the task, its host and its GPUs. Answered by variables.
 PURPOSE = "spark"
 _CONNECT_S = 30.0
+#: Before each message in either direction: what it is, and its number of bytes.
+HEAD = struct.Struct("<BQ")
+#: To the task: how the function ended. In both directions: a commit of an elastic training.
+FAILED, RETURNED, COMMIT = range(3)
+#: To the rank: the function, which is the first message.
+FUNCTION = 3
 #: Seconds in which Spark, told by the driver, ends the task; a task that raises fills the logs.
 _CANCEL_S = 1.0
+#: Bytes of a commit in one message, which begins so; others are JSON. Seconds until the rest of one is sent.
+_PIECE = 1 << 24
+PIECE_OF_COMMIT = b"\0"
+_PAUSE_S = 0.005
 
 
 class SparkJob(NamedTuple):
@@ -43,6 +53,8 @@ class SparkJob(NamedTuple):
     executable: str | None
     #: Where the driver's program finds its modules.
     path: list[str]
+    #: The last commit of an elastic training, empty at its begin; None: it is none.
+    commit: bytes | None = None
 
 
 def own_path() -> list[str]:
@@ -101,7 +113,9 @@ def _run_rank(job: SparkJob, env: Mapping[str, str], driver: Connection) -> byte
     assert process.stdin and process.stdout and process.stderr
     try:
         with suppress(BrokenPipeError):  # it has ended, and is asked why below
-            process.stdin.write(HEAD.pack(True, len(job.payload)) + job.payload)
+            process.stdin.write(HEAD.pack(FUNCTION, len(job.payload)) + job.payload)
+            commit = job.commit if job.commit and env["RANK"] == "0" else b""
+            process.stdin.write(HEAD.pack(RETURNED if job.commit is None else COMMIT, len(commit)) + commit)
             process.stdin.flush()
         return _Rank(process, outcome, driver).follow()
     except (EOFError, OSError):  # the driver has closed the connection
@@ -170,13 +184,27 @@ class _Rank:
             if end:
                 self._send(stream=name, text=data[:end].decode(errors="replace"))
                 del data[:end]
-        elif self._is_complete() and not HEAD.unpack_from(data)[0]:
-            self._fail(f"\n\n{data[HEAD.size :].decode()}", vanished=False)
+            return bool(chunk)
+        while self._is_complete() and (kind := data[0]) != RETURNED:
+            end = HEAD.size + HEAD.unpack_from(data)[1]
+            if kind == FAILED:
+                self._fail(f"\n\n{data[HEAD.size : end].decode()}", vanished=False)
+            self._send_commit(bytes(data[HEAD.size : end]))
+            del data[:end]
         return bool(chunk)
 
     def _is_complete(self) -> bool:
         data = self._outcome
-        return len(data) >= HEAD.size and len(data) == HEAD.size + HEAD.unpack_from(data)[1]
+        return len(data) >= HEAD.size and len(data) >= HEAD.size + HEAD.unpack_from(data)[1]
+
+    def _send_commit(self, commit: bytes) -> None:
+        """In pieces, as fast as the driver reads; the rank goes on meanwhile."""
+        for start in range(0, len(commit), _PIECE):
+            self._driver.send(frame(PIECE_OF_COMMIT + commit[start : start + _PIECE]))
+            while self._driver.has_unsent:
+                self._driver.flush()
+                time.sleep(_PAUSE_S)
+        self._send(committed=True)
 
     def _send(self, **message: Any) -> None:
         self._driver.send(frame(json.dumps(message).encode()))

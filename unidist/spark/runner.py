@@ -23,11 +23,13 @@ from unidist.launch.topology import EXPORTED, RUN_ID
 from unidist.network.addresses import INTERFACES, LOOPBACK, Host, create_server
 from unidist.network.connection import Accepted, Acceptor, Connection, new_secret
 from unidist.run.hosts import rank_order, worker_variables
-from unidist.spark.barrier import PURPOSE, SparkJob, own_path, run_task
+from unidist.spark.barrier import PIECE_OF_COMMIT, PURPOSE, SparkJob, own_path, run_task
 
 _log = logging.getLogger("unidist")
 #: Seconds for executors to register, and for tasks to start when the slots are there, where the caller says nothing.
 _REGISTER_S, _START_S = 10.0, 600.0
+#: Times that an elastic training may fail one after the other without a commit.
+_IN_VAIN = 3
 #: Seconds after the first report of a failure in which one that caused it may arrive.
 _FIRST_S = 1.0
 
@@ -77,42 +79,121 @@ def run(
         UnidistError: no SparkContext, too few slots, ``fn`` or an argument does not pickle, the tasks did not start in
             time, or a rank failed: the message has the rank that failed first, and its traceback.
     """
-    context = SparkContext._active_spark_context
+    context = _context()
+    count = context.defaultParallelism if num_proc is None else num_proc
+    payload = _pickled(fn, args, kwargs or {})
+    if (slots := _slots(context, count, _register_s(context, start_timeout))) < count:
+        raise UnidistError(
+            f"unidist.spark.run(num_proc={count}) needs {count} slots at once, and the cluster ({context.master}) "
+            f"has {slots}: pass num_proc={slots}, or give the application more executors or cores. If executors "
+            "are still to come, pass start_timeout=SECONDS."
+        )
+    write = _writer(stdout, stderr, verbose, prefix_output_with_timestamp)
+    ranks = _Ranks(_driver_address(context), count, write, start_timeout)
+    job = SparkJob(ranks.address, ranks.secret, payload, _variables(env, nics), executable, own_path())
+    return _collect(context, count, job, ranks)
+
+
+def run_elastic(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` as ``run`` does, and again when a rank has failed, on the slots that there are then.
+
+    On the driver only. The function trains with ``unidist.elastic`` or ``horovod.torch.elastic``, and goes on from the
+    last commit. Rank 0 sends each commit to the driver, which holds the last one. Executors that come later are used
+    from the next failure on.
+
+    Args:
+        num_proc: number of processes, if the cluster has so many slots. Default: ``max_num_proc``, or
+            ``spark.default.parallelism``.
+        min_num_proc: the least number of processes. Default: 1.
+        max_num_proc: the largest. Default: ``num_proc``.
+        elastic_timeout: seconds to wait for ``min_num_proc`` slots after a failure. Default: 600.
+        reset_limit: how often it may begin again. Default: any number.
+        min_np, max_np: the old names of ``min_num_proc`` and ``max_num_proc``.
+        fn, args, kwargs, start_timeout, env, stdout, stderr, verbose, nics, prefix_output_with_timestamp: as for
+            ``run``.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        ValueError: more processes at least than at most.
+        UnidistError: as ``run``: too few slots; ``reset_limit`` is reached; or it failed three times without a commit
+            in between.
+    """
+    context = _context()
+    least, most = min_num_proc or min_np or 1, max_num_proc or max_np or num_proc or context.defaultParallelism
+    if not 1 <= least <= most:
+        raise ValueError(f"run_elastic: from {least} to {most} processes is not a range from 1 up.")
+    payload = _pickled(fn, args, kwargs or {})
+    write = _writer(stdout, stderr, verbose, prefix_output_with_timestamp)
+    commit, resets, in_vain = b"", 0, 0
+    wait_s = _register_s(context, start_timeout)
+    while True:
+        if (count := min(_slots(context, least, wait_s), most)) < least:
+            raise UnidistError(
+                f"unidist.spark.run_elastic(min_num_proc={least}) needs {least} slots at once, and the cluster "
+                f"({context.master}) had {count} for {wait_s:.0f} s: give the application more executors or cores, or "
+                "pass elastic_timeout=SECONDS."
+            )
+        ranks = _Ranks(_driver_address(context), count, write, start_timeout)
+        job = SparkJob(ranks.address, ranks.secret, payload, _variables(env, nics), None, own_path(), commit)
+        try:
+            return _collect(context, count, job, ranks)
+        except _RankFailed as error:
+            resets, in_vain = resets + 1, 0 if ranks.commit else in_vain + 1
+            commit = ranks.commit or commit
+            if in_vain == _IN_VAIN or (reset_limit is not None and resets > reset_limit):
+                raise
+            _log.warning("unidist.spark.run_elastic begins again, from the last commit: %s", error)
+        wait_s = 600.0 if elastic_timeout is None else elastic_timeout
+
+
+class _RankFailed(UnidistError):
+    """A rank, its task or its executor has failed."""
+
+
+def _context() -> SparkContext:
+    context: SparkContext | None = SparkContext._active_spark_context
     if context is None:
         raise UnidistError(
             "unidist.spark.run found no SparkContext in this process: call it on the driver, after "
             "SparkSession.builder.getOrCreate(); Spark Connect has none."
         )
-    count = context.defaultParallelism if num_proc is None else num_proc
-    payload = _pickled(fn, args, kwargs or {})
-    _require_slots(context, count, start_timeout)
-    streams = {"stdout": stdout or (verbose and sys.stdout), "stderr": stderr or (verbose and sys.stderr)}
-    ranks = _Ranks(
-        _driver_address(context),
-        count,
-        functools.partial(_write, streams, prefix_output_with_timestamp),
-        _START_S if start_timeout is None else start_timeout,
-    )
-    interfaces = ",".join(nics or ())
-    named = {name: interfaces if name != INTERFACES[2] else f"={interfaces}" for name in INTERFACES if interfaces}
-    job = SparkJob(ranks.address, ranks.secret, payload, {**named, **(env or {})}, executable, own_path())
-    return [cloudpickle.loads(result) for _, result in sorted(_collect(context, count, job, ranks))]
+    return context
 
 
-def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) -> list[tuple[int, bytes]]:
-    """The stage's results, by rank; it is cancelled when a rank has failed."""
+def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) -> list[Any]:
+    """The stage's results, in rank order; it is cancelled when a rank has failed."""
     tag = f"unidist-{uuid.uuid4()}"
     context.addJobTag(tag)
     ranks.start(cancel=lambda: context.cancelJobsWithTag(tag))
     try:
         tasks = context.parallelize(range(count), count).barrier()
         found: list[tuple[int, bytes]] = tasks.mapPartitions(functools.partial(run_task, job)).collect()
-        return found
+        return [cloudpickle.loads(result) for _, result in sorted(found)]
     except BaseException as error:  # KeyboardInterrupt, too
         context.cancelJobsWithTag(tag)
         ranks.close()
         if ranks.failure and isinstance(error, Exception):
-            raise UnidistError(ranks.failure) from None
+            raise _RankFailed(ranks.failure) from None
         raise
     finally:
         context.removeJobTag(tag)
@@ -135,17 +216,26 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     return data
 
 
-def _require_slots(context: SparkContext, count: int, start_timeout: float | None) -> None:
+def _register_s(context: SparkContext, start_timeout: float | None) -> float:
+    """Seconds for executors to register."""
+    return 0.0 if context._jsc.sc().isLocal() else _REGISTER_S if start_timeout is None else start_timeout
+
+
+def _slots(context: SparkContext, least: int, seconds: float) -> int:
+    """The slots of the cluster, when there are so many or the time is over."""
     scala = context._jsc.sc()
-    end = time.monotonic() + (0.0 if scala.isLocal() else _REGISTER_S if start_timeout is None else start_timeout)
-    while (slots := scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile())) < count:
-        if time.monotonic() >= end:
-            raise UnidistError(
-                f"unidist.spark.run(num_proc={count}) needs {count} slots at once, and the cluster ({context.master}) "
-                f"has {slots}: pass num_proc={slots}, or give the application more executors or cores. If executors "
-                "are still to come, pass start_timeout=SECONDS."
-            )
+    end = time.monotonic() + seconds
+    while True:
+        slots = int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
+        if slots >= least or time.monotonic() >= end:
+            return slots
         time.sleep(0.1)
+
+
+def _variables(env: Mapping[str, str] | None, nics: Iterable[str] | None) -> dict[str, str]:
+    interfaces = ",".join(nics or ())
+    named = {name: interfaces if name != INTERFACES[2] else f"={interfaces}" for name in INTERFACES if interfaces}
+    return {**named, **(env or {})}
 
 
 def _driver_address(context: SparkContext) -> str:
@@ -155,12 +245,19 @@ def _driver_address(context: SparkContext) -> str:
     return socket.gethostbyname(name)
 
 
-def _write(streams: Mapping[str, TextIO | int | None], with_time: bool, rank: int, stream: str, text: str) -> None:
-    file = streams[stream]
-    if file and not isinstance(file, int):
-        stamp = time.strftime("%a %b %d %H:%M:%S %Y") if with_time else ""
-        file.write("".join(f"{stamp}[{rank}]<{stream}>:{line}" for line in text.splitlines(keepends=True)))
-        file.flush()
+def _writer(
+    stdout: TextIO | None, stderr: TextIO | None, verbose: int, with_time: bool
+) -> Callable[[int, str, str], None]:
+    streams = {"stdout": stdout or (verbose and sys.stdout), "stderr": stderr or (verbose and sys.stderr)}
+
+    def write(rank: int, stream: str, text: str) -> None:
+        file = streams[stream]
+        if file and not isinstance(file, int):
+            stamp = time.strftime("%a %b %d %H:%M:%S %Y") if with_time else ""
+            file.write("".join(f"{stamp}[{rank}]<{stream}>:{line}" for line in text.splitlines(keepends=True)))
+            file.flush()
+
+    return write
 
 
 class _Report(NamedTuple):
@@ -180,11 +277,16 @@ class _Ranks:
         address: of this host, where it listens.
         count: number of ranks.
         write: what to do with lines of a rank.
-        start_s: seconds for the tasks to start.
+        start_timeout: seconds for the tasks to start. Default: 600.
     """
 
-    def __init__(self, address: str, count: int, write: Callable[[int, str, str], None], start_s: float) -> None:
+    def __init__(
+        self, address: str, count: int, write: Callable[[int, str, str], None], start_timeout: float | None
+    ) -> None:
         self.secret = new_secret()
+        #: The last commit of an elastic training, if there was one.
+        self.commit = b""
+        self._pieces: list[bytes] = []
         #: Of the rank that failed first.
         self.failure = ""
         from unidist.backends import rendezvous  # it imports torch, and executors import this module
@@ -193,7 +295,8 @@ class _Ranks:
         self._server = create_server(address)
         self.address = self._server.getsockname()[:2]
         self._acceptor = Acceptor(self._server, self.secret, PURPOSE, count)
-        self._count, self._write, self._start_s = count, write, start_s
+        self._count, self._write = count, write
+        self._start_s = _START_S if start_timeout is None else start_timeout
         #: The open connections, each with its rank and host.
         self._open: dict[Connection, tuple[int, str]] = {}
         #: By their numbers, until all are there.
@@ -263,15 +366,21 @@ class _Ranks:
     def _receive(self, connection: Connection) -> None:
         rank, host = self._open[connection]
         try:
-            messages = [json.loads(message) for message in connection.receive()]
+            messages = connection.receive()
         except (EOFError, OSError):
             self._forget(connection)
             if rank not in [each.rank for each in self._reports]:
                 text = " its task, or the executor, ended without a word: see the executor's log."
                 self._reports.append(_Report(rank, host, True, text))
             return
-        for message in messages:
-            if "text" in message:
+        for data in messages:
+            if data.startswith(PIECE_OF_COMMIT):
+                self._pieces.append(data[len(PIECE_OF_COMMIT) :])
+                continue
+            message = json.loads(data)
+            if "committed" in message:
+                self.commit, self._pieces = b"".join(self._pieces), []
+            elif "text" in message:
                 self._write(rank, message["stream"], message["text"])
             elif "failed" in message:
                 self._reports.append(_Report(rank, host, message["vanished"], message["failed"]))
