@@ -16,7 +16,9 @@ SCRIPTS = {
     "trainer": "transformers", "deepspeed": "deepspeed",
 }  # fmt: skip
 LIBRARIES = [name for name, module in SCRIPTS.items() if find_spec(module)]
-LAUNCHERS = ["horovodrun", "openmpi", "mpich", "slurm", "unidist-run"]
+LAUNCHERS = ["horovodrun", "openmpi", "mpich", "slurm", "unidist-run", "ray", "spark"]
+#: Those that set torchrun's variables themselves.
+LIKE_TORCHRUN = ("unidist-run", "ray", "spark")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def test_scripts_of_other_libraries(
     launcher: str, under_torchrun: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     env = request.getfixturevalue("srun_env") if launcher == "slurm" else {}
-    if launcher == "unidist-run":  # which sets torchrun's variables itself
+    if launcher in LIKE_TORCHRUN:
         train(launcher, [], tmp_path, {"ACCELERATE_USE_CPU": "true"})
     else:
         train(launcher, ["-m", "unidist"], tmp_path, env)

@@ -44,7 +44,10 @@ _RUN = (
 )
 _SPARKDL = ("sparkdl", "sparkdl.horovod")
 #: Modules of unidist that have the names of Horovod's, and what they have.
-_OWN = {"unidist.spark", "unidist.spark.run", "unidist.ray", "unidist.ray.RayExecutor"}
+_OWN = {
+    *("unidist.spark", "unidist.spark.run", "unidist.spark.run_elastic"),
+    *("unidist.ray", "unidist.ray.RayExecutor", "unidist.ray.ElasticRayExecutor"),
+}
 #: Why a file stays on the drop-in although each of its calls has an equivalent.
 STAYS = {why for why, _ in (_REEXPORTED, _REBOUND, _DROP_IN, _RUN)}
 
