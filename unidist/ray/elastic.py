@@ -64,8 +64,9 @@ class ElasticWorkers:
         """
         put(call, function)  # it says what does not pickle
         name = f"unidist-{uuid.uuid4()}"
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        options = {"num_cpus": 0, "scheduling_strategy": here}
+        # Without the head, there is no cluster.
+        head = next(node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
+        options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(head, soft=True)}
         exchange = ray.remote(Exchange).options(**options, name=name, namespace=NAMESPACE)
         held = exchange.remote(cloudpickle.dumps(function))
         # A process of its own, as the driver takes signals.

@@ -193,7 +193,7 @@ def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) ->
         context.cancelJobsWithTag(tag)
         ranks.close()
         if ranks.failure and isinstance(error, Exception):
-            raise _RankFailed(ranks.failure) from None
+            raise (_RankFailed if ranks.reports else UnidistError)(ranks.failure) from None
         raise
     finally:
         context.removeJobTag(tag)
@@ -301,7 +301,8 @@ class _Ranks:
         self._open: dict[Connection, tuple[int, str]] = {}
         #: By their numbers, until all are there.
         self._tasks: dict[int, Accepted] = {}
-        self._reports: list[_Report] = []
+        #: Of ranks that have failed, in the order in which that was noticed.
+        self.reports: list[_Report] = []
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="unidist-spark", daemon=True)
 
@@ -337,11 +338,11 @@ class _Ranks:
         while not is_over.is_set() and time.monotonic() < end:
             for accepted in self._acceptor.wait(min(end - time.monotonic(), 1.0)):
                 self._accept(accepted)
-            if self._reports:
+            if self.reports:
                 end = min(end, time.monotonic() + _FIRST_S)
             elif len(self._tasks) == self._count:
                 end = float("inf")
-        if not is_over.is_set() or self._reports:
+        if not is_over.is_set() or self.reports:
             self.failure = self._first_failure()
 
     def _accept(self, accepted: Accepted) -> None:
@@ -369,9 +370,9 @@ class _Ranks:
             messages = connection.receive()
         except (EOFError, OSError):
             self._forget(connection)
-            if rank not in [each.rank for each in self._reports]:
+            if rank not in [each.rank for each in self.reports]:
                 text = " its task, or the executor, ended without a word: see the executor's log."
-                self._reports.append(_Report(rank, host, True, text))
+                self.reports.append(_Report(rank, host, True, text))
             return
         for data in messages:
             if data.startswith(PIECE_OF_COMMIT):
@@ -383,7 +384,7 @@ class _Ranks:
             elif "text" in message:
                 self._write(rank, message["stream"], message["text"])
             elif "failed" in message:
-                self._reports.append(_Report(rank, host, message["vanished"], message["failed"]))
+                self.reports.append(_Report(rank, host, message["vanished"], message["failed"]))
             else:  # it is done
                 self._forget(connection)
 
@@ -393,11 +394,11 @@ class _Ranks:
         connection.close()
 
     def _first_failure(self) -> str:
-        if not self._reports:
+        if not self.reports:
             return (
                 f"Spark has not started the {self._count} tasks within {self._start_s:.0f} s: other jobs may have the "
                 "slots; wait for them, or pass start_timeout=SECONDS."
             )
         # The others notice within moments that a process is gone, and may be faster to say so.
-        first = next((each for each in self._reports if each.vanished), self._reports[0])
+        first = next((each for each in self.reports if each.vanished), self.reports[0])
         return f"rank {first.rank} of {self._count} (host {first.host}) failed first:{first.text}"
