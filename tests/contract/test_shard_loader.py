@@ -460,5 +460,22 @@ def test_the_ranks_of_one_model_get_the_same_samples() -> None:
         mesh = init_device_mesh("cpu", (models, width), mesh_dim_names=("dp", "tp"))
         again = unidist.shard_loader(DataLoader(data, batch_size=2, shuffle=True), group=mesh["dp"])
         assert [number for (batch,) in again for number in batch.tolist()] == seen
-        with pytest.raises(ValueError, match=r"has 2 dimensions: pass the data-parallel one, as mesh\['dp'\]"):
-            unidist.shard_loader(DataLoader(data), group=mesh)
+        assert unidist.new_group(mesh["dp"]) == group
+        with pytest.raises(TypeError, match=r"pass what new_group\(ranks\), or new_group\(mesh\['dp'\]\), returned"):
+            unidist.Mean(mesh["dp"]).compute()
+        for call in (lambda: unidist.new_group(mesh), lambda: unidist.shard_loader(DataLoader(data), group=mesh)):
+            with pytest.raises(ValueError, match=r"has 2 dimensions: pass one of them, as mesh\['dp'\]"):
+                call()
+
+
+def test_each_group_compares_its_own_stream() -> None:
+    rank, half = unidist.rank(), (unidist.world_size() + 1) // 2
+    ranks = unidist.all_gather_object([*range(half)] if rank < half else [*range(half, unidist.world_size())])
+    groups = [unidist.new_group(ranks[0]), unidist.new_group(ranks[-1])]
+    group = groups[rank >= half]
+    first = 100 * group.ranks[0]
+    seen = [number for batch in loader_of(lambda: range(first, first + 12), 0, group=group) for number in batch]
+    assert seen == [*range(first + group.rank(), first + 12, group.size())]
+    if rank < half and half > 1:  # the others read nothing
+        with pytest.raises(unidist.MismatchError, match="Made yields another stream on each rank"):
+            list(loader_of(by_rank, 0, group=group))

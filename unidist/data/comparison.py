@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from unidist.backends.base import Group
 from unidist.collectives.agreement import first_difference
 from unidist.collectives.operations import all_gather
 from unidist.context import current
@@ -20,7 +21,14 @@ T = TypeVar("T")
 
 
 class DataComparison(ABC):
-    """Compares the ranks' data while a loader is iterated for the first time."""
+    """Compares the ranks' data while a loader is iterated for the first time.
+
+    Args:
+        group: the ranks that compare.
+    """
+
+    def __init__(self, group: Group | None) -> None:
+        self.group = group
 
     @abstractmethod
     def at(self, batch: int, *, end: bool) -> None:
@@ -40,14 +48,15 @@ class DataComparison(ABC):
 class HubRows(DataComparison):
     """Of a map-style dataset of Hugging Face, of which nothing else tells that it is split."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, group: Group | None, dataset: Any) -> None:
+        super().__init__(group)
         self._dataset = dataset
 
     def at(self, batch: int, *, end: bool) -> None:
         """See ``DataComparison``."""
-        if batch or not current().compares or first_difference([self._dataset._fingerprint]) is None:
+        if batch or not current().compares or first_difference([self._dataset._fingerprint], self.group) is None:
             return  # the fingerprint of a transform that cannot be hashed is random
-        difference = first_difference([str(each) for each in first_rows(self._dataset)])
+        difference = first_difference([str(each) for each in first_rows(self._dataset)], self.group)
         if difference is not None:
             raise MismatchError(
                 f"shard_loader: the ranks have different rows of this {type(self._dataset).__name__}, so that each "
@@ -59,7 +68,8 @@ class HubRows(DataComparison):
 class Streams(DataComparison):
     """Of an iterable dataset."""
 
-    def __init__(self, stream: ShardStream, workers: int) -> None:
+    def __init__(self, group: Group | None, stream: ShardStream, workers: int) -> None:
+        super().__init__(group)
         self._stream = stream
         self._workers = workers
 
@@ -74,15 +84,18 @@ class Streams(DataComparison):
     def _compare_ranks(self) -> None:
         table, dataset = self._stream.table, self._stream.dataset
         assert table is not None
-        if not current().compares or not differ(_gathered(table[0])):
+        if not current().compares or not differ(first := self._gathered(table[0])):
             return
         # By random numbers? Read again, with fixed seeds.
-        if _differ_when_repeated(_gathered(first_samples(dataset, self._workers)), _gathered(table[0])):
+        if _differ_when_repeated(self._gathered(first_samples(dataset, self._workers)), first):
             raise MismatchError(
                 f"shard_loader: {type(dataset).__name__} yields another stream on each rank, so that each would skip "
                 "samples that no other has: is it split by rank already? Let it yield the whole stream on every rank, "
                 "give it a method set_shard(index, num_shards), or pass check_stream=False if its samples are random."
             )
+
+    def _gathered(self, table: Tensor) -> Tensor:
+        return all_gather(table.unsqueeze(0), self.group)
 
     def _compare_workers(self) -> None:
         table, dataset = self._stream.table, self._stream.dataset
@@ -101,10 +114,6 @@ class Streams(DataComparison):
                     f"{type(dataset).__name__}, which splits itself among them, so that most of them would be skipped: "
                     "pass worker_split='dataset'."
                 )
-
-
-def _gathered(table: Tensor) -> Tensor:
-    return all_gather(table.unsqueeze(0))
 
 
 def _differ_when_repeated(again: Tensor, first: Tensor) -> bool:
