@@ -38,7 +38,7 @@ T = TypeVar("T")
 TensorOrBool = TypeVar("TensorOrBool", Tensor, bool)
 #: Bytes of a payload that is sent along with its size, in one all_gather: at first, and at most.
 _INLINE_BYTES, _LARGEST_INLINE_BYTES = 256, 2**16
-#: Of a broadcast.
+#: At the end of a broadcast's message.
 _HEADER_BYTES = 16
 #: MiB of small tensors that are broadcast together.
 _BUCKET_MB = 64
@@ -201,11 +201,16 @@ def _broadcast(tensor: Tensor, src: int, group: Group | None) -> Tensor:
     text, header = _header(tensor.dtype, tensor.shape, src)
 
     def run(data: Tensor) -> Tensor:
-        sent = _to_bytes(backend, data)
-        sent = torch.cat([header.to(sent.device), sent])
-        backend.broadcast(sent, src, group)
-        compare_received(backend, header, sent[:_HEADER_BYTES].cpu(), src, text)
-        return _from_bytes(sent[_HEADER_BYTES:], data, _rows(data)).reshape(data.shape)
+        device = transport_device(backend, data)
+        if backend.topology.rank == src:
+            sent = torch.cat([_to_bytes(backend, data), header.to(device)])
+            backend.broadcast(sent, src, group)
+        else:
+            sent = torch.empty(data.nbytes + _HEADER_BYTES, dtype=torch.uint8, device=device)
+            end = sent[-_HEADER_BYTES:].zero_()  # where a shorter message does not reach
+            backend.broadcast(sent, src, group)
+            compare_received(backend, header, end.cpu(), src, text)
+        return sent[:-_HEADER_BYTES].view(data.dtype).view(data.shape).to(data.device)
 
     def transpose(grad: Tensor) -> Tensor:
         total = all_reduce(grad, "sum", group)
