@@ -14,10 +14,12 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
+    random_split,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -400,6 +402,18 @@ def test_a_shard_of_a_map_style_dataset_is_an_error() -> None:
     if unidist.world_size() > 1:
         with pytest.raises(unidist.MismatchError, match="different rows of this HubDataset"):
             list(unidist.shard_loader(DataLoader(HubDataset(8 * unidist.rank()))))
+
+
+def test_a_subset_that_is_another_one_on_each_rank_is_an_error() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    seeds = torch.Generator().manual_seed(1), torch.Generator().manual_seed(rank)
+    same, other = (random_split(Numbers(20), [16, 4], generator)[0] for generator in seeds)  # type: ignore[arg-type]
+    list(unidist.shard_loader(DataLoader(same)))
+    for subset in (other, Subset(Numbers(20), range(rank, 20, size))):
+        list(unidist.shard_loader(DataLoader(subset), check_stream=False))
+        if size > 1:
+            with pytest.raises(unidist.MismatchError, match="different rows of this Subset"):
+                list(unidist.shard_loader(DataLoader(subset)))
 
 
 def test_samples_over_all_ranks() -> None:

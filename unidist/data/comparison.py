@@ -13,7 +13,7 @@ from unidist.backends.base import Group
 from unidist.collectives.agreement import first_difference
 from unidist.collectives.operations import all_gather
 from unidist.context import current
-from unidist.data.same_stream import differ, first_rows, first_samples
+from unidist.data.same_stream import differ, fingerprint, first_rows, first_samples
 from unidist.data.stream import ShardStream
 from unidist.errors import MismatchError
 
@@ -45,8 +45,8 @@ class DataComparison(ABC):
         self.at(number, end=True)
 
 
-class HubRows(DataComparison):
-    """Of a map-style dataset of Hugging Face, of which nothing else tells that it is split."""
+class Rows(DataComparison):
+    """Of a map-style dataset of Hugging Face or a ``Subset``, of which nothing else tells that it is split."""
 
     def __init__(self, group: Group | None, dataset: Any) -> None:
         super().__init__(group)
@@ -54,14 +54,15 @@ class HubRows(DataComparison):
 
     def at(self, batch: int, *, end: bool) -> None:
         """See ``DataComparison``."""
-        if batch or not current().compares or first_difference([self._dataset._fingerprint], self.group) is None:
+        if batch or not current().compares or first_difference([str(fingerprint(self._dataset))], self.group) is None:
             return  # the fingerprint of a transform that cannot be hashed is random
         difference = first_difference([str(each) for each in first_rows(self._dataset)], self.group)
         if difference is not None:
             raise MismatchError(
                 f"shard_loader: the ranks have different rows of this {type(self._dataset).__name__}, so that each "
-                "would skip rows that no other has: is it split by rank already, as by split_dataset_by_node? Leave "
-                "that out, or pass check_stream=False."
+                "would skip rows that no other has: is it split by rank already, as by split_dataset_by_node, or by "
+                "random numbers? Leave that out, call random_split after unidist.init(seed=...), or pass "
+                "check_stream=False."
             )
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from unidist.backends.base import Group
 from unidist.collectives.operations import Mesh, member, ranks_of
 from unidist.context import current, is_initialized
-from unidist.data.comparison import DataComparison, HubRows, Streams
-from unidist.data.same_stream import empty_table, own_split
+from unidist.data.comparison import DataComparison, Rows, Streams
+from unidist.data.same_stream import empty_table, fingerprint, own_split
 from unidist.data.sampler import Permutation, ShardSampler, StatefulShardSampler, is_shuffle
 from unidist.data.sharding import Position, Sharding, mix_seeds
 from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit, shards_itself
@@ -228,10 +228,10 @@ def shard_loader(
             every rank, which is the order of ``DistributedSampler``; 8 bytes a sample. ``"feistel"``: a Feistel network
             that computes each rank's part of the order as it is needed; no memory, and resuming takes no time. Default:
             ``"feistel"`` from 10,000,000 samples on, else ``"randperm"``.
-        check_stream: the ranks compare the first samples of an iterable dataset, and the first and last row of a
-            map-style one of Hugging Face, in one small collective at the first batch of the first epoch, so that data
-            that is split by rank already is an error. ``False``: ranks may have other data, or not all of them
-            iterate.
+        check_stream: the ranks compare the first samples of an iterable dataset, the first and last row of a
+            map-style one of Hugging Face, and the first indices of a ``Subset``, in one small collective at the first
+            batch of the first epoch, so that data that is split by rank already, or in another way on each rank
+            (``random_split``), is an error. ``False``: ranks may have other data, or not all of them iterate.
         group: the ranks that the samples are divided among, this one included; default: the world. With tensor
             parallelism, the ranks of one model must get the same samples: pass the ranks of this rank's data-parallel
             dimension, as what ``new_group`` returned or as ``mesh["dp"]``.
@@ -320,8 +320,8 @@ def shard_loader(
         if loader.num_workers:
             source.table.share_memory_()  # type: ignore[no-untyped-call]
         sharding_loader._comparison = Streams(among, source, loader.num_workers)
-    elif check_stream and hasattr(loader.dataset, "_fingerprint") and hasattr(loader.dataset, "with_format"):
-        sharding_loader._comparison = HubRows(among, loader.dataset)
+    elif check_stream and fingerprint(loader.dataset) is not None:
+        sharding_loader._comparison = Rows(among, loader.dataset)
     return sharding_loader
 
 
