@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -20,15 +21,11 @@ from unidist.errors import MismatchError
 T = TypeVar("T")
 
 
+@dataclass
 class DataComparison(ABC):
-    """Compares the ranks' data while a loader is iterated for the first time.
+    """Compares the data of a group's ranks while a loader is iterated for the first time."""
 
-    Args:
-        group: the ranks that compare.
-    """
-
-    def __init__(self, group: Group | None) -> None:
-        self.group = group
+    group: Group | None
 
     @abstractmethod
     def at(self, batch: int, *, end: bool) -> None:
@@ -45,50 +42,48 @@ class DataComparison(ABC):
         self.at(number, end=True)
 
 
+@dataclass
 class Rows(DataComparison):
     """Of a map-style dataset of Hugging Face or a ``Subset``, of which nothing else tells that it is split."""
 
-    def __init__(self, group: Group | None, dataset: Any) -> None:
-        super().__init__(group)
-        self._dataset = dataset
+    dataset: Any
 
     def at(self, batch: int, *, end: bool) -> None:
         """See ``DataComparison``."""
-        if batch or not current().compares or first_difference([str(fingerprint(self._dataset))], self.group) is None:
+        if batch or not current().compares or first_difference([str(fingerprint(self.dataset))], self.group) is None:
             return  # the fingerprint of a transform that cannot be hashed is random
-        difference = first_difference([str(each) for each in first_rows(self._dataset)], self.group)
+        difference = first_difference([str(each) for each in first_rows(self.dataset)], self.group)
         if difference is not None:
             raise MismatchError(
-                f"shard_loader: the ranks have different rows of this {type(self._dataset).__name__}, so that each "
+                f"shard_loader: the ranks have different rows of this {type(self.dataset).__name__}, so that each "
                 "would skip rows that no other has: is it split by rank already, as by split_dataset_by_node, or by "
                 "random numbers? Leave that out, call random_split after unidist.init(seed=...), or pass "
                 "check_stream=False."
             )
 
 
+@dataclass
 class Streams(DataComparison):
     """Of an iterable dataset."""
 
-    def __init__(self, group: Group | None, stream: ShardStream, workers: int) -> None:
-        super().__init__(group)
-        self._stream = stream
-        self._workers = workers
+    stream: ShardStream
+    workers: int
 
     def at(self, batch: int, *, end: bool) -> None:
         """See ``DataComparison``."""
         if batch == 0:
             self._compare_ranks()
-        if self._workers > 1 and (batch == self._workers or (end and batch < self._workers)):  # each has begun
+        if self.workers > 1 and (batch == self.workers or (end and batch < self.workers)):  # each has begun
             self._compare_workers()
-            self._stream.table = None
+            self.stream.table = None
 
     def _compare_ranks(self) -> None:
-        table, dataset = self._stream.table, self._stream.dataset
+        table, dataset = self.stream.table, self.stream.dataset
         assert table is not None
         if not current().compares or not differ(first := self._gathered(table[0])):
             return
         # By random numbers? Read again, with fixed seeds.
-        if _differ_when_repeated(self._gathered(first_samples(dataset, self._workers)), first):
+        if _differ_when_repeated(self._gathered(first_samples(dataset, self.workers)), first):
             raise MismatchError(
                 f"shard_loader: {type(dataset).__name__} yields another stream on each rank, so that each would skip "
                 "samples that no other has: is it split by rank already? Let it yield the whole stream on every rank, "
@@ -99,16 +94,16 @@ class Streams(DataComparison):
         return all_gather(table.unsqueeze(0), self.group)
 
     def _compare_workers(self) -> None:
-        table, dataset = self._stream.table, self._stream.dataset
+        table, dataset = self.stream.table, self.stream.dataset
         assert table is not None
-        if self._stream.worker_split == "dataset":
+        if self.stream.worker_split == "dataset":
             if bool((table == table[0]).all()) and len(set(map(str, table[0].tolist()))) > 1:
                 raise MismatchError(
                     f"shard_loader(worker_split='dataset'): each worker yields the same samples of "
                     f"{type(dataset).__name__}, which does not split itself among them: pass worker_split='loader'."
                 )
         elif differ(table):
-            again = torch.stack([first_samples(dataset, self._workers, i) for i in range(self._workers)])
+            again = torch.stack([first_samples(dataset, self.workers, i) for i in range(self.workers)])
             if _differ_when_repeated(again, table):
                 raise MismatchError(
                     f"shard_loader(worker_split='loader'): each worker yields other samples of "

@@ -165,14 +165,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return super().step(closure)
 
     def _allreduce_grad_async(self, p: Tensor) -> tuple[int, Any]:
-        """Start the reduction of one gradient by itself; its handle, and the context that ``decompress`` takes.
-
-        ``step`` does not need it: ignite looks for it, and a few scripts call it.
-        """
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        sent, context = self._compression.compress(p.grad)
-        factor = self.gradient_predivide_factor
+        """Start the reduction of one gradient by itself. Not used here: ignite knows the optimizer by it."""
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        (sent, context), factor = self._compression.compress(p.grad), self.gradient_predivide_factor
         name = self._parameter_names[p]
         return allreduce_async_(sent, None, name, self.op, 1.0 / factor, factor, self.process_set), context
 
