@@ -409,6 +409,7 @@ def test_a_subset_that_is_another_one_on_each_rank_is_an_error() -> None:
     seeds = torch.Generator().manual_seed(1), torch.Generator().manual_seed(rank)
     same, other = (random_split(Numbers(20), [16, 4], generator)[0] for generator in seeds)  # type: ignore[arg-type]
     list(unidist.shard_loader(DataLoader(same)))
+    list(unidist.shard_loader(DataLoader(Subset({"a": 1}, ["a"]))))  # type: ignore[arg-type]  # indices of any kind
     for subset in (other, Subset(Numbers(20), range(rank, 20, size))):
         list(unidist.shard_loader(DataLoader(subset), check_stream=False))
         if size > 1:

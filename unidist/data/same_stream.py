@@ -77,8 +77,9 @@ def first_samples(dataset: Any, workers: int, worker: int = 0) -> Tensor:
 def fingerprint(dataset: Any) -> str | None:
     """Of a map-style dataset of Hugging Face, or the first indices of a ``Subset``; None of others."""
     if isinstance(dataset, Subset):
-        return f"{len(dataset)} {[int(i) for i in islice(dataset.indices, _INDICES)]}"
-    return getattr(dataset, "_fingerprint", None) if hasattr(dataset, "with_format") else None
+        return f"{len(dataset)} {[str(i) for i in islice(dataset.indices, _INDICES)]}"
+    has_one = hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format")
+    return str(dataset._fingerprint) if has_one else None
 
 
 def first_rows(dataset: Any) -> list[Any]:
