@@ -73,6 +73,9 @@ class Group:
     def __contains__(self, rank: int) -> bool:
         return rank in self.ranks
 
+    def __deepcopy__(self, memo: object) -> Group:
+        return self  # of a copied model or metric, too
+
 
 class Watcher(Protocol):
     """What knows the other ranks."""

@@ -153,3 +153,9 @@ def test_a_sharded_model_goes_on_on_another_world_size(tmp_path: Path) -> None:
         found.append(re.findall(r"STATE (.*)", result.output))
     assert found[0] and found[1] == found[0] and found[2] == found[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-2", "run-3"]
+
+
+def test_a_mesh_trains_as_one_process(tmp_path: Path) -> None:
+    """Tensor parallelism beside FSDP2, resumed in the middle of an epoch: on the mesh, on another, in one process."""
+    result = run_world("torchrun", 4, ["tests/programs/mesh.py", str(tmp_path)], backend="gloo")
+    assert result.returncode == 0 and "the same as in one process" in result.output, result.output

@@ -36,6 +36,15 @@ def test_an_mpi_without_threads_is_refused() -> None:
     assert "needs an MPI with thread level 'multiple', and this one gave 'serialized'" in result.output, result.output
 
 
+def test_without_mpi4py_each_rank_says_so_in_a_few_lines() -> None:
+    code = "import sys; sys.modules['mpi4py'] = None; import unidist; unidist.init('gloo')"
+    result = run_world("openmpi", 2, ["-c", code])
+    assert result.returncode != 0 and "mpi4py cannot be used under openmpi" in result.output, result.output
+    assert "During handling" not in result.output and "direct cause" not in result.output, result.output
+    ranks = result.output.count("Traceback")  # Open MPI may end the second one before it has said so
+    assert result.output.count('  File "') <= 3 * ranks, result.output
+
+
 @pytest.mark.parametrize(("launcher", "cycles", "spare"), [("openmpi", 100, 0), ("mpich", 60, 20)])
 def test_many_worlds_leave_nothing_behind(launcher: str, cycles: int, spare: int) -> None:
     """MPICH has about 2,000 communicators, of which 20 are left; each world needs two. Open MPI has far more."""

@@ -152,7 +152,10 @@ def _init(
         name = backend if backend != "auto" else settings.backend(os.environ)
         wanted = None if device is None else torch.device(device)
         hook_before = hook_of_no_world()
-        start, started, why = _meet(name, init_method, rank, world_size, _timeout(timeout), wanted, default_group)
+        try:
+            start, started, why = _meet(name, init_method, rank, world_size, _timeout(timeout), wanted, default_group)
+        except UnidistError as error:
+            raise error.with_traceback(None) from error.__cause__  # the message says all
         launch = start.launch
         _guard(started, launch)
         again = {

@@ -178,8 +178,10 @@ def test_an_error_of_any_rank_is_raised_on_all(folder: Path) -> None:
     with pytest.raises(unidist.CheckpointError, match="x=int has no load_state_dict"):
         unidist.load_checkpoint(path, x=3)
     for bad in (folder, Config(x=1)):
-        with pytest.raises(unidist.CheckpointError, match=r"refuses it, because it contains a \S*(pathlib|Config)"):
-            unidist.save_checkpoint(path, bad={"deep": [bad]})
+        with pytest.raises(unidist.CheckpointError, match=r"bad=: .* refuses it, because it contains a \S*(path|Con)"):
+            unidist.save_checkpoint(path, x=1, bad={"deep": [bad]})
+    with pytest.raises(unidist.CheckpointError, match=r"rank 0: ValueError: bad=: .*[pP]ickle"):
+        unidist.save_checkpoint(path, x=1, bad=lambda: 1)
     if unidist.is_main():
         (folder / "noise.pt").write_bytes(b"noise"), (folder / "empty.pt").touch(), os.mkfifo(folder / "fifo")
     with pytest.raises(unidist.CheckpointError, match=r"rank 0: .*fifo is a FIFO, which a checkpoint does not replace"):

@@ -185,6 +185,17 @@ def test_calls_that_differ_are_an_error_on_every_rank(
     assert unidist.all_gather(torch.ones(1)).tolist() == [1.0] * unidist.world_size()
 
 
+def test_results_have_a_memory_of_their_own_from_its_beginning() -> None:
+    """Some functions of torch read a tensor's memory from there."""
+    torch.manual_seed(unidist.rank())
+    state = unidist.broadcast(torch.get_rng_state())
+    torch.set_rng_state(state)
+    numbers = torch.rand(4)
+    assert torch.equal(unidist.broadcast(numbers), numbers)
+    for call in (unidist.broadcast, unidist.all_reduce, unidist.all_gather, unidist.all_to_all):
+        assert call(torch.ones(4 * unidist.world_size())).storage_offset() == 0
+
+
 def test_what_is_sent_along_is_compared_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the calls that are compared before they are made."""
     if unidist.world_size() == 1:

@@ -1,5 +1,6 @@
 """Running figures, combined when they are asked for."""
 
+import copy
 import math
 from typing import Any
 
@@ -142,3 +143,21 @@ def test_torchmetrics_compute_over_all_ranks() -> None:
         torch.testing.assert_close(metric.compute(), alone[name].compute(), msg=name)
     with pytest.raises(TypeError, match="not Mean"):
         unidist.wrap_metric(unidist.Mean())
+
+
+def test_metrics_of_a_group() -> None:
+    """Also those that are copied."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    rank, size = unidist.rank(), unidist.world_size()
+    groups = [unidist.new_group(range(first, size, 2)) for first in range(min(2, size))]
+    group = groups[rank % 2]
+    theirs = unidist.wrap_metric(
+        torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())]),
+        group,
+    )
+    for ours, metric in ((unidist.Sum(group), theirs), copy.deepcopy((unidist.Sum(group), theirs))):
+        ours.update(rank)
+        metric.update(torch.tensor(float(rank)))
+        found = metric.compute()
+        assert ours.compute() == found["SumMetric"] == sum(group.ranks)
+        assert found["raw"] == sum(group.ranks) / group.size()

@@ -14,10 +14,12 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
+    random_split,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -402,6 +404,19 @@ def test_a_shard_of_a_map_style_dataset_is_an_error() -> None:
             list(unidist.shard_loader(DataLoader(HubDataset(8 * unidist.rank()))))
 
 
+def test_a_subset_that_is_another_one_on_each_rank_is_an_error() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    seeds = torch.Generator().manual_seed(1), torch.Generator().manual_seed(rank)
+    same, other = (random_split(Numbers(20), [16, 4], generator)[0] for generator in seeds)  # type: ignore[arg-type]
+    list(unidist.shard_loader(DataLoader(same)))
+    list(unidist.shard_loader(DataLoader(Subset({"a": 1}, ["a"]))))  # type: ignore[arg-type]  # indices of any kind
+    for subset in (other, Subset(Numbers(20), range(rank, 20, size))):
+        list(unidist.shard_loader(DataLoader(subset), check_stream=False))
+        if size > 1:
+            with pytest.raises(unidist.MismatchError, match="different rows of this Subset"):
+                list(unidist.shard_loader(DataLoader(subset)))
+
+
 def test_samples_over_all_ranks() -> None:
     size = unidist.world_size()
     loader = unidist.shard_loader(DataLoader(Numbers(10), 2), pad=False)
@@ -460,5 +475,22 @@ def test_the_ranks_of_one_model_get_the_same_samples() -> None:
         mesh = init_device_mesh("cpu", (models, width), mesh_dim_names=("dp", "tp"))
         again = unidist.shard_loader(DataLoader(data, batch_size=2, shuffle=True), group=mesh["dp"])
         assert [number for (batch,) in again for number in batch.tolist()] == seen
-        with pytest.raises(ValueError, match=r"has 2 dimensions: pass the data-parallel one, as mesh\['dp'\]"):
-            unidist.shard_loader(DataLoader(data), group=mesh)
+        assert unidist.new_group(mesh["dp"]) == group
+        with pytest.raises(TypeError, match=r"pass what new_group\(ranks\), or new_group\(mesh\['dp'\]\), returned"):
+            unidist.Mean(mesh["dp"]).compute()
+        for call in (lambda: unidist.new_group(mesh), lambda: unidist.shard_loader(DataLoader(data), group=mesh)):
+            with pytest.raises(ValueError, match=r"has 2 dimensions: pass one of them, as mesh\['dp'\]"):
+                call()
+
+
+def test_each_group_compares_its_own_stream() -> None:
+    rank, half = unidist.rank(), (unidist.world_size() + 1) // 2
+    ranks = unidist.all_gather_object([*range(half)] if rank < half else [*range(half, unidist.world_size())])
+    groups = [unidist.new_group(ranks[0]), unidist.new_group(ranks[-1])]
+    group = groups[rank >= half]
+    first = 100 * group.ranks[0]
+    seen = [number for batch in loader_of(lambda: range(first, first + 12), 0, group=group) for number in batch]
+    assert seen == [*range(first + group.rank(), first + 12, group.size())]
+    if rank < half and half > 1:  # the others read nothing
+        with pytest.raises(unidist.MismatchError, match="Made yields another stream on each rank"):
+            list(loader_of(by_rank, 0, group=group))

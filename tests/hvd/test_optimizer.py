@@ -381,6 +381,19 @@ def test_gradients_reduced_by_hand(rank: int, size: int) -> None:
     assert_same(model, reference(size, 3))
 
 
+def test_one_gradient_by_itself(rank: int, size: int) -> None:
+    """A private method, by which ignite recognises the optimizer."""
+    model = nn.Linear(2, 2)
+    named = model.named_parameters()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), named, hvd.Compression.fp16, gradient_predivide_factor=2.0
+    )
+    model.weight.grad = torch.full((2, 2), float(rank))
+    handles = [optimizer._allreduce_grad_async(parameter) for parameter in (model.weight, model.bias)]
+    weight, bias = (hvd.Compression.fp16.decompress(hvd.synchronize(handle), ctx) for handle, ctx in handles)
+    assert torch.equal(weight, torch.full((2, 2), (size - 1) / 2)) and torch.equal(bias, torch.zeros(2))
+
+
 def test_adasum(rank: int, size: int) -> None:
     if REAL and not hvd.mpi_enabled() and size > 1:
         pytest.skip("this Horovod has no Adasum on Gloo")

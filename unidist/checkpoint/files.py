@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import fcntl
 import hashlib
+import io
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -41,12 +44,28 @@ def write(path: Path, state: dict[str, Any], stop: Event) -> None:
     """Write a file that replaces ``path`` when it is complete. Raises ``InterruptedError`` once ``stop`` is set."""
     with room(path, state), Unfinished(path) as unfinished:
         with unfinished.path.open("r+b") as file:
-            with _synced_meanwhile(file):
-                _save({FORMAT: _VERSION, **state}, _Stoppable(file, stop))
-            file.flush()
-            os.fsync(file.fileno())
-            read(file)  # a file that cannot be loaded must not replace one that can
+            try:
+                with _synced_meanwhile(file):
+                    _save({FORMAT: _VERSION, **state}, _Stoppable(file, stop))
+                file.flush()
+                os.fsync(file.fileno())
+                read(file)  # a file that cannot be loaded must not replace one that can
+            except (ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
+                name = next((name for name, value in state.items() if not _is_plain(value)), "")
+                raise ValueError(f"{name}=: {error}" if name else str(error)) from error
         unfinished.finish()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it can be saved and loaded, but for its tensors."""
+    data = io.BytesIO()
+    with suppress(Exception):
+        no_tensors = {id(leaf): None for _, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
+        torch.save(copy.deepcopy(value, no_tensors), data)
+        data.seek(0)
+        torch.load(data, weights_only=True)
+        return True
+    return False
 
 
 def _save(state: dict[str, Any], file: _Stoppable) -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from operator import index
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,11 +38,22 @@ T = TypeVar("T")
 TensorOrBool = TypeVar("TensorOrBool", Tensor, bool)
 #: Bytes of a payload that is sent along with its size, in one all_gather: at first, and at most.
 _INLINE_BYTES, _LARGEST_INLINE_BYTES = 256, 2**16
-#: Of a broadcast.
+#: At the end of a broadcast's message.
 _HEADER_BYTES = 16
 #: MiB of small tensors that are broadcast together.
 _BUCKET_MB = 64
 ReduceOp = Literal["sum", "mean", "min", "max", "product", "and", "or"]
+
+
+@runtime_checkable
+class Mesh(Protocol):
+    """What is used of a ``torch.distributed.device_mesh.DeviceMesh``."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def mesh(self) -> Tensor: ...
 
 
 def all_reduce(tensor: TensorOrBool, op: ReduceOp = "sum", group: Group | None = None) -> TensorOrBool:
@@ -190,11 +201,16 @@ def _broadcast(tensor: Tensor, src: int, group: Group | None) -> Tensor:
     text, header = _header(tensor.dtype, tensor.shape, src)
 
     def run(data: Tensor) -> Tensor:
-        sent = _to_bytes(backend, data)
-        sent = torch.cat([header.to(sent.device), sent])
-        backend.broadcast(sent, src, group)
-        compare_received(backend, header, sent[:_HEADER_BYTES].cpu(), src, text)
-        return _from_bytes(sent[_HEADER_BYTES:], data, _rows(data)).reshape(data.shape)
+        device = transport_device(backend, data)
+        if backend.topology.rank == src:
+            sent = torch.cat([_to_bytes(backend, data), header.to(device)])
+            backend.broadcast(sent, src, group)
+        else:
+            sent = torch.empty(data.nbytes + _HEADER_BYTES, dtype=torch.uint8, device=device)
+            end = sent[-_HEADER_BYTES:].zero_()  # where a shorter message does not reach
+            backend.broadcast(sent, src, group)
+            compare_received(backend, header, end.cpu(), src, text)
+        return sent[:-_HEADER_BYTES].view(data.dtype).view(data.shape).to(data.device)
 
     def transpose(grad: Tensor) -> Tensor:
         total = all_reduce(grad, "sum", group)
@@ -389,19 +405,24 @@ def first_rank(local: bool = False) -> Iterator[None]:
         yield
 
 
-def new_group(ranks: Sequence[int]) -> Group:
+def new_group(ranks: Sequence[int] | Mesh) -> Group:
     """Make a group of some ranks, for the argument ``group`` of the other calls.
 
     Collective over the **world**: ranks that are not in the group call it too. A second call with the same ranks
     returns the same group.
 
     Args:
-        ranks: global ranks, in any order; a group's ranks are sorted.
+        ranks: global ranks, in any order; a group's ranks are sorted. Or one dimension of a ``DeviceMesh`` of all
+            ranks, such as ``mesh["dp"]``, for the group of this rank in it.
 
     Raises:
         TypeError: no sequence of integers.
-        ValueError: no rank, a rank twice, or one outside the world.
+        ValueError: no rank, a rank twice, or one outside the world; a mesh of several dimensions.
     """
+    if isinstance(ranks, Mesh):
+        mine = ranks_of(ranks)
+        groups = {row: new_group(row) for row in sorted(set(all_gather_object(mine)))}
+        return groups[mine]
     backend = current()
     try:
         key = tuple(sorted(map(index, ranks)))
@@ -418,6 +439,13 @@ def new_group(ranks: Sequence[int]) -> Group:
         rank = backend.topology.rank
         backend.groups[key] = replace(backend.new_group(key), _rank=key.index(rank) if rank in key else -1)
     return backend.groups[key]
+
+
+def ranks_of(mesh: Mesh) -> tuple[int, ...]:
+    """Return the global ranks that share one dimension of a mesh with this rank, ascending."""
+    if mesh.ndim > 1:
+        raise ValueError(f"{mesh} has {mesh.ndim} dimensions: pass one of them, as mesh['dp'].")
+    return tuple(sorted(mesh.mesh.tolist()))
 
 
 # --------------------------------------------------------------------------------- gradients
@@ -448,7 +476,9 @@ def member(group: Group | None) -> Backend:
     """Return the running backend, if this rank is in the group."""
     backend = current()
     if group is not None and not isinstance(group, Group):
-        raise TypeError(f"group={group!r} is not a group: pass what new_group(ranks) returned.")
+        raise TypeError(
+            f"group={group!r} is not a group: pass what new_group(ranks), or new_group(mesh['dp']), returned."
+        )
     if group is not None and backend.topology.rank not in group.ranks:
         raise ValueError(
             f"rank {backend.topology.rank} is not in the group of ranks {list(group.ranks)}, and only its members may "

@@ -138,11 +138,15 @@ class Accuracy(Metric):
         return correct / counted if counted else float("nan")
 
 
-def wrap_metric(metric: M) -> M:
+def wrap_metric(metric: M, group: Group | None = None) -> M:
     """Make a torchmetrics metric, or a collection of them, compute over all ranks, on any backend.
 
     Not collective itself; afterwards ``metric.compute()`` is. A rank without samples contributes nothing.
     What ``metric(...)`` returns for a batch stays this rank's own, as in torchmetrics.
+
+    Args:
+        metric: it is changed.
+        group: the ranks that ``compute`` combines; default: the world.
 
     Returns:
         The metric that was passed.
@@ -152,7 +156,7 @@ def wrap_metric(metric: M) -> M:
     """
     if hasattr(metric, "items") and hasattr(metric, "compute"):
         for _, part in metric.items(keep_base=True, copy_state=False):
-            wrap_metric(part)
+            wrap_metric(part, group)
         return metric
     if not hasattr(metric, "dist_sync_fn"):
         raise TypeError(
@@ -160,17 +164,17 @@ def wrap_metric(metric: M) -> M:
             "wrapping."
         )
     own: Any = metric
-    own.dist_sync_fn = _gather
+    own.dist_sync_fn, own.process_group = _gather, group or own.process_group
     own.distributed_available_fn = _has_peers
     for child in own.modules() if hasattr(own, "modules") else ():
         if child is not own and hasattr(child, "dist_sync_fn"):
-            wrap_metric(child)
+            wrap_metric(child, group)
     return metric
 
 
-def _gather(tensor: Tensor, group: object = None) -> list[Tensor]:
+def _gather(tensor: Tensor, group: Group | None = None) -> list[Tensor]:
     """torchmetrics' ``dist_sync_fn``: every rank's tensor, of any shapes."""
-    return [part.to(tensor.device) for part in all_gather_object(tensor.detach().cpu())]
+    return [part.to(tensor.device) for part in all_gather_object(tensor.detach().cpu(), group)]
 
 
 def _has_peers() -> bool:

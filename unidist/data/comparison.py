@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from unidist.backends.base import Group
 from unidist.collectives.agreement import first_difference
 from unidist.collectives.operations import all_gather
 from unidist.context import current
-from unidist.data.same_stream import differ, first_rows, first_samples
+from unidist.data.same_stream import differ, fingerprint, first_rows, first_samples
 from unidist.data.stream import ShardStream
 from unidist.errors import MismatchError
 
 T = TypeVar("T")
 
 
+@dataclass
 class DataComparison(ABC):
-    """Compares the ranks' data while a loader is iterated for the first time."""
+    """Compares the data of a group's ranks while a loader is iterated for the first time."""
+
+    group: Group | None
 
     @abstractmethod
     def at(self, batch: int, *, end: bool) -> None:
@@ -37,74 +42,74 @@ class DataComparison(ABC):
         self.at(number, end=True)
 
 
-class HubRows(DataComparison):
-    """Of a map-style dataset of Hugging Face, of which nothing else tells that it is split."""
+@dataclass
+class Rows(DataComparison):
+    """Of a map-style dataset of Hugging Face or a ``Subset``, of which nothing else tells that it is split."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    dataset: Any
 
     def at(self, batch: int, *, end: bool) -> None:
         """See ``DataComparison``."""
-        if batch or not current().compares or first_difference([self._dataset._fingerprint]) is None:
+        if batch or not current().compares or first_difference([str(fingerprint(self.dataset))], self.group) is None:
             return  # the fingerprint of a transform that cannot be hashed is random
-        difference = first_difference([str(each) for each in first_rows(self._dataset)])
+        difference = first_difference([str(each) for each in first_rows(self.dataset)], self.group)
         if difference is not None:
             raise MismatchError(
-                f"shard_loader: the ranks have different rows of this {type(self._dataset).__name__}, so that each "
-                "would skip rows that no other has: is it split by rank already, as by split_dataset_by_node? Leave "
-                "that out, or pass check_stream=False."
+                f"shard_loader: the ranks have different rows of this {type(self.dataset).__name__}, so that each "
+                "would skip rows that no other has: is it split by rank already, as by split_dataset_by_node, or by "
+                "random numbers? Leave that out, call random_split after unidist.init(seed=...), or pass "
+                "check_stream=False."
             )
 
 
+@dataclass
 class Streams(DataComparison):
     """Of an iterable dataset."""
 
-    def __init__(self, stream: ShardStream, workers: int) -> None:
-        self._stream = stream
-        self._workers = workers
+    stream: ShardStream
+    workers: int
 
     def at(self, batch: int, *, end: bool) -> None:
         """See ``DataComparison``."""
         if batch == 0:
             self._compare_ranks()
-        if self._workers > 1 and (batch == self._workers or (end and batch < self._workers)):  # each has begun
+        if self.workers > 1 and (batch == self.workers or (end and batch < self.workers)):  # each has begun
             self._compare_workers()
-            self._stream.table = None
+            self.stream.table = None
 
     def _compare_ranks(self) -> None:
-        table, dataset = self._stream.table, self._stream.dataset
+        table, dataset = self.stream.table, self.stream.dataset
         assert table is not None
-        if not current().compares or not differ(_gathered(table[0])):
+        if not current().compares or not differ(first := self._gathered(table[0])):
             return
         # By random numbers? Read again, with fixed seeds.
-        if _differ_when_repeated(_gathered(first_samples(dataset, self._workers)), _gathered(table[0])):
+        if _differ_when_repeated(self._gathered(first_samples(dataset, self.workers)), first):
             raise MismatchError(
                 f"shard_loader: {type(dataset).__name__} yields another stream on each rank, so that each would skip "
                 "samples that no other has: is it split by rank already? Let it yield the whole stream on every rank, "
                 "give it a method set_shard(index, num_shards), or pass check_stream=False if its samples are random."
             )
 
+    def _gathered(self, table: Tensor) -> Tensor:
+        return all_gather(table.unsqueeze(0), self.group)
+
     def _compare_workers(self) -> None:
-        table, dataset = self._stream.table, self._stream.dataset
+        table, dataset = self.stream.table, self.stream.dataset
         assert table is not None
-        if self._stream.worker_split == "dataset":
+        if self.stream.worker_split == "dataset":
             if bool((table == table[0]).all()) and len(set(map(str, table[0].tolist()))) > 1:
                 raise MismatchError(
                     f"shard_loader(worker_split='dataset'): each worker yields the same samples of "
                     f"{type(dataset).__name__}, which does not split itself among them: pass worker_split='loader'."
                 )
         elif differ(table):
-            again = torch.stack([first_samples(dataset, self._workers, i) for i in range(self._workers)])
+            again = torch.stack([first_samples(dataset, self.workers, i) for i in range(self.workers)])
             if _differ_when_repeated(again, table):
                 raise MismatchError(
                     f"shard_loader(worker_split='loader'): each worker yields other samples of "
                     f"{type(dataset).__name__}, which splits itself among them, so that most of them would be skipped: "
                     "pass worker_split='dataset'."
                 )
-
-
-def _gathered(table: Tensor) -> Tensor:
-    return all_gather(table.unsqueeze(0))
 
 
 def _differ_when_repeated(again: Tensor, first: Tensor) -> bool:

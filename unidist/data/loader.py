@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from unidist.backends.base import Group
-from unidist.collectives.operations import member
+from unidist.collectives.operations import Mesh, member, ranks_of
 from unidist.context import current, is_initialized
-from unidist.data.comparison import DataComparison, HubRows, Streams
-from unidist.data.same_stream import empty_table, own_split
+from unidist.data.comparison import DataComparison, Rows, Streams
+from unidist.data.same_stream import empty_table, fingerprint, own_split
 from unidist.data.sampler import Permutation, ShardSampler, StatefulShardSampler, is_shuffle
 from unidist.data.sharding import Position, Sharding, mix_seeds
 from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit, shards_itself
@@ -23,18 +23,6 @@ from unidist.diagnosis.spans import spans
 T = TypeVar("T")
 #: Samples that a worker reads for one that it keeps, above which there is a warning.
 _READ_PER_KEPT = 16
-
-
-@runtime_checkable
-class Mesh(Protocol):
-    """What is used of a ``torch.distributed.device_mesh.DeviceMesh``."""
-
-    @property
-    def ndim(self) -> int: ...
-
-    def get_local_rank(self) -> int: ...
-
-    def size(self) -> int: ...
 
 
 class ShardLoader(DataLoader[T]):
@@ -240,10 +228,10 @@ def shard_loader(
             every rank, which is the order of ``DistributedSampler``; 8 bytes a sample. ``"feistel"``: a Feistel network
             that computes each rank's part of the order as it is needed; no memory, and resuming takes no time. Default:
             ``"feistel"`` from 10,000,000 samples on, else ``"randperm"``.
-        check_stream: the ranks compare the first samples of an iterable dataset, and the first and last row of a
-            map-style one of Hugging Face, in one small collective at the first batch of the first epoch, so that data
-            that is split by rank already is an error. ``False``: ranks may have other data, or not all of them
-            iterate.
+        check_stream: the ranks compare the first samples of an iterable dataset, the first and last row of a
+            map-style one of Hugging Face, and the first indices of a ``Subset``, in one small collective at the first
+            batch of the first epoch, so that data that is split by rank already, or in another way on each rank
+            (``random_split``), is an error. ``False``: ranks may have other data, or not all of them iterate.
         group: the ranks that the samples are divided among, this one included; default: the world. With tensor
             parallelism, the ranks of one model must get the same samples: pass the ranks of this rank's data-parallel
             dimension, as what ``new_group`` returned or as ``mesh["dp"]``.
@@ -285,7 +273,10 @@ def shard_loader(
         raise ValueError(
             "shard_loader(pad=True, drop_last=True): the last samples can be repeated or dropped, not both."
         )
-    sharding = Sharding(*_place_in(group), drop_last, pad)
+    among = None if isinstance(group, Mesh) else group
+    backend = member(among)
+    ranks = ranks_of(group) if isinstance(group, Mesh) else backend.ranks(group)
+    sharding = Sharding(ranks.index(backend.topology.rank), len(ranks), drop_last, pad)
     options: dict[str, Any] = {
         name: getattr(loader, name)
         for name in (
@@ -328,23 +319,10 @@ def shard_loader(
         source.table = empty_table(loader.num_workers)
         if loader.num_workers:
             source.table.share_memory_()  # type: ignore[no-untyped-call]
-        sharding_loader._comparison = Streams(source, loader.num_workers)
-    elif check_stream and hasattr(loader.dataset, "_fingerprint") and hasattr(loader.dataset, "with_format"):
-        sharding_loader._comparison = HubRows(loader.dataset)
+        sharding_loader._comparison = Streams(among, source, loader.num_workers)
+    elif check_stream and fingerprint(loader.dataset) is not None:
+        sharding_loader._comparison = Rows(among, loader.dataset)
     return sharding_loader
-
-
-def _place_in(group: Group | Mesh | None) -> tuple[int, int]:
-    """This rank's number among those that share the samples, and how many they are."""
-    if not isinstance(group, Mesh):
-        backend = member(group)
-        ranks = backend.ranks(group)
-        return ranks.index(backend.topology.rank), len(ranks)
-    if group.ndim > 1:
-        raise ValueError(
-            f"shard_loader(group={group}) has {group.ndim} dimensions: pass the data-parallel one, as mesh['dp']."
-        )
-    return group.get_local_rank(), group.size()
 
 
 def _source(loader: DataLoader[Any], shuffle: bool | None) -> Sampler[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 from torch.utils.data._utils import worker as torch_worker
 
 from unidist.data.sampler import seeded
@@ -21,6 +22,8 @@ _SAMPLES, _LEAVES = 4, 16
 #: Attributes in which datasets keep other ones.
 _INNER = ("dataset", "datasets", "pipeline", "source", "source_datapipe", "_dataset")
 _DEPTH, _PARTS = 6, 64
+#: Of a ``Subset``, the indices that are compared.
+_INDICES = 1000
 
 
 def own_split(dataset: object, depth: int = _DEPTH) -> str:
@@ -71,8 +74,18 @@ def first_samples(dataset: Any, workers: int, worker: int = 0) -> Tensor:
     return tables[0] * bool((tables[0] == tables[1]).all())
 
 
+def fingerprint(dataset: Any) -> str | None:
+    """Of a map-style dataset of Hugging Face, or the first indices of a ``Subset``; None of others."""
+    if isinstance(dataset, Subset):
+        return f"{len(dataset)} {[str(i) for i in islice(dataset.indices, _INDICES)]}"
+    has_one = hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format")
+    return str(dataset._fingerprint) if has_one else None
+
+
 def first_rows(dataset: Any) -> list[Any]:
-    """What tells shards of a map-style dataset of Hugging Face apart: lengths, and rows without transforms."""
+    """What tells shards of a map-style dataset apart: lengths, and rows without transforms, or numbers of rows."""
+    if isinstance(dataset, Subset):
+        return [fingerprint(dataset)]
     rows = dataset.with_format("arrow")
     return [len(dataset), *(repr(rows[i : i + 1].to_pydict()) for i in (0, len(dataset) - 1) if len(dataset))]
 

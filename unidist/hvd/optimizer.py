@@ -17,6 +17,7 @@ from unidist.hvd.basics import Adasum, Average
 from unidist.hvd.compression import Compression, Compressor
 from unidist.hvd.errors import HorovodInternalError
 from unidist.hvd.gradients import OptimizerGradients, ReduceOptions, horovod_errors
+from unidist.hvd.mpi_ops import allreduce_async_
 from unidist.hvd.operation import GLOBAL_SET
 from unidist.hvd.process_sets import ProcessSet, global_process_set
 from unidist.hvd.session import current_session
@@ -162,6 +163,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         self._synchronized = False
         return super().step(closure)
+
+    def _allreduce_grad_async(self, p: Tensor) -> tuple[int, Any]:
+        """Start the reduction of one gradient by itself. Not used here: ignite knows the optimizer by it."""
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        (sent, context), factor = self._compression.compress(p.grad), self.gradient_predivide_factor
+        name = self._parameter_names[p]
+        return allreduce_async_(sent, None, name, self.op, 1.0 / factor, factor, self.process_set), context
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of the optimizer.
