@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unidist import settings
 from unidist.backends import rendezvous
 from unidist.backends.base import Backend, Group, Op, Start, Wait
 from unidist.backends.device import default_device
@@ -33,7 +34,7 @@ with suppress(UnidistError):
     # Horovod makes the symbols of its MPI visible to all libraries that are loaded later, so mpi4py must be loaded
     # first. If it is missing and needed, the rendezvous raises the error.
     if (_launch := detect(os.environ)).launcher.rendezvous == "mpi":
-        mpi.world(_launch)
+        mpi.world(_launch, settings.timeout(os.environ))
 
 try:
     import horovod.torch as hvd
