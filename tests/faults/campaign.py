@@ -2,6 +2,8 @@
 
 python -m tests.faults.campaign -n 200 --seed 1
 python -m tests.faults.campaign --seed 1 --case 17 --verbose
+
+Of cases in which something is wrong it prints what the ranks have printed.
 """
 
 from __future__ import annotations
@@ -184,8 +186,6 @@ def run(case: Case) -> Outcome:
             _watch(outcome, directory, launchers, lambda: _cut(case, hosts, stack))
         outcome.output = (directory / "output").read_text(errors="replace")
         outcome.broken = list(_broken_files(directory))
-    if outcome.invalid:
-        outcome.invalid += f"\n{outcome.output[-1500:]}"
     return outcome
 
 
@@ -435,7 +435,7 @@ def main() -> None:
     parser.add_argument("--case", type=int, nargs="*", help="only those of these numbers")
     parser.add_argument("--jobs", type=int, default=2, help="worlds at a time")
     parser.add_argument("--only", default="", help="a word in the lines of the cases that are run: SIGSTOP, init, env")
-    parser.add_argument("--verbose", action="store_true", help="print what survivors raised, and of one case all")
+    parser.add_argument("--verbose", action="store_true", help="print what survivors raised")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # after the worlds that run are killed
     cases = draw(options.case or range(options.n), options.seed)
@@ -448,8 +448,9 @@ def main() -> None:
     for outcome in run_all(cases, options.jobs):
         outcomes.append(outcome)
         print(line(outcome), flush=True)
-        if options.verbose and options.case:
-            print(textwrap.indent(outcome.output, "    | "), flush=True)
+        if outcome.bad:
+            output = re.sub(r"^frame #.*\n", "", outcome.output, flags=re.MULTILINE)  # of C++
+            print(textwrap.indent(output[-6000:], "    | "), flush=True)
         untold = [error for error in outcome.errors if not all(error.tells(outcome.case.victim))]
         errors = outcome.errors if outcome.bad or options.verbose else untold
         for text in (*(f"{error.rank}: {error.kind}: {error.text}" for error in errors), *outcome.stacks):
