@@ -160,7 +160,7 @@ def main() -> None:
 
 
 def note_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An uncaught error, as the user sees it: unidist explains those of torch."""
+    """An uncaught error, as the user sees it, unless the launcher ends this rank before: unidist explains torch's."""
     note("raised", error=kind.__name__, text=str(error))
     sys.__excepthook__(kind, error, trace)
 
@@ -171,7 +171,7 @@ if __name__ == "__main__":
     sys.excepthook = note_error
     try:
         main()
-    except BaseException as error:
+    except SystemExit as error:
         note("raised", error=type(error).__name__, text=str(error))
         raise
     note("done")
