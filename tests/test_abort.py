@@ -100,5 +100,5 @@ def test_a_rank_that_stops_in_the_start_of_mpi_ends_the_job(call: str, what: str
         "openmpi", 3, ["tests/programs/stopped_start.py", call, "1"], backend="gloo", env=env, fresh=True
     )
     assert result.returncode != 0 and result.seconds < 45, result.output
-    assert what in result.output, result.output
+    assert what in result.output and re.search(r"Of 3 ranks, .*\b1 \(stopped\)", result.output), result.output
     assert "btl_tcp_if_exclude" in result.output and "has begun" not in result.output, result.output

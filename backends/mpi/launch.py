@@ -19,11 +19,30 @@ from unidist.launch.topology import EXPLICIT, NONE, Launch
 
 #: Of a start, unless ``init`` has one.
 _TIMEOUT = timedelta(seconds=300)
-#: Waits for the end of its input; seconds, the process that it ends then, and what it says.
-_WATCHDOG = """
+#: Waits for the end of its input; seconds, the process that it ends then, and what it says, with the ranks of the job
+#: that run on this host, where the launcher is one with PMIx.
+_WATCHDOG = r"""
 import os, select, signal, sys
+
+def variables(pid):
+    with open(f"/proc/{pid}/environ", errors="replace") as file:
+        return dict(text.partition("=")[::2] for text in file.read().split("\0"))
+
+def ranks():
+    mine, found = variables(sys.argv[2]), {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            other, state = variables(pid), open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if "PMIX_NAMESPACE" in mine and mine["PMIX_NAMESPACE"] == other.get("PMIX_NAMESPACE"):
+            rank = int(other["PMIX_RANK"])  # of the rank, or of a process that it has started
+            found[rank] = max(found.get(rank, ""), " (stopped)" * (state == "T"))
+    listed = ", ".join(f"{rank}{found[rank]}" for rank in sorted(found))
+    return f"Of {mine.get('OMPI_COMM_WORLD_SIZE', 'all')} ranks, {listed} run on this host. " * bool(found)
+
 if not select.select([0], [], [], float(sys.argv[1]))[0]:
-    os.write(2, sys.argv[3].encode())
+    os.write(2, sys.argv[3].replace("Has a rank", f"{ranks()}Has a rank").encode())
     os.kill(int(sys.argv[2]), signal.SIGKILL)
 """
 #: Time for the launcher to read the error: MPICH's drops what is still in the pipe when a rank aborts.
@@ -97,8 +116,9 @@ def abort(status: int = 1) -> None:
     """End all ranks of the job, this one included."""
     from mpi4py import MPI
 
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # who reads may be gone
+            stream.flush()
     time.sleep(_READ_S)
     MPI.COMM_WORLD.Abort(status)
 

@@ -34,7 +34,8 @@ from tests.support.worlds import PYTHON, ROOT, environment
 SAMPLES = 96
 #: All but the one whose worker stays.
 CHANGING = (0, 2)
-EVENTS = ("kill", "raise", "leave", "link down")
+EVENTS = ("kill", "raise", "leave", "flap", "link down")
+#: For the next generation, and for the end.
 LIMIT_S = 60.0
 
 
@@ -46,7 +47,8 @@ class Soak:
         self.present = dict.fromkeys(range(len(hosts)), True)
         self.events: list[tuple[str, float]] = []
         self.lines: list[str] = []
-        self.generation = 0
+        #: The last one, its workers, and how many events made none.
+        self.generation, self.size, self.without = 0, 0, 0
         self._discover()
         options = ["-np", "3", "--min-np", "1", "--max-np", "3", "--host-discovery-script", f"cat {directory}/hosts"]
         options += ["--blacklist-cooldown-range", "1", "1"]
@@ -58,8 +60,8 @@ class Soak:
         assert self.driver.stdout is not None
         for line in self.driver.stdout:
             self.lines.append(line)
-            if found := re.search(r"generation (\d+): \d+ workers", line):
-                self.generation = int(found[1])
+            if found := re.search(r"generation (\d+): (\d+) workers", line):
+                self.generation, self.size = int(found[1]), int(found[2])
 
     def _discover(self) -> None:
         part = self.directory / "part"
@@ -77,12 +79,12 @@ class Soak:
         return int(entered[-1]["pid"]) if entered and psutil.pid_exists(entered[-1]["pid"]) else None
 
     def wait_for_generation(self, after: int) -> None:
-        """Until there is a later one, whose workers train."""
-        end = time.monotonic() + LIMIT_S
-        while self.generation <= after:
+        """Until there is a later one; an event that hits a worker which leaves anyhow makes none."""
+        end = time.monotonic() + LIMIT_S / 2
+        while self.generation <= after and time.monotonic() < end:
             assert self.driver.poll() is None, "".join(self.lines[-60:])
-            assert time.monotonic() < end, f"no generation after {after}:\n" + "".join(self.lines[-60:])
             time.sleep(0.05)
+        self.without += self.generation <= after
 
     def happen(self) -> None:
         """One event, or two where a host comes back."""
@@ -90,8 +92,12 @@ class Soak:
         if not self.present[host]:
             self._change(host, "come")
             return
-        kind = self.dice.choices(EVENTS, (4, 4, 4, 1))[0]
-        if kind == "link down" and self.worker(2) is not None:  # `unidist run` is on host 0
+        pid, kind = self.worker(host), self.dice.choices(EVENTS, (4, 4, 3, 6, 1))[0]
+        if pid is None:  # it starts
+            return
+        if kind == "link down":
+            if not self.present[2] or self.worker(2) is None:  # `unidist run` is on host 0
+                return
             host = 2
             self._begin("link down")
             before = self.generation
@@ -103,8 +109,12 @@ class Soak:
             self.wait_for_generation(before)
         elif kind == "leave":
             self._change(host, "leave")
-        elif (pid := self.worker(host)) is not None:
-            self._begin(kind if kind == "raise" else "kill")
+        elif kind == "flap":  # whether or not its worker has been told to leave when it comes back
+            self._change(host, "leave, and back at once", wait=False)
+            time.sleep(self.dice.uniform(0.1, 3.0))
+            self._change(host, "come back at once", wait=False)
+        else:
+            self._begin(kind)
             before = self.generation
             if kind == "raise":
                 (self.directory / f"raise.{pid}").touch()
@@ -112,13 +122,12 @@ class Soak:
                 os.kill(pid, signal.SIGKILL)
             self.wait_for_generation(before)
 
-    def _change(self, host: int, kind: str) -> None:
+    def _change(self, host: int, kind: str, wait: bool = True) -> None:
         self._begin(kind)
         before = self.generation
-        had_worker = kind == "come" or self.worker(host) is not None
-        self.present[host] = kind == "come"
+        self.present[host] = kind.startswith("come")
         self._discover()
-        if had_worker:
+        if wait:
             self.wait_for_generation(before)
 
     def _begin(self, kind: str) -> None:
@@ -190,6 +199,13 @@ def run(soak: Soak, events: int, seconds: float) -> None:
             passed = time.monotonic() - begin
             print(f"{done} events, generation {soak.generation}, {passed:.0f} s, {soak.held()}", flush=True)
     last = soak.held()
+    soak.present = dict.fromkeys(soak.present, True)
+    soak._discover()
+    end = time.monotonic() + LIMIT_S
+    while soak.size < 3 and time.monotonic() < end:
+        time.sleep(0.1)
+    print(f"at the end {soak.size} workers train, after {soak.without} events there was no new generation")
+    time.sleep(1)
     (soak.directory / "end").touch()
     status = soak.driver.wait(LIMIT_S)
     committed, entered = soak.notes("committed"), soak.notes("enter")
@@ -222,7 +238,7 @@ def run(soak: Soak, events: int, seconds: float) -> None:
             f"  {what} of that worker: {early:.0f} in generations 10 to 30, {late:.0f} in the last 20; unidist run: "
             f"{first.get(what, 0)}, {last[what]}"
         )
-    sys.exit(bool(wrong) or status != 0)
+    sys.exit(bool(wrong) or status != 0 or soak.size < 3)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train until one rank fails in the middle: ``fail_on_rank.py RANK raise|exit|leave|sleep``.
+"""Train until one rank fails in the middle: ``fail_on_rank.py RANK raise|raise without output|exit|leave|sleep``.
 
 Before it sleeps, save to a slow disk.
 """
@@ -36,6 +36,11 @@ model = unidist.wrap_model(nn.Linear(4, 1))
 for step in range(100_000):
     if step == 5 and unidist.rank() == rank:
         print(f"fails at {time.time()}", flush=True)
+        if "without output" in how:  # nobody reads it any more
+            reader, writer = os.pipe()
+            os.close(reader)
+            sys.stdout = open(writer, "w")  # noqa: SIM115
+            print("unread")
         if how == "exit":
             sys.exit(3)
         if how == "leave":
