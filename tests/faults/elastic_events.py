@@ -189,13 +189,15 @@ def main() -> None:
 def run(soak: Soak, events: int, seconds: float) -> None:
     """Let the events happen; print what became of the job."""
     begin, first = time.monotonic(), {}
+    told = 0
     while len(soak.events) < events and time.monotonic() - begin < seconds:
         time.sleep(soak.dice.uniform(0.1, 0.5))
         soak.happen()
         done = len(soak.events)
         if not first and done >= 20:
             first = soak.held()
-        if done and done % 20 == 0:
+        if done >= told + 20:
+            told = done
             passed = time.monotonic() - begin
             print(f"{done} events, generation {soak.generation}, {passed:.0f} s, {soak.held()}", flush=True)
     last = soak.held()
