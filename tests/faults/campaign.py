@@ -59,7 +59,7 @@ HOSTS = "hosts"
 #: What an error must tell besides the rank.
 CALL = re.compile(
     r"\b(init|backward|step|synchronize|barrier|save_checkpoint|broadcast\w*|all_?reduce\w*|all_?gather\w*"
-    r"|DistributedOptimizer|first call of the group)\b"
+    r"|forward|DistributedOptimizer|first call of the group)\b"
 )
 LINE = re.compile(r"\btrain\.py:\d")
 RANK = re.compile(r"\branks? (\d+(?:(?:, (?:and )?| and | to |-)\d+)*)")
