@@ -24,46 +24,12 @@ def location_of(thread: int) -> str:
     """
     frames = sys._current_frames()
     frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
-    return _location([(each, each.f_lineno) for each in _outwards(frame)])
+    return show(*users_line(frame)) if frame else ""
 
 
 def here() -> str:
     """The same of the thread that calls."""
-    return location_of(threading.get_ident())
-
-
-@contextmanager
-def told(call: str) -> Iterator[None]:
-    """Inside, a ``BackendError`` tells where the user's code has made a call."""
-    try:
-        yield
-    except BackendError as error:
-        error.args = (f"{error} ({call} was called at {here()})",)
-        raise
-
-
-def location_in(trace: TracebackType | None) -> str:
-    """The same of a traceback."""
-    return _location([(frame, line) for frame, line in traceback.walk_tb(trace)][::-1])
-
-
-def stacks() -> str:
-    """The Python stacks of all threads of this process but the one that calls, the main thread's last."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = sorted(sys._current_frames().items(), key=lambda item: item[0] == threading.main_thread().ident)
-    return "".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in found
-        if ident != threading.get_ident()
-    )
-
-
-def _location(frames: list[tuple[FrameType, int]]) -> str:
-    """The place in frames, innermost first."""
-    if not frames:
-        return ""
-    frame, line = next((each for each in frames if _is_users(each[0].f_code.co_filename)), frames[0])
-    return show(frame.f_code, line)
+    return show(*users_line(sys._getframe(1)))
 
 
 def users_line(frame: FrameType) -> tuple[CodeType, int]:
@@ -80,10 +46,31 @@ def show(code: CodeType, line: int) -> str:
     return f"{_short(code.co_filename)}:{line}{function}"
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+@contextmanager
+def told(call: str) -> Iterator[None]:
+    """Inside, a ``BackendError`` tells where the user's code has made a call."""
+    try:
+        yield
+    except BackendError as error:
+        error.args = (f"{error} ({call} was called at {here()})",)
+        raise
+
+
+def location_in(trace: TracebackType | None) -> str:
+    """The same of a traceback."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)][::-1]
+    return show(*next((each for each in frames if _is_users(each[0].co_filename)), frames[0])) if frames else ""
+
+
+def stacks() -> str:
+    """The Python stacks of all threads of this process but the one that calls, the main thread's last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = sorted(sys._current_frames().items(), key=lambda item: item[0] == threading.main_thread().ident)
+    return "".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in found
+        if ident != threading.get_ident()
+    )
 
 
 def _short(path: str) -> str:
