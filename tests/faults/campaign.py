@@ -117,7 +117,7 @@ class Outcome:
     stacks: list[str] = field(default_factory=list)
     #: Processes that a launcher which has ended left.
     orphans: int = 0
-    #: Whether a launcher is still there when all ranks have ended.
+    #: Whether a launcher is still there when all ranks have ended; those of others are not ours.
     launcher_hangs: bool = False
     #: What has ended with status 0 though a rank has not come to its end.
     wrong_status: str = ""
@@ -136,7 +136,8 @@ class Outcome:
 
     @property
     def hung(self) -> bool:
-        return (self._hang or self.launcher_hangs) and not self.left_to_mpirun
+        ours = self.launcher_hangs and self.case.launcher in ("unidist-run", "env", HOSTS)
+        return (self._hang or ours) and not self.left_to_mpirun
 
     @property
     def _hang(self) -> bool:
@@ -410,7 +411,8 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
         f"{sum(asked)} of {len(asked)} in which a survivor raised, only others in "
         f"{sum(each.misnamed for each in outcomes)}; orphans in "
         f"{sum(bool(each.orphans) for each in outcomes)}, broken files in "
-        f"{sum(bool(each.broken) for each in outcomes)}, invalid {sum(bool(each.invalid) for each in outcomes)}",
+        f"{sum(bool(each.broken) for each in outcomes)}, launchers that hang in "
+        f"{sum(each.launcher_hangs for each in outcomes)}, invalid {sum(bool(each.invalid) for each in outcomes)}",
         f"{len(told)} errors of survivors: {sum(map(all, told))} tell rank, call and line ({parts})",
     ]
     return lines
