@@ -3,7 +3,9 @@
 # make unit: the tests that start no process.  make test: those, and each subject on every engine; builds Horovod once.
 # make test-all: everything that CI runs.
 # make coverage: the lines of the package that make test executes, the least covered files first.
-# make faults N=200: kills, stops and breaks ranks of the drop-in, and counts what became of the others (tests/faults).
+# make faults N=200 SEED=1: kills, stops and breaks ranks, and counts what became of the others (tests/faults). CASE=17
+# runs that case of the seed alone. What its ranks print is shown where something is wrong.
+# make elastic-events N=500: workers that are lost, leave and come in one elastic job on three hosts. As root.
 # make mishaps N=300: kills, full disks, damaged and hostile files, hostile bytes on ports; counts what was lost or ran.
 # make mutants N=20: changes one place of the package at a time, and counts the changes that no test notices.
 # make test-torch TORCH=2.15.0: what another PyTorch may break, in an environment of its own, which takes some gigabytes.
@@ -23,7 +25,7 @@ TORCH_TESTS := tests/contract $(patsubst %,tests/test_%.py,contract mpi c10d hvd
 # pip beside apt, lint beside the unit tests, and then Horovod's build.
 MAKEFLAGS += -j2
 
-.PHONY: demo docs unit test test-all coverage faults mishaps mutants test-hosts test-torch test-interop test-gpu bench lint system clean
+.PHONY: demo docs unit test test-all coverage faults elastic-events mishaps mutants test-hosts test-torch test-interop test-gpu bench lint system clean
 
 demo: $(VENV)/demo.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/digits.py
@@ -56,7 +58,10 @@ coverage: $(VENV)/test.stamp
 
 N ?= 30
 faults: $(VENV)/test.stamp
-	$(BIN)/python -m tests.faults.campaign -n $(N) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.faults.campaign -n $(N) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
+
+elastic-events: $(VENV)/test.stamp
+	$(BIN)/python -m tests.faults.elastic_events -n $(N) $(if $(SEED),--seed $(SEED))
 
 mishaps: $(VENV)/pip.stamp
 	$(BIN)/python -W ignore -m tests.faults.mishaps -n $(N) $(if $(SEED),--seed $(SEED))

@@ -266,10 +266,10 @@ class Backend(ABC):
                 what, others = self.watch.explain(call, error)
         steps = "Use unidist.shard_loader, or train inside unidist.join."
         if others:
-            if call == "backward" and "without an exception" in others:
+            if call in ("forward", "backward") and "without an exception" in others:
                 hint += f" Has it had fewer batches? {steps}"
             return CollectiveError(f"{own} ({self.name}): {what}: {others}. The error of {self.name}: {reason}.{hint}")
-        if call == "backward" and not hint:
+        if call in ("forward", "backward") and not hint:
             hint = f" If none failed, a rank has made fewer steps. {steps}"
         return CollectiveError(
             f"{own} ({self.name}): {what} failed: {reason}. Another rank may have failed first, or made a different "

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unidist import settings
 from unidist.backends import rendezvous
 from unidist.backends.base import Backend, Group, Op, Start, Wait
 from unidist.backends.device import default_device
@@ -33,7 +34,7 @@ with suppress(UnidistError):
     # Horovod makes the symbols of its MPI visible to all libraries that are loaded later, so mpi4py must be loaded
     # first. If it is missing and needed, the rendezvous raises the error.
     if (_launch := detect(os.environ)).launcher.rendezvous == "mpi":
-        mpi.world(_launch)
+        mpi.world(_launch, settings.timeout(os.environ))
 
 try:
     import horovod.torch as hvd
@@ -294,12 +295,11 @@ def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, 
     """Do what horovodrun does: serve a rendezvous from rank 0, and tell Horovod where it is. Collective."""
     launch = start.launch
     world = rendezvous.join(start)
-    store, topology = world.store, world.topology
-    server: RendezvousServer | None = None
-    if launch.rank == 0:
-        server = RendezvousServer(world.address, launch.world_size)
-        store.set("rendezvous", f"{world.address}:{server.server_port}")
-    address, port = store.get("rendezvous").decode().rsplit(":", 1)
+    topology = world.topology
+    server = RendezvousServer(world.address, launch.world_size) if launch.rank == 0 else None
+    mine = f"{world.address}:{server.server_port}" if server else ""
+    (served, *_) = world.exchange("rendezvous", mine, start.timeout or _START_TIMEOUT)
+    address, port = served.rsplit(":", 1)
     settings.add(
         HOROVOD_RANK=str(launch.rank),
         HOROVOD_SIZE=str(launch.world_size),

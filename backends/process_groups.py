@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 from unidist.backends.rendezvous import Rendezvous
+from unidist.diagnosis.operations import format_ranks
+from unidist.diagnosis.watch.locations import here
 from unidist.errors import CollectiveError
 
 #: Default timeout of the members' arrival at a group's first use: that of torch's collectives.
@@ -182,8 +184,8 @@ class ProcessGroups:
             if time.monotonic() > end:
                 missing = [rank for key, rank in keys.items() if not store.check([key])]
                 raise CollectiveError(
-                    f"rank {self._rank}: ranks {missing} did not come to the first call of the group of ranks "
-                    f"{list(ranks)} within {timeout.total_seconds():g} s."
+                    f"rank {self._rank}: ranks {format_ranks(missing)} did not come to the first call of the group of "
+                    f"ranks {list(ranks)} within {timeout.total_seconds():g} s (called at {here()})."
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)

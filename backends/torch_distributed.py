@@ -47,7 +47,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Timed out waiting \d+ms")
 
 #: Modules that call gloo.
-_CALLING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
+_CALLING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed", "unidist.gradients.ddp")
 
 
 class TorchBackend(Backend):
@@ -109,7 +109,9 @@ class TorchBackend(Backend):
         # would cost up to 5 % of a step.
         if self.topology.world_size == 1 or not _is_lost_rank(error, trace):
             return None
-        call = "backward" if "torch.autograd" in _modules(trace) else "a call of torch.distributed"
+        inside = _modules(trace)
+        call = "forward" if "unidist.gradients.ddp" in inside else "a call of torch.distributed"
+        call = "backward" if "torch.autograd" in inside else call
         explained = self.failure(call, error)
         explained.__cause__ = error
         return explained

@@ -100,5 +100,13 @@ def test_a_rank_that_stops_in_the_start_of_mpi_ends_the_job(call: str, what: str
         "openmpi", 3, ["tests/programs/stopped_start.py", call, "1"], backend="gloo", env=env, fresh=True
     )
     assert result.returncode != 0 and result.seconds < 45, result.output
-    assert what in result.output, result.output
+    assert what in result.output and re.search(r"Of 3 ranks, .*\b1 \(stopped\)", result.output), result.output
     assert "btl_tcp_if_exclude" in result.output and "has begun" not in result.output, result.output
+
+
+def test_a_rank_that_waits_for_others_at_its_end_says_so() -> None:
+    code = "import time, unidist; unidist.init(); rank = unidist.rank(); unidist.shutdown(); time.sleep(4 * rank)"
+    result = run_world("openmpi", 2, ["-c", code], backend="gloo", env={"UNIDIST_STALL_S": "1"}, fresh=True)
+    assert result.returncode == 0, result.output
+    waits = re.findall("has ended, and waits in MPI_Finalize for 1 s.*", result.output)[0]
+    assert waits.endswith("Of 2 ranks, 0, 1 run on this host. Has a rank stopped?")

@@ -416,7 +416,8 @@ def test_stalls_are_reported_with_names_and_ranks() -> None:
     ), result.output
     # 3 s; on a busy machine the coordinator looks later.
     told = re.findall(
-        r"TOLD: allreduce.lonely: ranks 2 did not submit allreduce.lonely within ([3-5]) s", result.output
+        r"TOLD: allreduce.lonely: ranks 2 did not submit allreduce.lonely within ([3-5]) s, which ranks 0, 1 did",
+        result.output,
     )
     assert len(told) == 2, result.output
 

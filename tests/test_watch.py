@@ -100,6 +100,8 @@ def test_operations_without_numbers_are_matched_by_name() -> None:
         (operation(5), operation(5, shape=(8,)), True),
         (operation(5), operation(5, dtype="int64"), True),
         (operation(5), operation(5, done=True), False),
+        # A comparison of calls which has failed, and one that is pending.
+        (operation(5, dtype="int64", shape=(2,), done=True), operation(5, shape=(7,)), False),
         # Gathered tensors may have different sizes.
         (operation(5, "all_gather"), operation(5, "all_gather", shape=(8,)), False),
         (operation(5, group="a"), operation(5, "broadcast", group="b"), False),

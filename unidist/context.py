@@ -21,6 +21,7 @@ from unidist import settings
 from unidist.backends.base import Backend, Start
 from unidist.backends.joined import Joined
 from unidist.diagnosis.operations import format_ranks
+from unidist.diagnosis.watch.locations import told
 from unidist.diagnosis.watch.watch import Watch
 from unidist.errors import BackendError, NotInitializedError, UnidistError, WorldSizeError
 from unidist.launch import membership
@@ -68,6 +69,7 @@ _sessions = 0
 _last: dict[str, Any] = {}
 
 
+@told("init()")
 def init(
     backend: BackendName = "auto",
     *,

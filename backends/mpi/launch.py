@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,17 +16,37 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from unidist import settings
 from unidist.errors import BackendError, UnidistError, WorldSizeError
 from unidist.launch.topology import EXPLICIT, NONE, Launch
 
 #: Of a start, unless ``init`` has one.
 _TIMEOUT = timedelta(seconds=300)
-#: Waits for the end of its input; seconds, the process that it ends then, and what it says.
-_WATCHDOG = """
-import os, select, signal, sys
+#: Waits for the end of its input; seconds, the process that gets a signal then, what it says, with the ranks of the job
+#: that run on this host, where the launcher is one with PMIx, and the signal.
+_WATCHDOG = r"""
+import os, select, sys
+
+def variables(pid):
+    with open(f"/proc/{pid}/environ", errors="replace") as file:
+        return dict(text.partition("=")[::2] for text in file.read().split("\0"))
+
+def ranks():
+    mine, found = variables(sys.argv[2]), {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            other, state = variables(pid), open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if "PMIX_NAMESPACE" in mine and mine["PMIX_NAMESPACE"] == other.get("PMIX_NAMESPACE"):
+            rank = int(other["PMIX_RANK"])  # of the rank, or of a process that it has started
+            found[rank] = max(found.get(rank, ""), " (stopped)" * (state == "T"))
+    listed = ", ".join(f"{rank}{found[rank]}" for rank in sorted(found))
+    return f"Of {mine.get('OMPI_COMM_WORLD_SIZE', 'all')} ranks, {listed} run on this host. " * bool(found)
+
 if not select.select([0], [], [], float(sys.argv[1]))[0]:
-    os.write(2, sys.argv[3].encode())
-    os.kill(int(sys.argv[2]), signal.SIGKILL)
+    os.write(2, sys.argv[3].replace("Has a rank", f"{ranks()}Has a rank").encode())
+    os.kill(int(sys.argv[2]), int(sys.argv[4]))
 """
 #: Time for the launcher to read the error: MPICH's drops what is still in the pipe when a rank aborts.
 _READ_S = 1.0
@@ -43,9 +65,21 @@ def watchdog(timeout: timedelta, what: str) -> Iterator[None]:
         "chosen a network in which the hosts do not reach each other, exclude it: mpirun --mca btl_tcp_if_exclude "
         "lo,docker0 (Open MPI), mpiexec -iface eth0 (MPICH). UNIDIST_TIMEOUT is how long ranks wait, in seconds.\n"
     )
-    argv = [sys.executable, "-I", "-S", "-c", _WATCHDOG, str(seconds), str(os.getpid()), message]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE):  # its end closes the input, and waits
+    with _watchdog(seconds, message, signal.SIGKILL):  # its end closes the input, and waits
         yield
+
+
+def _watchdog(seconds: float, message: str, number: int) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-I", "-S", "-c", _WATCHDOG, str(seconds), str(os.getpid()), message, str(int(number))]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE)
+
+
+def _report_end() -> None:
+    """Have it reported that this process, which is at its end, waits long in MPI_Finalize."""
+    seconds = settings.stall(os.environ)
+    if seconds and is_started():
+        waits = f"has ended, and waits in MPI_Finalize for {seconds:g} s for the other ranks"
+        _watchdog(seconds, f"unidist: pid {os.getpid()} {waits}. Has a rank stopped?\n", 0)  # it ends with this process
 
 
 def world(launch: Launch, timeout: timedelta | None = None) -> Any:
@@ -97,8 +131,9 @@ def abort(status: int = 1) -> None:
     """End all ranks of the job, this one included."""
     from mpi4py import MPI
 
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # who reads may be gone
+            stream.flush()
     time.sleep(_READ_S)
     MPI.COMM_WORLD.Abort(status)
 
@@ -113,6 +148,7 @@ def _start(launch: Launch) -> Any:
             "Debian's MPICH: see docs/launchers.md). Backends other than 'mpi' do not need it if MASTER_ADDR and "
             "MASTER_PORT are set to rank 0's host and a free port of it."
         ) from None
+    atexit.register(_report_end)
     size = MPI.COMM_WORLD.Get_size()
     if size != launch.world_size:
         library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip()

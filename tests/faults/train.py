@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -24,6 +25,8 @@ PLAN = json.loads(os.environ["FAULT"])
 RANK = detect(os.environ).rank
 DIRECTORY = Path(os.environ["FAULT_DIRECTORY"])
 STEPS = 7
+#: Of the loss.
+SIZE = 500_000
 #: The largest delay in seconds of faults that strike amid something.
 AMID = {"init": 0.5, "collective": 0.02, "save": 0.05}
 
@@ -43,22 +46,60 @@ def fault(*_: object) -> None:
     kind = PLAN["kind"]
     if kind == "exception":
         raise InjectedError
+    if kind == "exit 0":
+        sys.exit(0)
     if kind == "os._exit":
         os._exit(3)
-    os.kill(os.getpid(), signal.Signals[kind])
-    time.sleep(60)  # until the signal arrives
+    if kind == "no memory":  # for what comes next
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**20,) * 2)
+    elif kind == "full disk":  # for a checkpoint, which rank 0 writes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+    elif kind == "closed pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+    elif kind in CALLS:
+        CALLS[kind]()
+    elif kind.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[kind])
+        time.sleep(60)  # until the signal arrives
+    else:
+        time.sleep(1)  # until the campaign has cut the network
+
+
+def extra_call(operation: str, size: int) -> None:
+    """A call that the other ranks do not make, by the name of one that they make."""
+    tensor = torch.ones(size)
+    if PLAN["engine"] == "drop-in":
+        import horovod.torch as hvd
+
+        hvd.broadcast(tensor, 0, name="loss.0") if operation == "broadcast" else hvd.allreduce(tensor, name="loss.0")
+    elif operation == "broadcast":
+        unidist.broadcast(tensor, src=0)
+    else:
+        unidist.all_reduce(tensor)
+
+
+CALLS = {
+    "other shape": lambda: extra_call("all_reduce", 7),
+    "other operation": lambda: extra_call("broadcast", SIZE),
+    "other order": lambda: extra_call("all_reduce", SIZE),
+}
 
 
 def strike(moment: str, step: int | None = None) -> None:
     """The fault, if this is its rank, its moment and its step."""
     if (PLAN["victim"], PLAN["moment"]) != (RANK, moment) or step not in (None, PLAN["step"]):
         return
-    if moment not in AMID:
+    if moment not in AMID or PLAN["kind"] in CALLS:
         fault()
+        return
     # Amid the next call: in this thread if it is to raise.
     delay = random.Random(PLAN["seed"]).uniform(0, AMID[moment])
     action = fault
-    if PLAN["kind"] == "exception":
+    if PLAN["kind"] in ("exception", "exit 0"):
         signal.signal(signal.SIGUSR1, fault)
         action = lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]  # noqa: E731
     threading.Timer(delay, action).start()
@@ -92,8 +133,12 @@ def start() -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[torch.Ten
 
 def main() -> None:
     torch.manual_seed(0)
-    strike("init")
+    early = PLAN["kind"] not in CALLS  # there are no calls before init
+    if early:
+        strike("init")
     model, optimizer, all_reduce = start()
+    if not early:
+        strike("init")
     # A worker holds copies of this rank's sockets.
     loader = torch.utils.data.DataLoader(Data(), 8, num_workers=PLAN["workers"])
     for step, batch in enumerate(loader):
@@ -107,14 +152,15 @@ def main() -> None:
         optimizer.step()
         strike("collective", step)
         for part in range(4 if step == PLAN["step"] else 1):
-            all_reduce(torch.full((500_000,), loss.item()), f"loss.{part}")
+            all_reduce(torch.full((SIZE,), loss.item()), f"loss.{part}")
         strike("save", step)
         unidist.save_checkpoint(DIRECTORY / f"step-{step % 2}.pt", model=model, optimizer=optimizer, step=step)
+        print(f"step {step}", flush=True)
     strike("end")
 
 
 def note_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An uncaught error, as the user sees it: unidist explains those of torch."""
+    """An uncaught error, as the user sees it, unless the launcher ends this rank before: unidist explains torch's."""
     note("raised", error=kind.__name__, text=str(error))
     sys.__excepthook__(kind, error, trace)
 
@@ -125,7 +171,7 @@ if __name__ == "__main__":
     sys.excepthook = note_error
     try:
         main()
-    except BaseException as error:
+    except SystemExit as error:
         note("raised", error=type(error).__name__, text=str(error))
         raise
     note("done")

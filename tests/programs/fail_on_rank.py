@@ -1,4 +1,4 @@
-"""Train until one rank fails in the middle: ``fail_on_rank.py RANK raise|exit|leave|sleep``.
+"""Train until one rank fails: ``fail_on_rank.py RANK raise|raise without output|exit|leave|sleep [STEP]``.
 
 Before it sleeps, save to a slow disk.
 """
@@ -16,6 +16,7 @@ import unidist
 
 unidist.init()
 rank, how = int(sys.argv[1]), sys.argv[2]
+last = int(sys.argv[3]) if len(sys.argv) > 3 else 5
 if how == "sleep":
     sync, read = os.fsync, Path.read_bytes
 
@@ -34,8 +35,13 @@ if how == "sleep":
     print("the disk was slow", flush=True)
 model = unidist.wrap_model(nn.Linear(4, 1))
 for step in range(100_000):
-    if step == 5 and unidist.rank() == rank:
+    if step == last and unidist.rank() == rank:
         print(f"fails at {time.time()}", flush=True)
+        if "without output" in how:  # nobody reads it any more
+            reader, writer = os.pipe()
+            os.close(reader)
+            sys.stdout = open(writer, "w")  # noqa: SIM115
+            print("unread")
         if how == "exit":
             sys.exit(3)
         if how == "leave":

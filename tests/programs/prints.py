@@ -45,9 +45,10 @@ elif what == "save":
     while True:
         time.sleep(0.1)
 elif what == "wait":
-    # Deaf to polite signals, with a child in the same process group.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Deaf to polite signals, but for the rank that is named, with a child in the same process group.
+    if sys.argv[3:] != [rank]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     subprocess.Popen(["sleep", sys.argv[2]])
     print("up", flush=True)
     time.sleep(float(sys.argv[2]))

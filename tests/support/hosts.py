@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 #: The name of every host without an ssh server: equal, and nothing resolves it.
 NAME = "worker-of-no-zone"
+_numbers = itertools.count()
 #: The names of those with one. /etc/hosts has them, and each host's own at 127.0.1.1, as Debian's installer writes it.
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon")
 #: The interfaces of host number i: the network that they share, one that each has for itself, and one that has the
@@ -42,7 +44,7 @@ def missing_ssh() -> str:
 @contextmanager
 def hosts(count: int) -> Iterator[list[str]]:
     """The names of the namespaces."""
-    tag = f"unidist-{os.getpid()}"
+    tag = f"unidist-{os.getpid()}-{next(_numbers)}"
     bridge, names = f"{tag}-bridge", [f"{tag}-{i}" for i in range(count)]
     try:
         for name in (bridge, *names):

@@ -90,6 +90,8 @@ def serve(listener: socket.socket) -> dict[str, object]:
     running: dict[socket.socket, int] = {}
     while True:
         for key, _ in ready.select():
+            if isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() < 0:
+                continue  # it was closed a moment ago: its process and the copy have ended together
             if key.fileobj is listener:
                 client = listener.accept()[0]
                 with suppress(OSError):

@@ -27,6 +27,7 @@ from unidist.backends.base import Group
 from unidist.checkpoint import archive, files, shards
 from unidist.collectives.operations import all_gather, all_gather_object, broadcast_object
 from unidist.context import current, of_world
+from unidist.diagnosis.watch.locations import here
 from unidist.errors import CheckpointError
 from unidist.training.model import assert_in_sync, unwrap
 from unidist.tree import map_leaves, walk
@@ -238,7 +239,7 @@ def _attempt(call: str, group: Group | None, action: Callable[[], T]) -> T:
     errors = all_gather_object(None if mine is None else f"{type(mine).__name__}: {mine}", group)
     for rank, text in zip(current().ranks(group), errors):
         if text is not None:
-            raise CheckpointError(f"{call} failed on rank {rank}: {text}") from mine
+            raise CheckpointError(f"{call} failed on rank {rank}: {text} (called at {here()})") from mine
     return result
 
 

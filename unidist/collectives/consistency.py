@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 from functools import lru_cache
 from typing import NoReturn
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from unidist.backends.base import Backend, Group
 from unidist.diagnosis.operations import dtype_name, format_ranks
-from unidist.diagnosis.watch.locations import location_of
+from unidist.diagnosis.watch.locations import here
 from unidist.errors import MismatchError
 
 #: Of the calls of a group, those before which they are compared: the first ones, and each PERIOD-th. On gloo that costs
@@ -101,7 +100,7 @@ def _raise(backend: Backend, group: Group | None, text: str) -> NoReturn:
     ranks, called = backend.ranks(group), _called()
     # What the user called, and what it does inside only where that makes the difference.
     outer = text if text.startswith(called.rstrip("_")) else called
-    row = "\0".join((outer, text, location_of(threading.get_ident()))).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    row = "\0".join((outer, text, here())).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     with torch.inference_mode(False):  # whatever the caller's mode
         sent = torch.tensor(list(row), dtype=torch.uint8)
         table = backend.all_gather(sent, [_TEXT_BYTES] * len(ranks), group).view(len(ranks), -1).tolist()

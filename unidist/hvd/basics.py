@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unidist import context, settings
+from unidist.diagnosis.watch.locations import told
 from unidist.errors import BackendError
 from unidist.hvd import names
 from unidist.hvd.process_sets import ProcessSet, add_process_set
@@ -30,6 +31,7 @@ Average, Sum, Adasum, Min, Max, Product = range(6)
 _started_backend = False
 
 
+@told("hvd.init()")
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the world that the launcher declared, on ``torch.distributed``. Collective. A second call is a no-op.
 

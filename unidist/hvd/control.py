@@ -545,10 +545,9 @@ class CoordinatorThread(ControlThread):
         self._warned = {entry.name for entry in late}
         for entry in stalled:
             if fail and entry.seconds >= fail:
-                missing = format_ranks(entry.missing)
-                self._coordinator.shutdown(
-                    f"ranks {missing} did not submit {entry.name} within {entry.seconds:.0f} s", abort_after=0.0
-                )
+                missing, others = format_ranks(entry.missing), format_ranks(entry.submitted)
+                what = f"ranks {missing} did not submit {entry.name} within {entry.seconds:.0f} s"
+                self._coordinator.shutdown(f"{what}, which ranks {others} did", abort_after=0.0)
 
     def _lose(self, rank: int, why: str, abort_after: float = _GRACE_S) -> None:
         self._disconnect(rank)

@@ -14,6 +14,7 @@ from torch import Tensor
 from unidist.backends.base import Op, Wait
 from unidist.collectives import operations as collectives
 from unidist.collectives.agreement import first_difference
+from unidist.diagnosis.watch.locations import here
 from unidist.errors import UnidistError
 from unidist.gradients.averager import GradientAverager
 from unidist.gradients.backward_pass import watch_gradients
@@ -289,4 +290,7 @@ def horovod_errors() -> Iterator[None]:
     try:
         yield
     except UnidistError as error:
-        raise HorovodInternalError(current_session().why_failed(error)) from error
+        reason = current_session().why_failed(error)
+        if reason != str(error):  # which tells where it was called
+            reason = f"DistributedOptimizer: {reason} (called at {here()})"
+        raise HorovodInternalError(reason) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unidist.diagnosis.watch import locations
+from unidist.hvd.errors import HorovodInternalError
 from unidist.hvd.messages import Name, Signature
 
 #: The id of the process set of all ranks.
@@ -33,7 +36,7 @@ class Operation:
     """
 
     __slots__ = (
-        "_done_lock", "done", "error", "inputs", "inputs_ready", "name", "outputs", "result", "set_id",
+        "_done_lock", "_line", "done", "error", "inputs", "inputs_ready", "name", "outputs", "result", "set_id",
         "signature", "splits", "started", "to_result", "value",
     )  # fmt: skip
 
@@ -65,6 +68,7 @@ class Operation:
             self.inputs_ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.inputs_ready.record()
         self.done = False
+        self._line = locations.users_line(sys._getframe(1))
         #: Time of ``time.monotonic()``.
         self.started = time.monotonic()
         self._done_lock = threading.Lock()
@@ -79,6 +83,12 @@ class Operation:
         self.error, self.done = error, True
         with suppress(RuntimeError):  # another thread has finished it at the same time
             self._done_lock.release()
+
+    def fail(self, reason: str) -> HorovodInternalError:
+        """``finish`` with an error, which says where the operation was submitted; that error."""
+        error = HorovodInternalError(f"{reason} (called at {locations.show(*self._line)})")
+        self.finish(error=error)
+        return error
 
     def wait(self) -> Any:
         """Wait for the result."""

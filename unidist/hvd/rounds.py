@@ -101,15 +101,15 @@ class GradientRounds:
             self._announcing = False
         self._inbox.put(last)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, reason: str) -> None:
         """Not all ranks will join."""
-        self._inbox.put(error)
+        self._inbox.put(LookupError(reason))
 
     def wait_for_join(self) -> int:
         """Take part in the others' rounds until all have joined; the last rank to join.
 
         Raises:
-            LookupError: in a round of an optimizer that is not there any more.
+            LookupError: in a round of an optimizer that is not there any more, or the reason that ``fail`` got.
         """
         while True:
             item = self._inbox.get()

@@ -22,6 +22,7 @@ import torch
 from unidist import context, settings
 from unidist.backends.base import Backend, Group
 from unidist.diagnosis.operations import JOIN, OperationRecord
+from unidist.diagnosis.watch.locations import here
 from unidist.errors import CollectiveError
 from unidist.hvd import execution
 from unidist.hvd.bootstrap import open_control
@@ -158,7 +159,7 @@ class Session:
             ValueError: an operation of that name is pending.
         """
         if self._closed:
-            raise self._closed_error(operation)
+            raise self._refuse(operation)
         if os.getpid() != self.pid:
             raise HorovodInternalError(f"{_row(operation)}: a process that was forked from a rank is no rank.")
         handle = next(self._next_handle)
@@ -208,7 +209,7 @@ class Session:
     def join(self) -> int:
         """Take part in the others' allreduces with zeros until all have joined; the last rank to join."""
         if self._closed:
-            raise HorovodInternalError(f"join: {self._closed}")
+            raise HorovodInternalError(f"join: {self._closed} (called at {here()})")
         if not self._joining:  # else the wait was interrupted
             self._joining = True
             self._control.post(Join())
@@ -216,7 +217,7 @@ class Session:
             last = self.rounds.wait_for_join()
         except LookupError as error:  # the others will wait for this rank
             self.fail(f"join: {error}")
-            raise HorovodInternalError(f"join: {error}") from None
+            raise HorovodInternalError(f"join: {error} (called at {here()})") from None
         self._joining = False
         return last
 
@@ -278,7 +279,7 @@ class Session:
         elif isinstance(message, Failed):
             operation = self._take_pending(message.set_id, message.name)
             if operation is not None:
-                operation.finish(error=HorovodInternalError(message.reason))
+                operation.fail(message.reason)
         elif isinstance(message, (ProcessSetAdded, ProcessSetRemoved)):
             self._tasks.put(message)
         elif isinstance(message, AnnounceRounds):
@@ -337,7 +338,7 @@ class Session:
         """Fail all operations, and those to come."""
         self._closed = self._closed or why
         self._fail_pending()
-        self.rounds.fail(HorovodInternalError(f"join: {self._closed}"))
+        self.rounds.fail(self._closed)
         self._tasks.put(None)
 
     def _abort_after(self, seconds: float) -> None:
@@ -357,14 +358,14 @@ class Session:
             with suppress(KeyError):  # empty
                 while True:
                     _, operation = operations.popitem()
-                    operation.finish(error=self._closed_error(operation))
+                    self._refuse(operation)
         if self._lost:
             for executing in self._executing:
                 if executing is not None:
-                    executing.finish(error=self._closed_error(executing))
+                    self._refuse(executing)
 
-    def _closed_error(self, operation: Operation) -> HorovodInternalError:
-        return HorovodInternalError(f"{_row(operation)}: {self._closed}: no operation can begin any more.")
+    def _refuse(self, operation: Operation) -> HorovodInternalError:
+        return operation.fail(f"{_row(operation)}: {self._closed}: no operation can begin any more")
 
     # -------------------------------------------------------------------------------- the executor
     def _execute_all(self) -> None:
@@ -380,7 +381,7 @@ class Session:
             task = self._tasks.get()
             for operation in task.operations if isinstance(task, _Task) else ():
                 if operation is not None:
-                    operation.finish(error=self._closed_error(operation))
+                    self._refuse(operation)
 
     def _finish(self, operations: Sequence[Operation | None], kind: str, execute: Callable[[], Sequence[Any]]) -> None:
         self._executing = operations
@@ -392,7 +393,7 @@ class Session:
             reason = f"{', '.join(rows[:3])}: {self.why_failed(error)}"
             for operation in operations:
                 if operation is not None:
-                    operation.finish(error=HorovodInternalError(reason))
+                    operation.fail(reason)
             # The others may have made calls that this rank has not: later ones would be mistaken for them.
             self.fail(reason)
             return

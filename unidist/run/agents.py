@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from contextlib import suppress
 from typing import Any, Protocol
 
 from unidist.network.addresses import Host
-from unidist.run.agent import BEAT_S, SILENCE_S
+from unidist.run.agent import BEAT_S, GRACE_S, SILENCE_S
 from unidist.run.output import say
 
 #: The largest message of an agent: lines are passed on in pieces of 1 MiB.
@@ -56,6 +57,8 @@ class HostAgent:
         self.answered = asyncio.Event()
         self.errors: list[str] = []
         self.done = False
+        #: Where it is lost: until when its ranks have ended, by ``time.monotonic()``.
+        self.ranks_end = 0.0
         self._stdin().write(source)
         self.reading = asyncio.ensure_future(self._read())
         self.others = [asyncio.ensure_future(self._beat())]
@@ -138,6 +141,8 @@ class HostAgent:
         self.answered.set()
         if not self.done:
             self.done = True
+            # It hears nothing from here for as long, at most a heartbeat later.
+            self.ranks_end = time.monotonic() + BEAT_S + GRACE_S if self.host else 0.0
             self.listener.agent_lost(self, why)
         with suppress(ProcessLookupError):
             self.process.kill()

@@ -132,6 +132,7 @@ class Driver(ABC):
             self.end(signal.SIGTERM, GRACE_S)
             raise
         finally:
+            await asyncio.sleep(max((agent.ranks_end for agent in self.agents), default=0.0) - time.monotonic())
             await asyncio.gather(*(agent.close() for agent in self.agents))
             self.output.close()
         if self.failure is None and self.signal is not None:

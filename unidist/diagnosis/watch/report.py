@@ -12,6 +12,8 @@ from unidist.diagnosis.watch.rank_state import RankState
 _T = TypeVar("_T")
 #: Operations whose tensor has the same dtype and shape on all ranks.
 _SAME_SHAPE = ("all_reduce", "broadcast", "reduce", "barrier")
+#: The tensor that compares calls: while it is pending the record is that of the call which is compared.
+_COMPARISON = ("int64", (2,))
 #: Processes and hosts that are listed.
 _LISTED = 8
 #: A rank may be a moment behind another one.
@@ -127,7 +129,7 @@ def _mismatch(states: Sequence[RankState]) -> str:
     calls: dict[tuple[str, tuple[int, ...]], dict[int, list[tuple[RankState, OperationRecord]]]] = {}
     for state in states:
         for each in state.operations:
-            if each.number and not each.is_message:
+            if each.number and not each.is_message and (each.dtype, each.shape) != _COMPARISON:
                 calls.setdefault((each.group, each.ranks), {}).setdefault(each.number, []).append((state, each))
     for numbers in calls.values():
         for number in sorted(numbers):
