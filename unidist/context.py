@@ -69,7 +69,6 @@ _sessions = 0
 _last: dict[str, Any] = {}
 
 
-@told("init()")
 def init(
     backend: BackendName = "auto",
     *,
@@ -109,7 +108,8 @@ def init(
         BackendError: the backend cannot start here, or another one is running already.
         WorldSizeError: the backend's world size is not the one that the launcher declared.
     """
-    _init(backend, init_method, rank, world_size, timeout, device, export_env, default_group=True)
+    with told("init()"):
+        _init(backend, init_method, rank, world_size, timeout, device, export_env, default_group=True)
     if seed is not None:
         set_seed(seed)
     path = settings.timeline(os.environ, of_horovod=current().name != "horovod")

@@ -79,7 +79,9 @@ def _report_end() -> None:
     seconds = settings.stall(os.environ)
     if seconds and is_started():
         waits = f"has ended, and waits in MPI_Finalize for {seconds:g} s for the other ranks"
-        _watchdog(seconds, f"unidist: pid {os.getpid()} {waits}. Has a rank stopped?\n", 0)  # it ends with this process
+        process = _watchdog(seconds, f"unidist: pid {os.getpid()} {waits}. Has a rank stopped?\n", 0)
+        assert process.stdin
+        os.dup(process.stdin.fileno())  # open until this process has ended
 
 
 def world(launch: Launch, timeout: timedelta | None = None) -> Any:

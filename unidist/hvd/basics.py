@@ -31,7 +31,6 @@ Average, Sum, Adasum, Min, Max, Product = range(6)
 _started_backend = False
 
 
-@told("hvd.init()")
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the world that the launcher declared, on ``torch.distributed``. Collective. A second call is a no-op.
 
@@ -54,7 +53,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     if is_open():
         return
     if not context.is_initialized():
-        context.init_beside_default_group(_backend())  # type: ignore[arg-type]  # it refuses names that it does not know
+        with told("hvd.init()"):
+            context.init_beside_default_group(_backend())  # type: ignore[arg-type]  # it refuses unknown names
         _started_backend = True
     world_size = context.current().topology.world_size
     if comm is not None and (not isinstance(comm, Sequence) or (comm and sorted(comm) != list(range(world_size)))):
@@ -62,7 +62,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             f"init(comm={comm!r}): the world is that of the launcher. Start as many processes as are meant, or use a "
             "process set."
         )
-    context.complete_start(open_session)
+    with told("hvd.init()"):
+        context.complete_start(open_session)
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
 
