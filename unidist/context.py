@@ -21,7 +21,7 @@ from unidist import settings
 from unidist.backends.base import Backend, Start
 from unidist.backends.joined import Joined
 from unidist.diagnosis.operations import format_ranks
-from unidist.diagnosis.watch.locations import told
+from unidist.diagnosis.watch.locations import error_location
 from unidist.diagnosis.watch.watch import Watch
 from unidist.errors import BackendError, NotInitializedError, UnidistError, WorldSizeError
 from unidist.launch import membership
@@ -108,7 +108,7 @@ def init(
         BackendError: the backend cannot start here, or another one is running already.
         WorldSizeError: the backend's world size is not the one that the launcher declared.
     """
-    with told("init()"):
+    with error_location("init()"):
         _init(backend, init_method, rank, world_size, timeout, device, export_env, default_group=True)
     if seed is not None:
         set_seed(seed)

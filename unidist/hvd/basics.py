@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from unidist import context, settings
-from unidist.diagnosis.watch.locations import told
+from unidist.diagnosis.watch.locations import error_location
 from unidist.errors import BackendError
 from unidist.hvd import names
 from unidist.hvd.process_sets import ProcessSet, add_process_set
@@ -53,7 +53,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     if is_open():
         return
     if not context.is_initialized():
-        with told("hvd.init()"):
+        with error_location("hvd.init()"):
             context.init_beside_default_group(_backend())  # type: ignore[arg-type]  # it refuses unknown names
         _started_backend = True
     world_size = context.current().topology.world_size
@@ -62,7 +62,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             f"init(comm={comm!r}): the world is that of the launcher. Start as many processes as are meant, or use a "
             "process set."
         )
-    with told("hvd.init()"):
+    with error_location("hvd.init()"):
         context.complete_start(open_session)
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)

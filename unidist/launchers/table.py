@@ -19,8 +19,8 @@ MPICH = ("mpiexec.mpich", "mpiexec.hydra")
 SRUN = ("srun",)
 JAVA = ("java",)
 #: Debian's packages.
-_HOROVOD = ("horovod", "unidist build-horovod --install")
 _PACKAGES = {OPENMPI: "openmpi-bin libopenmpi-dev", MPICH: "mpich", SRUN: "slurm-wlm", JAVA: "default-jre-headless"}
+_HOROVOD = ("horovod", "unidist build-horovod --install")
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,6 @@ class ElasticWorkers:
             raise BackendError(f"{failure}\n\n{error}".rstrip())
         return [cloudpickle.loads(results[rank]) for rank in sorted(results)]
 
-    def slots(self, node: Mapping[str, Any]) -> int:
-        """How many workers a node takes."""
-        has = node["Resources"] if node["Alive"] else {}
-        return min(int(has.get(name, 0) // count) for name, count in self.resources.items() if count)
-
 
 class ElasticRayExecutor:
     """Run a function in as many workers of a Ray cluster as it has room for, while nodes come and go.
@@ -222,14 +217,20 @@ def host_name(node: Mapping[str, Any]) -> str:
     return f"{node['NodeManagerAddress']}-{node['NodeID'][:8]}"
 
 
+def slots(node: Mapping[str, Any], resources: Mapping[str, int]) -> int:
+    """How many workers of some CPUs and GPUs a node takes."""
+    has = node["Resources"] if node["Alive"] else {}
+    return min(int(has.get(name, 0) // count) for name, count in resources.items() if count)
+
+
 class _Nodes(Discovery):
-    def __init__(self, workers: ElasticWorkers) -> None:
+    def __init__(self, resources: Mapping[str, int]) -> None:
         super().__init__([])
-        self._slots = workers.slots
+        self._resources = resources
 
     async def find(self) -> list[HostSlots]:
         """The nodes of the cluster."""
-        return [HostSlots(host_name(node), slots) for node in ray.nodes() if (slots := self._slots(node))]
+        return [HostSlots(host_name(node), count) for node in ray.nodes() if (count := slots(node, self._resources))]
 
 
 def _drive(workers: ElasticWorkers, exchange: str) -> str:
@@ -248,7 +249,7 @@ def _drive(workers: ElasticWorkers, exchange: str) -> str:
         start_timeout=settings.timeout_s,
         interfaces=settings.nics,
     )
-    driver = ElasticDriver(job, settings.limits, _Nodes(workers))
+    driver = ElasticDriver(job, settings.limits, _Nodes(workers.resources))
     try:
         status = asyncio.run(driver.run())
     except LaunchError as error:

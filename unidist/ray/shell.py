@@ -15,8 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from unidist.errors import LaunchError
-from unidist.ray.elastic import ElasticSettings, ElasticWorkers, host_name
-from unidist.run.elastic import Limits
+from unidist.ray.elastic import host_name, slots
 
 _CHUNK = 1 << 16
 
@@ -50,16 +49,16 @@ class Shell:
 def main(address: str, cpus: str, gpus: str, host: str, command: str) -> None:
     """Run a command on a node, and exit with its status."""
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    workers = ElasticWorkers(ElasticSettings(Limits(1)), {"CPU": int(cpus), "GPU": int(gpus)})
     node = next((each for each in ray.nodes() if host_name(each) == host and each["Alive"]), None)
     if node is None:
         raise LaunchError(f"the node {host} has left the cluster")
-    slots = workers.slots(node)
+    resources = {"CPU": int(cpus), "GPU": int(gpus)}
+    count = slots(node, resources)
     shell = (
         ray.remote(Shell)
         .options(
-            num_cpus=slots * int(cpus),
-            num_gpus=slots * int(gpus),
+            num_cpus=count * resources["CPU"],
+            num_gpus=count * resources["GPU"],
             max_concurrency=3,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )

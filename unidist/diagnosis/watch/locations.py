@@ -47,7 +47,7 @@ def show(code: CodeType, line: int) -> str:
 
 
 @contextmanager
-def told(call: str) -> Iterator[None]:
+def error_location(call: str) -> Iterator[None]:
     """Inside, a ``BackendError`` tells where the user's code has made a call."""
     try:
         yield
