@@ -147,19 +147,21 @@ class ProcessGroups:
         if library == "mpi":  # it needs no store
             return dist.distributed_c10d.ProcessGroupMPI.create(list(ranks))
         store = dist.PrefixStore(name, self._world.store)
+        rank = ranks.index(self._rank)
+        if library in ("gloo", "nccl"):
+            # It connects at its first call, and would wait long for a rank that has come and could not get this far.
+            gloo = self._gloo(dist.PrefixStore("cpu", store), rank, len(ranks), name)
         self._waiting[tuple(ranks)] = time.monotonic()
         try:
             self._wait_for_members(store, ranks)
         finally:
             self._waiting.pop(tuple(ranks), None)
-        rank = ranks.index(self._rank)
         if library not in ("gloo", "nccl"):
             return self._plugin(library, store, name, ranks)
         group: Any = dist.ProcessGroup(store, rank, len(ranks))
         group._set_default_backend(_TYPES.NCCL if library == "nccl" else _TYPES.GLOO)
         if library == "nccl":
             group.bound_device_id = self._device
-        gloo = self._gloo(dist.PrefixStore("cpu", store), rank, len(ranks), name)
         for kind in ("cpu", "cuda") if library == "gloo" and torch.cuda.is_available() else ("cpu",):
             group._register_backend(torch.device(kind), _TYPES.GLOO, gloo)
         if library == "nccl":

@@ -23,7 +23,7 @@ from unidist.backends.joined import Joined
 from unidist.diagnosis.operations import format_ranks
 from unidist.diagnosis.watch.locations import error_location
 from unidist.diagnosis.watch.watch import Watch
-from unidist.errors import BackendError, NotInitializedError, UnidistError, WorldSizeError
+from unidist.errors import BackendError, CollectiveError, NotInitializedError, UnidistError, WorldSizeError
 from unidist.launch import membership
 from unidist.launch.topology import EXPLICIT, Launch, allocated_tasks, detect
 from unidist.launch.topology import NONE as NO_LAUNCHER
@@ -251,9 +251,17 @@ def _introduce(backend: Backend, timeout: float) -> None:
     try:
         in_time(partial(backend.broadcast, secret, 0), timedelta(seconds=timeout))
     except TimeoutError:
+        cause = "Has another rank stopped or ended?"
+        try:  # those that have; others may be at the exchange of the watch's addresses already
+            in_time(partial(backend.exchange, json.dumps(Watch.NO_ADDRESS), 3.0), timedelta(seconds=6))
+        except BackendError as error:
+            cause = str(error)
+        except (CollectiveError, TimeoutError):
+            pass
+        backend.abort()
         raise BackendError(
-            f"rank {backend.topology.rank} of {backend.topology.world_size}: the first broadcast of {backend.name} did "
-            f"not end within {timeout:g} s. Has another rank stopped or ended?"
+            f"rank {backend.topology.rank} of {len(rows)}: the first broadcast of {backend.name} did not end within "
+            f"{timeout:g} s. {cause}"
         ) from None
     backend.secret = bytes(secret.tolist())
 

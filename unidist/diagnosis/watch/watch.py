@@ -70,6 +70,9 @@ class Watch:
         timeout: seconds for all ranks to come.
     """
 
+    #: What a rank that cannot listen sends as its host and port.
+    NO_ADDRESS = ("", 0)
+
     def __init__(self, backend: Backend, stall: float, timeout: float) -> None:
         self._backend = backend
         self._rank = backend.topology.rank
@@ -252,7 +255,7 @@ class Watch:
 
     def _exchange_addresses(self, timeout: float) -> tuple[dict[int, Peer], Any]:
         """Where all ranks' servers are, and the socket on which this one listens. Collective."""
-        listening, address, processes = None, ("", 0), self._backend.processes
+        listening, address, processes = None, self.NO_ADDRESS, self._backend.processes
         try:
             listening = listen(processes[self._rank], processes)
             address = listening.getsockname()[:2]
