@@ -3,10 +3,16 @@
 import re
 import subprocess
 import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.worlds import PYTHON, ROOT, environment, free_port, run_world, with_torch
+from unidist.backends import process_groups
+from unidist.errors import CollectiveError
 
 RANKS = 3
 
@@ -110,3 +116,21 @@ def test_a_rank_that_waits_for_others_at_its_end_says_so() -> None:
     assert result.returncode == 0, result.output
     waits = re.findall("has ended, and waits in MPI_Finalize for 1 s.*", result.output)[0]
     assert waits.endswith("Of 2 ranks, 0, 1 run on this host. Has a rank stopped?")
+
+
+@pytest.mark.unit
+def test_a_rank_that_cannot_make_gloo_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo would wait for its address five times the timeout, in C++, and name nobody."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+
+    def group(rank: int) -> process_groups.LazyProcessGroup:
+        world: Any = SimpleNamespace(store=store, topology=SimpleNamespace(rank=rank), address="127.0.0.1")
+        return process_groups.ProcessGroups("gloo", world, timedelta(seconds=1)).new_group([0, 1])
+
+    waiting, failing = group(0), group(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(process_groups, "_gloo_device", lambda address: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            failing.get()
+    with pytest.raises(CollectiveError, match="ranks 1 did not come to the first call of the group"):
+        waiting.get()
