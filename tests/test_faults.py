@@ -1,7 +1,6 @@
 """Some faults of the campaign of ``make faults``: no survivor hangs, and their errors name the rank that is lost."""
 
-from tests.faults.campaign import KINDS, LINKS, MOMENTS, draw, line, run_all, summary
-from tests.support import hosts as machines
+from tests.faults.campaign import KINDS, MOMENTS, draw, line, possible, run_all, summary
 from tests.support.worlds import run_world, shown
 
 SEED = 22
@@ -10,9 +9,7 @@ SEED = 22
 def test_survivors_of_faults_end_and_name_the_victim() -> None:
     cases = draw(range(40), seed=SEED)
     assert {case.kind for case in cases} == set(KINDS) and {case.moment for case in cases} == set(MOMENTS)
-    if machines.missing():
-        cases = [case for case in cases if case.kind not in LINKS]
-    outcomes = list(run_all(cases, jobs=4))
+    outcomes = list(run_all(list(possible(cases)), jobs=4))
     shown.setdefault("faults: what became of the survivors", []).extend(map(line, outcomes))
     assert not [line(outcome) for outcome in outcomes if outcome.bad], "\n".join(summary(outcomes))
     told = [all(error.tells(outcome.case.victim)) for outcome in outcomes for error in outcome.errors]

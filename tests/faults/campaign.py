@@ -20,7 +20,7 @@ import tempfile
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from tests.support import hosts as machines
+from tests.support import slurm
 from tests.support.worlds import ROOT, commands, environment, free_port, with_torch
 
 RANKS = 3
@@ -49,10 +50,10 @@ KINDS = (*GONE, *OWN, *CALLS, *LINKS)
 MOMENTS = ("init", "forward", "backward", "collective", "save", "end")
 #: By what computes. In ``env`` no launcher ends a survivor: each must end by itself.
 LAUNCHERS = {
-    "drop-in": ("torchrun c10d", "horovodrun", "openmpi", "unidist-run", "env"),
-    "gloo": ("torchrun c10d", "horovodrun", "openmpi", "mpich", "unidist-run", "env"),
+    "drop-in": ("torchrun c10d", "horovodrun", "openmpi", "unidist-run", "spawn", "env"),
+    "gloo": ("torchrun c10d", "horovodrun", "openmpi", "mpich", "unidist-run", "spawn", "slurm", "env"),
     "mpi": ("openmpi", "mpich"),
-    "horovod": ("horovodrun", "openmpi", "unidist-run", "env"),
+    "horovod": ("horovodrun", "openmpi", "unidist-run", "slurm", "env"),
 }
 #: As ``env``, each rank on a host of its own.
 HOSTS = "hosts"
@@ -174,8 +175,8 @@ def draw(numbers: Sequence[int], seed: int) -> list[Case]:
     return cases
 
 
-def run(case: Case) -> Outcome:
-    """One world, from its start to the end of its last process."""
+def run(case: Case, env: Mapping[str, str]) -> Outcome:
+    """One world, from its start to the end of its last process; its launcher has these variables."""
     outcome = Outcome(case)
     with tempfile.TemporaryDirectory(prefix="unidist-fault-") as name:
         directory = Path(name)
@@ -183,7 +184,7 @@ def run(case: Case) -> Outcome:
             hosts = stack.enter_context(machines.hosts(RANKS)) if case.launcher == HOSTS else []
             launchers: list[subprocess.Popen[bytes]] = []
             stack.callback(_kill_all, directory, launchers)
-            launchers += _start(case, directory, hosts)
+            launchers += _start(case, directory, hosts, env)
             _watch(outcome, directory, launchers, lambda: _cut(case, hosts, stack))
         outcome.output = (directory / "output").read_text(errors="replace")
         outcome.broken = list(_broken_files(directory))
@@ -208,8 +209,11 @@ def _broken_files(directory: Path) -> Iterator[str]:
             yield f"{path.name}: {error}"
 
 
-def _start(case: Case, directory: Path, hosts: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _start(
+    case: Case, directory: Path, hosts: Sequence[str], env: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     plan = {
+        **env,
         "UNIDIST_TIMEOUT": str(TIMEOUT), "UNIDIST_BACKEND": "gloo", "UNIDIST_STALL_S": str(STALL),
         "FAULT": json.dumps(asdict(case)), "FAULT_DIRECTORY": str(directory),
         "HOROVOD_TIMELINE": str(directory / "timeline.json"),
@@ -233,10 +237,9 @@ def _start(case: Case, directory: Path, hosts: Sequence[str]) -> Iterator[subpro
         plan |= with_torch()
     with open(directory / "output", "ab") as output:
         for command, more in starts:
-            env = environment(case.launcher, {**plan, **more})
             yield subprocess.Popen(
-                command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
+                command, cwd=ROOT, env=environment(case.launcher, {**plan, **more}), stdin=subprocess.DEVNULL,
+                stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
 
 
@@ -300,8 +303,8 @@ def _watch_launchers(outcome: Outcome, directory: Path, launchers: Sequence[subp
     if launchers[0].returncode == 0 and not all(done):
         outcome.wrong_status = case.launcher
     if launchers[0].returncode is not None:
-        # Workers of a data loader look every 5 s.
-        end = time.monotonic() + 8
+        # Workers of a data loader look every 5 s; in spawned ranks they import torch first.
+        end = time.monotonic() + 20
         while (left := len(_processes(directory))) and time.monotonic() < end:
             time.sleep(0.1)
         outcome.orphans = left
@@ -365,12 +368,26 @@ def run_all(cases: Sequence[Case], jobs: int) -> Iterator[Outcome]:
     """In the order of the cases; so many worlds at a time. A world that ends before its fault is started once more."""
 
     def attempt(case: Case) -> Outcome:
-        outcome = run(case)
-        return run(case) if outcome.invalid else outcome
+        outcome = run(case, env)
+        return run(case, env) if outcome.invalid else outcome
 
     with_torch()
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(attempt, cases)
+    with ExitStack() as stack:
+        env = {}
+        if any(case.launcher == "slurm" for case in cases):
+            env = stack.enter_context(slurm.slurm(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+        yield from stack.enter_context(ThreadPoolExecutor(jobs)).map(attempt, cases)
+
+
+def possible(cases: Sequence[Case]) -> Iterator[Case]:
+    """Those that need nothing that this machine lacks; what they need is printed."""
+    lacks = {"links and firewalls": machines.missing(), "Slurm": slurm.missing()}
+    for what, why in lacks.items():
+        if why:
+            print(f"without {what}: {why}")
+    for case in cases:
+        if not lacks.get("links and firewalls" if case.launcher == HOSTS else case.launcher.capitalize()):
+            yield case
 
 
 def line(outcome: Outcome) -> str:
@@ -442,9 +459,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # after the worlds that run are killed
     cases = draw(options.case or range(options.n), options.seed)
     cases = [case for case in cases if options.only in line(Outcome(case))]
-    if why := machines.missing():
-        print(f"without {' and '.join(LINKS)}: {why}")
-        cases = [case for case in cases if case.kind not in LINKS]
+    cases = list(possible(cases))
     print(f"{len(cases)} cases, seed {options.seed}, at {RANKS} ranks, UNIDIST_TIMEOUT={TIMEOUT}", flush=True)
     outcomes = []
     for outcome in run_all(cases, options.jobs):
