@@ -26,7 +26,7 @@ from ray.exceptions import RayTaskError  # noqa: E402
 from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
-from unidist.ray import ElasticRayExecutor, RayExecutor  # noqa: E402
+from unidist.ray import ElasticRayExecutor, RayExecutor, ray_logger  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -210,6 +210,11 @@ def test_in_a_placement_group_that_exists(executor: RayExecutor) -> None:
     remove_placement_group(group)
 
 
+def test_nothing_is_logged_without_a_job() -> None:
+    with pytest.warns(UserWarning, match="ray_logger.log has no effect"):
+        ray_logger.log({})
+
+
 def test_no_room(executor: RayExecutor) -> None:
     other = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=1), num_workers=9)
     with pytest.raises(TimeoutError, match=r"no room for 9 workers of 1 CPU each .* The cluster has 4 CPU"):
@@ -221,6 +226,7 @@ def test_no_room(executor: RayExecutor) -> None:
 def train_elastic(directory: str, steps: int) -> tuple[int, float, list[int]]:
     """A rank, the weight, and the sizes of the world; each step of rank 0's is written to a file."""
     import horovod.torch as hvd
+    from horovod.ray import ray_logger
 
     hvd.init()
     model = torch.nn.Linear(1, 1, bias=False)
@@ -238,6 +244,7 @@ def train_elastic(directory: str, steps: int) -> tuple[int, float, list[int]]:
             state.sizes = [*state.sizes, hvd.size()]
             if hvd.rank() == 0:
                 (Path(directory) / "size").write_text(f"{hvd.size()} {os.getpid()}")
+                ray_logger.log({"step": state.step, "of": hvd.size()})
             time.sleep(0.1)
             state.commit()
         assert model.weight.item() == -state.step
@@ -253,7 +260,9 @@ def test_elastic(cluster: Cluster, executor: RayExecutor, tmp_path: Path) -> Non
     elastic = ElasticRayExecutor(settings, cpus_per_slot=2)
     elastic.start()
     results: list[Any] = []
-    running = threading.Thread(target=lambda: results.extend(elastic.run(partial(train_elastic, str(tmp_path), 9))))
+    logged: list[dict[str, int]] = []
+    train = partial(train_elastic, str(tmp_path), 9)
+    running = threading.Thread(target=lambda: results.extend(elastic.run(train, callbacks=[logged.append])))
     running.start()
 
     def train_with(size: int, without: str = "") -> str:
@@ -279,6 +288,7 @@ def test_elastic(cluster: Cluster, executor: RayExecutor, tmp_path: Path) -> Non
     assert [rank for rank, _, _ in results] == [0, 1]
     assert len({steps for _, steps, _ in results}) == 1
     assert set(results[0][2]) == {2, 3}
+    assert logged[-1] == {"step": results[0][1], "of": 2} and {each["of"] for each in logged} == {2, 3}
 
 
 def test_elastic_with_an_object_and_a_failure(executor: RayExecutor) -> None:

@@ -7,8 +7,9 @@ except ImportError as error:
         "unidist.ray needs Ray, which is not installed: pip install 'ray[default]' cloudpickle"
     ) from error
 
+from unidist.ray import ray_logger
 from unidist.ray.elastic import ElasticRayExecutor
 from unidist.ray.runner import RayExecutor
 from unidist.ray.worker import BaseHorovodWorker
 
-__all__ = ["BaseHorovodWorker", "ElasticRayExecutor", "RayExecutor"]
+__all__ = ["BaseHorovodWorker", "ElasticRayExecutor", "RayExecutor", "ray_logger"]

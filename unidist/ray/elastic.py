@@ -28,6 +28,8 @@ from unidist.run.transport import Ssh
 NAMESPACE = "unidist"
 #: By these variables Ray knows its own processes; others that they start are not.
 _OF_RAYS_PROCESSES = ("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_NODE_ID", "RAY_WORKER_ID")
+#: How often callbacks are called.
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,13 @@ class ElasticWorkers:
     #: Environment variables of theirs.
     env: dict[str, str] = field(default_factory=dict)
 
-    def run(self, call: str, function: Callable[[], Any]) -> list[Any]:
+    def run(self, call: str, function: Callable[[], Any], callbacks: Sequence[Callable[[Any], Any]] = ()) -> list[Any]:
         """The results of the ranks of the last generation, in rank order.
+
+        Args:
+            call: for errors.
+            function: what each rank runs.
+            callbacks: called with what ranks give to ``ray_logger.log``.
 
         Raises:
             UnidistError: the function does not pickle.
@@ -72,6 +79,12 @@ class ElasticWorkers:
         # A process of its own, as the driver takes signals.
         driving = ray.remote(max_calls=1, max_retries=0)(_drive).options(**options).remote(self, name)
         try:
+            ended = False
+            while not ended:
+                ended = bool(ray.wait([driving], timeout=_LOOK_S if callbacks else None)[0])
+                for value in ray.get(held.logged.remote()):
+                    for callback in callbacks:
+                        callback(cloudpickle.loads(value))
             failure = ray.get(driving)
             results, error = ray.get(held.results.remote())
         except BaseException:
@@ -162,7 +175,7 @@ class ElasticRayExecutor:
 
         Args:
             worker_fn: what each rank runs; anything that cloudpickle takes.
-            callbacks: of no effect.
+            callbacks: each is called, in this process, with each value that a rank gives to ``ray_logger.log``.
 
         Returns:
             The results of the ranks that have ended, in rank order.
@@ -170,8 +183,9 @@ class ElasticRayExecutor:
         Raises:
             UnidistError: the function does not pickle.
             BackendError: too few workers are left, or a node does not answer; with the last failure.
+            Exception: what a callback has raised; the job is ended.
         """
-        return self._workers.run("run", worker_fn)
+        return self._workers.run("run", worker_fn, callbacks or ())
 
 
 def limits(
@@ -193,6 +207,7 @@ class Exchange:
     def __init__(self, function: bytes) -> None:
         self._function = function
         self._results: dict[int, bytes] = {}
+        self._logged: list[bytes] = []
         self._error = ""
 
     def function(self) -> bytes:
@@ -202,6 +217,15 @@ class Exchange:
     def put(self, rank: int, result: bytes) -> None:
         """A rank's result, pickled."""
         self._results[rank] = result
+
+    def log(self, value: bytes) -> None:
+        """What a rank gives to ``ray_logger.log``, pickled."""
+        self._logged.append(value)
+
+    def logged(self) -> list[bytes]:
+        """What has come since the last call."""
+        values, self._logged = self._logged, []
+        return values
 
     def fail(self, error: str) -> None:
         """The traceback of a rank."""

@@ -10,13 +10,14 @@ import ray
 from ray import cloudpickle
 
 from unidist import context
+from unidist.ray import ray_logger
 from unidist.ray.elastic import NAMESPACE
 
 
 def main(address: str, name: str) -> None:
     """Call the function that the actor has, and give it the result."""
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    exchange = ray.get_actor(name)
+    exchange = ray_logger.exchange = ray.get_actor(name)
     try:
         result = cloudpickle.loads(ray.get(exchange.function.remote()))()
         ray.get(exchange.put.remote(int(os.environ["RANK"]), cloudpickle.dumps(result)))

@@ -198,7 +198,8 @@ class RayExecutor:
             fn: what each rank runs; anything that cloudpickle takes.
             args: its arguments.
             kwargs: likewise.
-            callbacks: of no effect, as with Horovod.
+            callbacks: each is called with each value that a rank gives to ``ray_logger.log``, if the job is elastic;
+                otherwise of no effect, as with Horovod.
 
         Raises:
             UnidistError: the function or its arguments do not pickle, or the workers have been ended.
@@ -206,7 +207,7 @@ class RayExecutor:
             Exception: what the first rank raised that failed, with rank and node in its text. The others get 5 s to
                 end; then all workers are ended, and ``start`` is needed.
         """
-        return self._run("run", partial(_call, fn, tuple(args or ()), dict(kwargs or {})))
+        return self._run("run", partial(_call, fn, tuple(args or ()), dict(kwargs or {})), callbacks)
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
@@ -218,7 +219,7 @@ class RayExecutor:
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
         """Call ``fn(object)`` in all workers, with the object that ``start`` has made there; otherwise as ``run``."""
-        return self._run("execute", fn)
+        return self._run("execute", fn, callbacks)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call ``fn(object)`` in rank 0's worker alone; its result. A collective call would wait for the others."""
@@ -267,9 +268,9 @@ class RayExecutor:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
         }
 
-    def _run(self, call: str, fn: Callable[[Any], Any]) -> list[Any]:
+    def _run(self, call: str, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None) -> list[Any]:
         if self._elastic is not None:
-            return self._elastic.run(call, partial(_call_with, self._make, fn))
+            return self._elastic.run(call, partial(_call_with, self._make, fn), callbacks or ())
         return self._results(self._submit(call, fn))
 
     def _submit(self, call: str, fn: Callable[[Any], Any], ranks: int | None = None) -> list[Any]:
