@@ -36,6 +36,8 @@ _QUIESCE_S = 0.1
 Op = Literal["sum", "mean", "min", "max", "product"]
 #: Waits for an operation that has been started, and raises its errors.
 Wait = Callable[[], None]
+#: For all ranks to come to ``init()``, where it has no timeout.
+START_TIMEOUT = timedelta(seconds=300)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,12 @@ class Start:
     #: Whether torch's default process group is used, and made where there is none. Else it is left alone.
     default_group: bool = True
     #: Number of earlier calls of ``init()`` in this process; the same on every rank.
-    session: int = 0
+    attempt: int = 0
+
+    @property
+    def start_timeout(self) -> timedelta:
+        """Return how long ranks wait until all have come."""
+        return self.timeout or START_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,7 @@ class Backend(ABC):
         """Return the world size according to the library."""
         return self.topology.world_size
 
-    def exchange(self, value: str, timeout: float) -> list[str]:
+    def exchange(self, value: str, timeout: float = START_TIMEOUT.total_seconds()) -> list[str]:
         """Every rank's ``value``, in rank order, at a start: a rank may be gone. Collective.
 
         On torch.distributed it goes through the store of the rendezvous. Elsewhere the library's own timeout counts.

@@ -48,7 +48,6 @@ _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "pr
 #: Of collectives, unless ``init`` has one: torch's. Horovod has none.
 _TIMEOUT = timedelta(minutes=30)
 #: Of Horovod's start, unless ``init`` has one: as of MPI's.
-_START_TIMEOUT = timedelta(seconds=300)
 #: Interval between two polls of an operation; a fraction of the shortest operation's time.
 _POLL_S = 5e-5
 
@@ -73,25 +72,25 @@ class HorovodBackend(Backend):
     @classmethod
     def start(cls, name: str, start: Start) -> HorovodBackend:
         launch = start.launch
-        settings = _Settings(_connect_timeout(start))
-        settings.add(HOROVOD_DYNAMIC_PROCESS_SETS="1")
+        variables = _Settings(_connect_timeout(start))
+        variables.add(HOROVOD_DYNAMIC_PROCESS_SETS="1")
         server: RendezvousServer | None = None
         topology: Topology | None = None
         if _by_mpi(launch):
-            settings.add(HOROVOD_CONTROLLER="mpi")
+            variables.add(HOROVOD_CONTROLLER="mpi")
         elif not _by_horovodrun(start):
-            server, topology = _serve(start, settings)
+            server, topology = _serve(start, variables)
         try:
             with mpi.watchdog(_start_limit(start), "Horovod's start"):
                 hvd.init()
         except Exception as error:
-            settings.restore()
+            variables.restore()
             raise BackendError(f"rank {launch.rank} of {launch.world_size}: Horovod did not start: {error}.") from error
         topology = topology or _topology(launch)
 
         def release() -> None:
             hvd.shutdown()
-            settings.restore()
+            variables.restore()
             if server is not None:
                 server.stop()
 
@@ -108,13 +107,13 @@ class HorovodBackend(Backend):
         return cls(topology, default_device(start.device, topology.local_rank), start.timeout, None)
 
     def shutdown(self) -> None:
-        if self._release is None:  # the user's Horovod goes on without these groups
-            for group in self.groups.values():
-                if group.handle is not hvd.global_process_set and len(group.ranks) < self.topology.world_size:
-                    with suppress(Exception):
-                        hvd.remove_process_set(group.handle)
         if self._release is not None:
             self._release()
+            return
+        for group in self.groups.values():  # the user's Horovod goes on without them
+            if group.handle is not hvd.global_process_set and len(group.ranks) < self.topology.world_size:
+                with suppress(Exception):
+                    hvd.remove_process_set(group.handle)
 
     def world_size(self) -> int:
         return int(hvd.size())
@@ -259,12 +258,12 @@ def _start_limit(start: Start) -> timedelta:
     return.
     """
     connect = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or 0)
-    return 1.5 * max(start.timeout or _START_TIMEOUT, timedelta(seconds=connect))
+    return 1.5 * max(start.start_timeout, timedelta(seconds=connect))
 
 
 def _by_horovodrun(start: Start) -> bool:
     # Its server still has the addresses of the first init(), so a second one needs a server of its own.
-    return start.launch.launcher.rendezvous == "horovod" and start.session == 0
+    return start.launch.launcher.rendezvous == "horovod" and start.attempt == 0
 
 
 def _by_mpi(launch: Launch) -> bool:
@@ -291,16 +290,16 @@ def _topology(launch: Launch) -> Topology:
     return locate(launch, hvd.allgather_object(mine, name="unidist.slots"))
 
 
-def _serve(start: Start, settings: _Settings) -> tuple[RendezvousServer | None, Topology]:
+def _serve(start: Start, variables: _Settings) -> tuple[RendezvousServer | None, Topology]:
     """Do what horovodrun does: serve a rendezvous from rank 0, and tell Horovod where it is. Collective."""
     launch = start.launch
     world = rendezvous.join(start)
     topology = world.topology
     server = RendezvousServer(world.address, launch.world_size) if launch.rank == 0 else None
     mine = f"{world.address}:{server.server_port}" if server else ""
-    (served, *_) = world.exchange("rendezvous", mine, start.timeout or _START_TIMEOUT)
+    (served, *_) = world.exchange("rendezvous", mine, start.start_timeout)
     address, port = served.rsplit(":", 1)
-    settings.add(
+    variables.add(
         HOROVOD_RANK=str(launch.rank),
         HOROVOD_SIZE=str(launch.world_size),
         HOROVOD_LOCAL_RANK=str(topology.local_rank),

@@ -8,7 +8,7 @@ from typing import NoReturn, get_args
 import torch
 from torch import Tensor
 
-from unidist.backends.base import Backend, Group, Op, Start, Wait
+from unidist.backends.base import START_TIMEOUT, Backend, Group, Op, Start, Wait
 from unidist.backends.reductions import neutral_element
 from unidist.diagnosis.operations import OperationRecord
 from unidist.errors import MismatchError, UnidistError
@@ -119,7 +119,7 @@ class Joined(Backend):
     def operations(self) -> list[OperationRecord]:
         return self._backend.operations()
 
-    def exchange(self, value: str, timeout: float) -> list[str]:
+    def exchange(self, value: str, timeout: float = START_TIMEOUT.total_seconds()) -> list[str]:
         return self._backend.exchange(value, timeout)
 
     def drop_group(self, group: Group) -> None:
@@ -162,6 +162,6 @@ class Joined(Backend):
 
 
 def _describe(call: tuple[int, ...]) -> str:
-    kind, op, dtype, numel, _, _ = call
-    what = f" ({_OPS[op]})" if kind == _ALL_REDUCE else ""
-    return f"{_CALLS[kind]}{what}" + (f" of {numel} {_DTYPES[dtype]}" if numel else "")
+    kind, op, dtype, numel, src, on_cpu = call
+    what = {_ALL_REDUCE: f" ({_OPS[op]})", _BROADCAST: f" from rank {src}"}.get(kind, "")
+    return f"{_CALLS[kind]}{what}" + (f" of {numel} {_DTYPES[dtype]}" + " on a GPU" * (not on_cpu) if numel else "")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 
-from unidist.backends.rendezvous import START_TIMEOUT, Rendezvous
+from unidist.backends.rendezvous import Rendezvous
 from unidist.errors import BackendError
 from unidist.network.addresses import INTERFACES, create_server
 from unidist.network.connection import Selector
@@ -21,13 +21,12 @@ from unidist.network.connection import Selector
 _CONNECT_S = 10.0
 
 
-def require(world: Rendezvous, timeout: timedelta | None) -> None:
+def require(world: Rendezvous, timeout: timedelta) -> None:
     """Require that the first rank of each host can connect to that of every other host. Collective.
 
     Raises:
         BackendError: one cannot. It names both.
     """
-    timeout = timeout or START_TIMEOUT
     firsts = {host.id: rank for rank, host in reversed(list(enumerate(world.hosts)))}.values()
     if len(firsts) == 1:
         return

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from unidist import settings
-from unidist.backends.base import Start
+from unidist.backends.base import START_TIMEOUT, Start
 from unidist.backends.mpi import launch as mpi
 from unidist.errors import BackendError, LaunchError, UnidistError
 from unidist.launch import membership
@@ -34,7 +34,6 @@ from unidist.network import addresses, open_files
 from unidist.network.addresses import Host, create_server, listen_address, source_address, this_host
 
 T = TypeVar("T")
-START_TIMEOUT = timedelta(seconds=300)
 #: How much longer the others wait for rank 0 to say who has not come.
 _LONGER = timedelta(seconds=2)
 #: Seconds between two looks whether another worker of an elastic run is lost.
@@ -72,11 +71,11 @@ def join(start: Start) -> Rendezvous:
         BackendError: not all ranks came in time, or two processes have the same rank.
     """
     launch = start.launch
-    timeout = start.timeout or START_TIMEOUT
+    timeout = start.start_timeout
     try:
         base = _base_store(launch, start.init_method, timeout)
         base.set_timeout(timeout)
-        store = dist.PrefixStore(f"unidist/{start.session}", base)
+        store = dist.PrefixStore(f"unidist/{start.attempt}", base)
         in_time(partial(_claim_rank, store, launch), timeout)
         texts = exchange(
             dist.PrefixStore("host", store), launch.rank, [""] * launch.world_size, json.dumps(own_row(launch)), timeout

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unidist.backends import reachability, rendezvous
-from unidist.backends.base import Backend, Group, Op, Start, Wait
+from unidist.backends.base import START_TIMEOUT, Backend, Group, Op, Start, Wait
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
 from unidist.backends.mpi import watch as mpi_watch
@@ -86,7 +86,7 @@ class TorchBackend(Backend):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if name != "mpi" and not dist.is_initialized():
-            reachability.require(world, start.timeout)
+            reachability.require(world, start.start_timeout)
         sockets = GlooSockets()
         if start.default_group:
             with sockets.opened_inside():
@@ -157,7 +157,7 @@ class TorchBackend(Backend):
     def world_size(self) -> int:
         return dist.get_world_size() if self._default else self.topology.world_size
 
-    def exchange(self, value: str, timeout: float) -> list[str]:
+    def exchange(self, value: str, timeout: float = START_TIMEOUT.total_seconds()) -> list[str]:
         key = f"exchange/{next(self._exchanges)}"
         return self._rendezvous.exchange(key, value, timedelta(seconds=timeout))
 
@@ -302,7 +302,7 @@ def _world_of_default_group(start: Start) -> Rendezvous:
         launch = Launch(launch.launcher, dist.get_rank(), dist.get_world_size())
     rows: list[Any] = [None] * launch.world_size
     dist.all_gather_object(rows, rendezvous.own_row(launch))
-    store = dist.PrefixStore(f"unidist/beside/{start.session}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"unidist/beside/{start.attempt}", dist.distributed_c10d._get_default_store())
     return rendezvous.world_of(store, launch, rows)
 
 

@@ -107,7 +107,8 @@ def test_each_launcher(env: dict[str, str], launcher: str, numbers: tuple[Any, .
 def test_a_launcher_is_tested_and_documented() -> None:
     page = (Path(__file__).parents[1] / "docs/launchers.md").read_text()
     for row in LAUNCHERS:
-        assert row.name in COMMANDS or row.name in [name for _, name, _ in EACH], row.name
+        known = row.name in COMMANDS or row.name in [name for _, name, _ in EACH]
+        assert known, f"{row.name} is no row of unidist/launchers/table.py, and none of EACH above"
         assert re.search(rf"\b{row.name.replace('-', '.')}\b", page), f"docs/launchers.md has no word on {row.name}"
 
 
@@ -170,6 +171,7 @@ def test_smaller_world_in_a_larger_step_is_refused() -> None:
         ({**TORCHRUN, "GROUP_RANK": "2"}, "GROUP_RANK=2 is not below GROUP_WORLD_SIZE=2"),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
         ({**TORCHRUN, "MASTER_PORT": "65536"}, "not a TCP port"),
+        ({**TORCHRUN, "MASTER_PORT": "²"}, "MASTER_PORT='²' is not a TCP port"),
         ({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_RANK=1 is not below"),
         ({**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID='x'"),
         ({"PMIX_RANK": "1"}, "WORLD_SIZE is not set"),

@@ -25,7 +25,7 @@ from unidist.diagnosis.watch.locations import error_location
 from unidist.diagnosis.watch.watch import Watch
 from unidist.errors import BackendError, CollectiveError, NotInitializedError, UnidistError, WorldSizeError
 from unidist.launch import membership
-from unidist.launch.topology import EXPLICIT, Launch, allocated_tasks, detect
+from unidist.launch.topology import EXPLICIT, Launch, allocated_tasks, detect, master
 from unidist.launch.topology import NONE as NO_LAUNCHER
 from unidist.network import open_files
 from unidist.network.connection import new_secret
@@ -64,7 +64,7 @@ BackendName = Literal["auto", "single", "gloo", "nccl", "mpi", "horovod", "threa
 _log = logging.getLogger("unidist")
 _world: World | None = None
 #: How often ``init`` was called in this process.
-_sessions = 0
+_attempts = 0
 #: The arguments of the last world, for ``rejoin``.
 _last: dict[str, Any] = {}
 
@@ -170,8 +170,9 @@ def _init(
             if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
                 world.restore_env = _export(started, start)
             if started.topology.world_size > 1 and started.watch is None:
-                _introduce(started, _seconds(start))
-                world.watch = Watch(started, stall, _seconds(start))
+                seconds = start.start_timeout.total_seconds()
+                _introduce(started, seconds)
+                world.watch = Watch(started, stall, seconds)
         except BaseException:
             world.close(alone=False)
             raise
@@ -210,16 +211,16 @@ def _meet(
     default_group: bool,
 ) -> tuple[Start, Backend, str]:
     """Start the backend, in the next generation of an elastic run; its arguments, and the reason for the choice."""
-    global _sessions
+    global _attempts
     member = membership.current() if init_method is None and rank is None else None
     while True:
         if member is not None:
             member.take()
         launch = _declared(init_method, rank, world_size)
         # Each generation has a store of its own.
-        start = Start(launch, init_method, timeout, device, default_group, 0 if member else _sessions)
+        start = Start(launch, init_method, timeout, device, default_group, 0 if member else _attempts)
         open_files.raise_limit(open_files.of_rank(launch.world_size))
-        _sessions += 1  # failed attempts count: they have left keys in the store
+        _attempts += 1  # failed attempts count: they have left keys in the store
         try:
             return start, *_start(name, start)
         except UnidistError as error:
@@ -242,7 +243,7 @@ def _introduce(backend: Backend, timeout: float) -> None:
     rows = [json.loads(text) for text in backend.exchange(json.dumps([*Process.current(), __version__]), timeout)]
     by_version: dict[str, list[int]] = {}
     for rank, row in enumerate(rows):
-        by_version.setdefault(row[3] if len(row) > 3 else "older than 0.2", []).append(rank)
+        by_version.setdefault(row[3], []).append(rank)
     if len(by_version) > 1:
         found = "; ".join(f"{version} on rank {format_ranks(ranks)}" for version, ranks in by_version.items())
         raise BackendError(f"the ranks have different versions of unidist: {found}. Install the same one everywhere.")
@@ -281,12 +282,8 @@ def _export(backend: Backend, start: Start) -> Callable[[], None]:
     """Set torchrun's variables; the result takes them back. Collective."""
     from unidist.torchrun_env import export
 
-    return export(start.launch, backend.topology, lambda text: backend.exchange(text, _seconds(start)))
-
-
-def _seconds(start: Start) -> float:
-    """How long the ranks may take to come."""
-    return 300.0 if start.timeout is None else start.timeout.total_seconds()
+    seconds = start.start_timeout.total_seconds()
+    return export(start.launch, backend.topology, lambda text: backend.exchange(text, seconds))
 
 
 def _warn_of_libraries(backend: Backend, launch: Launch) -> None:
@@ -392,7 +389,7 @@ def complete_start(step: Callable[[], object]) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether this process is in a world."""
+    """Return whether this process is in a world."""
     return _world is not None
 
 
@@ -441,47 +438,52 @@ def replaced(backend: Backend) -> Iterator[None]:
 
 
 def rank() -> int:
-    """This process's rank, from 0."""
+    """Return this process's rank, from 0. Raises NotInitializedError before ``init``."""
     return current().topology.rank
 
 
 def world_size() -> int:
-    """The number of processes."""
+    """Return the number of processes. Raises NotInitializedError before ``init``."""
     return current().topology.world_size
 
 
 def local_rank() -> int:
-    """This process's rank among those of its node, from 0."""
+    """Return this process's rank among those of its node, from 0. Raises NotInitializedError before ``init``."""
     return current().topology.local_rank
 
 
 def local_size() -> int:
-    """The number of processes on this node."""
+    """Return the number of processes on this node. Raises NotInitializedError before ``init``."""
     return current().topology.local_size
 
 
 def node_rank() -> int:
-    """This node's rank, from 0."""
+    """Return this node's rank, from 0. Raises NotInitializedError before ``init``."""
     return current().topology.node_rank
 
 
 def num_nodes() -> int:
-    """The number of nodes."""
+    """Return the number of nodes. Raises NotInitializedError before ``init``."""
     return current().topology.num_nodes
 
 
 def device() -> torch.device:
-    """The device for this process's model and data."""
+    """Return the device for this process's model and data: that of ``init(device=)``; by default its GPU on
+    ``nccl``, ``horovod`` and ``single`` where CUDA is available, else the CPU. Raises NotInitializedError before
+    ``init``.
+    """
     return current().device
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which prints and saves."""
+    """Return whether this is rank 0, which prints and saves. Raises NotInitializedError before ``init``."""
     return rank() == 0
 
 
 def backend_name() -> str:
-    """The running backend: ``single``, ``gloo``, ``nccl``, ``mpi`` or ``horovod``."""
+    """Return the running backend: ``single``, ``gloo``, ``nccl``, ``mpi``, ``horovod``, or ``threads`` in a world of
+    ``unidist.testing``. Raises NotInitializedError before ``init``.
+    """
     return current().name
 
 
@@ -498,9 +500,8 @@ def _declared(init_method: str | None, rank: int | None, world_size: int | None)
             f"init(rank={rank}, world_size={world_size}) needs init_method=, for example 'tcp://host:port' of rank 0."
         )
     if init_method is not None and init_method.startswith("env://"):
-        port = os.environ.get("MASTER_PORT", "")
-        port_number = int(port) if port.isdigit() else None
-        return Launch(EXPLICIT, rank, world_size, master_addr=os.environ.get("MASTER_ADDR"), master_port=port_number)
+        address, port = master(os.environ, EXPLICIT)
+        return Launch(EXPLICIT, rank, world_size, master_addr=address, master_port=port)
     return Launch(EXPLICIT, rank, world_size)
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 #: What a process has one of, and here each rank; how it begins.
 _OF_A_PROCESS: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (context, "_world"): lambda _: None,
-    (context, "_sessions"): lambda _: 0,
+    (context, "_attempts"): lambda _: 0,
     (context, "_last"): lambda _: {},
     (process_world, "_hook"): lambda _: None,
     (process_world, "_hook_before"): lambda before: before,

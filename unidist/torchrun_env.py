@@ -20,7 +20,7 @@ from unidist.launch.topology import EXPORTED, LAUNCHERS, NONE, RUN_ID, Launch, T
 from unidist.network.addresses import Host, listen_address, this_host
 
 USAGE = "usage: python -m unidist [-m] SCRIPT [ARGUMENT ...]"
-#: ``Start.session`` of the ranks' meeting before the script; ``init`` counts from 0.
+#: ``Start.attempt`` of the ranks' meeting before the script; ``init`` counts from 0.
 _BEFORE_INIT = -1
 #: Keeps rank 0's store to the end of the process.
 _exported: list[Callable[[], None]] = []
@@ -69,11 +69,12 @@ def _export_at_start() -> None:
         os.environ.update(_for_accelerate())
         return
     timeout = settings.timeout(os.environ)
-    world = rendezvous.join(Start(launch, timeout=timeout, session=_BEFORE_INIT))
+    start = Start(launch, timeout=timeout, attempt=_BEFORE_INIT)
+    world = rendezvous.join(start)
     number = count()
 
     def exchange(text: str) -> list[str]:
-        return world.exchange(f"torchrun_env/{next(number)}", text, timeout or rendezvous.START_TIMEOUT)
+        return world.exchange(f"torchrun_env/{next(number)}", text, start.start_timeout)
 
     _exported.append(export(launch, world.topology, exchange))
 

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from unidist import settings
+from unidist.backends.base import START_TIMEOUT
 from unidist.errors import BackendError, UnidistError, WorldSizeError
 from unidist.launch.topology import EXPLICIT, NONE, Launch
 
-#: Of a start, unless ``init`` has one.
-_TIMEOUT = timedelta(seconds=300)
 #: Waits for the end of its input; seconds, the process that gets a signal then, what it says, with the ranks of the job
 #: that run on this host, where the launcher is one with PMIx, and the signal.
 _WATCHDOG = r"""
@@ -104,7 +103,7 @@ def world(launch: Launch, timeout: timedelta | None = None) -> Any:
     if "mpi4py.MPI" in sys.modules:
         comm, error = _world(launch)
     else:
-        with watchdog(timeout or _TIMEOUT, "MPI's start"):
+        with watchdog(timeout or START_TIMEOUT, "MPI's start"):
             comm, error = _world(launch)
     if error is not None:
         raise error

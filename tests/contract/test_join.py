@@ -248,6 +248,9 @@ def test_what_is_refused() -> None:
     expected = r"rank 0 called all_reduce \(sum\) of 1 torch.float32, and rank 1"
     with pytest.raises(unidist.MismatchError, match=expected), unidist.join(model):
         unidist.all_reduce(torch.ones(1 if unidist.rank() == 0 else 2))
+    expected = r"rank 0 called broadcast from rank 0 of \d+ torch.uint8, and rank 1 broadcast from rank 1 of"
+    with pytest.raises(unidist.MismatchError, match=expected), unidist.join(model):
+        unidist.broadcast(torch.ones(1), src=min(unidist.rank(), 1))
     assert unidist.all_reduce(torch.ones(1)).item() == unidist.world_size()
 
 

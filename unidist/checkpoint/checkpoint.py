@@ -211,7 +211,7 @@ def load_checkpoint(
 def latest_checkpoint(
     directory: str | os.PathLike[str], pattern: str = "*.pt", group: Group | None = None
 ) -> Path | None:
-    """The latest checkpoint of a directory as rank 0 sees it, or None; the same on every rank. Collective.
+    """Return the latest checkpoint of a directory as rank 0 sees it, or None; the same on every rank. Collective.
 
     The latest is the one with the highest step number, which is the last number in its name: 10 in ``run2-step10.pt``.
     Of equal numbers the one that was written last counts, as it does among names without a number, which come after

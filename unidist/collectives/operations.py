@@ -341,14 +341,14 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
 
 
 def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
-    """Every rank's object, in rank order; any object that can be pickled. Collective."""
+    """Return every rank's object, in rank order; any object that can be pickled. Collective."""
     backend = member(group)
     sizes, flat = _gather(backend, group, "all_gather_object", _pickled(obj))
     return [unpickled(part) for part in torch.split(flat, sizes)]
 
 
 def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
-    """The object of global rank ``src`` on every rank; any object that can be pickled. Collective.
+    """Return the object of global rank ``src`` on every rank; any object that can be pickled. Collective.
 
     The other ranks' ``obj`` is ignored.
     """

@@ -193,7 +193,7 @@ def shard_loader(
     check_stream: bool = True,
     group: Group | Mesh | None = None,
 ) -> ShardLoader[T]:
-    """A DataLoader like ``loader`` that yields this rank's shard of the samples.
+    """Return a DataLoader like ``loader`` that yields this rank's shard of the samples.
 
     The batch size is each rank's own, as before. Order and workers' seeds depend on ``seed`` alone. Each epoch draws
     one number of torch's global generator, as a ``DataLoader`` with a ``DistributedSampler`` does, unless ``loader``

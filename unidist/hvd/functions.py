@@ -111,7 +111,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Every rank's object, in rank order; anything that pickle (or cloudpickle, if installed) takes. Collective.
+    """Return every rank's object, in rank order; anything that pickle (or cloudpickle, if installed) takes. Collective.
 
     Args:
         obj: this rank's.

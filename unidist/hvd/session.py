@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from unidist import context, settings
-from unidist.backends.base import Backend, Group
+from unidist.backends.base import START_TIMEOUT, Backend, Group
 from unidist.diagnosis.operations import JOIN, OperationRecord
 from unidist.diagnosis.watch.locations import here
 from unidist.errors import CollectiveError
@@ -58,8 +58,6 @@ _CLOSE_TIMEOUT_S = 5.0
 _DEADLINE_S = 30.0
 #: How much later than a rank that has stopped one is lost that submits nothing, so that the better reason comes first.
 _LATER_S = 2.0
-#: Seconds that ranks may take to come to ``init``, unless it has a timeout, or HOROVOD_GLOO_TIMEOUT_SECONDS is set.
-_START_S = 300.0
 #: How much later than a collective call fails the control thread may learn that a rank is lost.
 _VERDICT_S = 3.0
 #: Numbers of operations without a name, between two joins.
@@ -532,7 +530,7 @@ def open_session() -> Session:
     )
     fusion = settings.horovod_number(env, "HOROVOD_FUSION_THRESHOLD", 64 * 2**20, whole=True)
     cycle = settings.horovod_number(env, "HOROVOD_CYCLE_TIME", 1) / 1000
-    start = seconds or settings.horovod_number(env, "HOROVOD_GLOO_TIMEOUT_SECONDS", 0) or _START_S
+    start = seconds or settings.horovod_number(env, "HOROVOD_GLOO_TIMEOUT_SECONDS", 0) or START_TIMEOUT.total_seconds()
     options = ControlOptions(cycle, stall, seconds or _DEADLINE_S, start)
     session = context.of_world(_Open).session = Session(context.current(), fusion, options, timeline)
     # DYNAMIC means: at start_timeline(), which is always possible here.

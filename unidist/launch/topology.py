@@ -246,7 +246,7 @@ def detect(env: Mapping[str, str]) -> Launch:
                 f"{name}={value} is larger than {row.world_size}={size} ({row.name}): stale variables of another "
                 f"launch? Unset them, or {_force(row)}."
             )
-    addr, port = _master(env, row)
+    addr, port = master(env, row)
     host = env.get(row.host) or None
     launch = Launch(row, rank, size, local_rank, local_size, node_rank, num_nodes, addr, port, host)
     if row.name == "env" and not env.get(settings.LAUNCHER):
@@ -355,13 +355,17 @@ def _below(row: Launcher, name: str, value: int | None, size_name: str, size: in
         )
 
 
-def _master(env: Mapping[str, str], row: Launcher) -> tuple[str | None, int | None]:
+def master(env: Mapping[str, str], row: Launcher) -> tuple[str | None, int | None]:
+    """Return rank 0's address and port, where the variables have them.
+
+    Raises:
+        LaunchError: MASTER_PORT is not a TCP port, or SLURM_STEP_NODELIST not a node list.
+    """
     addr = env.get("MASTER_ADDR") or None
-    port: int | None = None
-    if env.get("MASTER_PORT"):
-        port = _number(env, row, "MASTER_PORT", minimum=1)
-        if port > 65535:
-            raise LaunchError(f"MASTER_PORT={port} is not a TCP port: use a free one from 1024 to 65535.")
+    text = env.get("MASTER_PORT", "")
+    if text and not (re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 65536):
+        raise LaunchError(f"MASTER_PORT={text!r} is not a TCP port: use a free one from 1024 to 65535.")
+    port = int(text) if text else None
     if row.rendezvous == "slurm":
         nodes = env.get("SLURM_STEP_NODELIST", "")
         addr = addr or (first_host(nodes) if nodes else None)

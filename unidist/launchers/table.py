@@ -112,7 +112,8 @@ def missing(launcher: str) -> str | None:
     if not command.programs or any(map(_is_on_path, command.programs)):
         return None
     names = "Open MPI's " * (command.programs is OPENMPI) + " or ".join(command.programs)
-    return f"{names} is not on PATH (apt-get install {_PACKAGES[command.programs]})"
+    debian = _PACKAGES.get(command.programs)
+    return f"{names} is not on PATH" + (f" (apt-get install {debian})" if debian else "")
 
 
 def unavailable(launcher: str, backend: str, ranks: int) -> str | None:

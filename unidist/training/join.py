@@ -22,7 +22,7 @@ from unidist.training.model import broadcast_optimizer_state, is_wrapped, replic
 
 @contextmanager
 def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
-    """A block in which ranks may run out of data at different steps. Collective; a rank leaves it when all are done.
+    """Return a block in which ranks may run out of data at different steps. Collective: it ends when all are done.
 
     A rank that has left the loop contributes zeros to the others' gradients, which remain the mean over all ranks of
     the group, as in the joins of DDP and Horovod; use ``global_mean`` for the mean over all samples. In

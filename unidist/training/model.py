@@ -192,7 +192,7 @@ def _check_replaced(*_: Any) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """A block in which gradients are accumulated on this rank alone, and not averaged.
+    """Return a block in which gradients are accumulated on this rank alone, and not averaged.
 
     The first step outside averages the sum. For gradient accumulation: the forward and backward passes of all
     micro-batches but the last are inside. Not collective.
@@ -235,7 +235,7 @@ def unwrap(model: WrappedModel[M]) -> M: ...
 @overload
 def unwrap(model: M) -> M: ...
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside the result of ``wrap_model`` (and ``torch.compile``); a plain model is returned as it is.
+    """Return the model inside the result of ``wrap_model`` (and ``torch.compile``); a plain model is returned as it is.
 
     Not collective. The keys of its state_dict have no prefix ``module.``.
     """
@@ -289,7 +289,7 @@ def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
 
 
 def global_mean(loss_sum: Tensor, count: float | Tensor, group: Group | None = None) -> Tensor:
-    """The loss whose gradient, averaged over the ranks, is that of the mean over all ranks' samples. Collective.
+    """Return the loss whose gradient, averaged over the ranks, is that of the mean over all samples. Collective.
 
     The mean of the ranks' means gives a rank with few samples (or tokens) the same weight as one with many. This is
     ``loss_sum * size / total``, where ``total`` is the sum of the ranks' counts: its average over the ``size`` ranks,

@@ -20,7 +20,7 @@ def prepare(first: T, /) -> T: ...
 @overload
 def prepare(first: Any, second: Any, /, *others: Any) -> tuple[Any, ...]: ...
 def prepare(*objects: Any) -> Any:
-    """Models, optimizers and loaders, ready for training on all ranks: one call in place of three. Collective.
+    """Return models, optimizers and loaders, ready for training on all ranks: one call in place of three. Collective.
 
     A model moves to ``unidist.device()`` and goes through ``wrap_model``, or only moves if no parameter of it requires
     grad; a ``DataLoader`` goes through ``shard_loader``. Both with their defaults: call them yourself for options, such

@@ -18,8 +18,6 @@ from unidist.network.addresses import this_host
 if TYPE_CHECKING:
     from unidist.backends.base import Backend
 
-#: Seconds for the other ranks to come to ``timeline``.
-_TIMEOUT_S = 300.0
 #: Barriers by which the clocks of several hosts are compared.
 _BARRIERS = 21
 #: The name of the event with what ``unidist timeline`` needs to know of a file.
@@ -33,7 +31,7 @@ class Timeline:
 
     def __init__(self, path: Path, backend: Backend) -> None:
         topology, host = backend.topology, this_host()
-        rows = [json.loads(row) for row in backend.exchange(json.dumps([host.id, time.time_ns()]), _TIMEOUT_S)]
+        rows = [json.loads(row) for row in backend.exchange(json.dumps([host.id, time.time_ns()]))]
         #: Rank 0's time at the start is the zero of all ranks.
         zero = rows[0][1]
         offset = _clock_offset(backend) if len({id for id, _ in rows}) > 1 else 0
@@ -104,7 +102,7 @@ def _clock_offset(backend: Backend) -> int:
     for _ in range(_BARRIERS):
         backend.barrier()
         left.append(time.time_ns())
-    times = [json.loads(row) for row in backend.exchange(json.dumps(left), _TIMEOUT_S)]
+    times = [json.loads(row) for row in backend.exchange(json.dumps(left))]
     return int(median(zero - own for zero, own in zip(times[0], left)))
 
 
