@@ -315,3 +315,8 @@ def test_by_horovods_names() -> None:
     env = environment("python", {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"})
     done = subprocess.run([PYTHON, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout == "unidist.ray.runner\n", done.stderr
+
+
+def test_through_a_client() -> None:
+    result = run_world("python", 1, ["tests/programs/ray_client.py"], env={"PYTHONPATH": str(ROOT)}, timeout=300)
+    assert result.returncode == 0 and "DONE" in result.output, result.output
