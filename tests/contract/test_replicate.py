@@ -447,7 +447,7 @@ def test_parameters_that_are_replaced_are_an_error_and_those_that_are_converted_
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    with pytest.raises(unidist.UnidistError, match=r"replaced after unidist\.replicate"):
+    with pytest.raises(unidist.UnidistError, match=r"replaced or added after unidist\.replicate"):
         optimizer.step()
     unidist.replicate(model)
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()

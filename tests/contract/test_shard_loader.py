@@ -417,6 +417,21 @@ def test_a_subset_that_is_another_one_on_each_rank_is_an_error() -> None:
                 list(unidist.shard_loader(DataLoader(subset)))
 
 
+def test_items_that_are_split_by_rank_already_are_an_error() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    mine = torch.arange(rank, 20 * size, size)  # as many on each rank
+    list(unidist.shard_loader(DataLoader(TensorDataset(torch.arange(20)))))
+    for dataset, name in (
+        (TensorDataset(mine), "TensorDataset"),
+        (mine.tolist(), "list"),
+        (Numbers(10 + rank), "Numbers"),
+    ):
+        if size > 1:
+            with pytest.raises(unidist.MismatchError, match=f"different rows of this {name}"):
+                list(unidist.shard_loader(DataLoader(dataset)))  # type: ignore[arg-type]
+    list(unidist.shard_loader(DataLoader(TensorDataset(mine)), check_stream=False))
+
+
 def test_samples_over_all_ranks() -> None:
     size = unidist.world_size()
     loader = unidist.shard_loader(DataLoader(Numbers(10), 2), pad=False)

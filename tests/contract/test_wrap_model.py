@@ -7,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -504,6 +505,29 @@ def test_a_frozen_parameter_that_thaws_is_told() -> None:
     assert_same(model.module, alone, rtol=1e-5, atol=1e-6)
 
 
+def test_a_parameter_frozen_after_wrapping_is_told() -> None:
+    inner = make_model()
+    model = unidist.wrap_model(inner)
+    train(model, my_batch, steps=2)
+    inner[0].weight.requires_grad_(False)
+    told = pytest.raises(unidist.UnidistError, match=r"'0\.weight' was frozen .* after unidist\.wrap_model")
+    with contextlib.nullcontext() if unidist.backend_name() == "single" else told:  # which averages nothing
+        train(model, my_batch, steps=2)
+    train(unidist.wrap_model(inner), my_batch, steps=2)
+
+
+@pytest.mark.parametrize("call", [unidist.wrap_model, unidist.replicate])
+def test_a_layer_added_afterwards_is_told(call: Callable[[nn.Module], nn.Module]) -> None:
+    inner = make_model()
+    model = call(inner)
+    train(model, my_batch, steps=1)
+    inner.add_module("frozen", nn.Linear(3, 3).requires_grad_(False))
+    train(model, my_batch, steps=1)
+    inner.add_module("more", nn.Linear(3, 3))
+    with pytest.raises(unidist.UnidistError, match=r"replaced or added after unidist"):
+        train(model, my_batch, steps=1)
+
+
 class Words(nn.Module):
     """Two tables with sparse gradients beside a dense layer."""
 
@@ -614,7 +638,7 @@ def test_parameters_that_are_converted_or_replaced_after_wrapping_are_an_error(c
     if warm:
         step[0]()
     change(model.module)
-    with pytest.raises(unidist.UnidistError, match=r"were converted .* or replaced after unidist.wrap_model"):
+    with pytest.raises(unidist.UnidistError, match=r"were converted .* replaced or added after unidist.wrap_model"):
         step[0]()
     model = unidist.wrap_model(unidist.unwrap(model))
     step[0]()

@@ -44,7 +44,7 @@ class DataComparison(ABC):
 
 @dataclass
 class Rows(DataComparison):
-    """Of a map-style dataset of Hugging Face or a ``Subset``, of which nothing else tells that it is split."""
+    """Of a map-style dataset, of which nothing else tells that it is split."""
 
     dataset: Any
 
@@ -56,8 +56,8 @@ class Rows(DataComparison):
         if difference is not None:
             raise MismatchError(
                 f"shard_loader: the ranks have different rows of this {type(self.dataset).__name__}, so that each "
-                "would skip rows that no other has: is it split by rank already, as by split_dataset_by_node, or by "
-                "random numbers? Leave that out, call random_split after unidist.init(seed=...), or pass "
+                "would skip rows that no other has: is it split by rank already, as by split_dataset_by_node, or made or "
+                "split by random numbers? Leave the split out, draw after unidist.init(seed=...), or pass "
                 "check_stream=False."
             )
 

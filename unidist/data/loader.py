@@ -228,10 +228,11 @@ def shard_loader(
             every rank, which is the order of ``DistributedSampler``; 8 bytes a sample. ``"feistel"``: a Feistel network
             that computes each rank's part of the order as it is needed; no memory, and resuming takes no time. Default:
             ``"feistel"`` from 10,000,000 samples on, else ``"randperm"``.
-        check_stream: the ranks compare the first samples of an iterable dataset, the first and last row of a
-            map-style one of Hugging Face, and the first indices of a ``Subset``, in one small collective at the first
-            batch of the first epoch, so that data that is split by rank already, or in another way on each rank
-            (``random_split``), is an error. ``False``: ranks may have other data, or not all of them iterate.
+        check_stream: the ranks compare the first samples of an iterable dataset, the first and last row of tensors,
+            lists and Hugging Face's map-style datasets, the first indices of a ``Subset``, and the length of other
+            datasets, in one small collective at the first batch of the first epoch, so that data that is split by rank
+            already, or in another way on each rank (``random_split``), is an error. ``False``: ranks may have other
+            data, or not all of them iterate.
         group: the ranks that the samples are divided among, this one included; default: the world. With tensor
             parallelism, the ranks of one model must get the same samples: pass the ranks of this rank's data-parallel
             dimension, as what ``new_group`` returned or as ``mesh["dp"]``.

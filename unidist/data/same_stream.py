@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import Subset, TensorDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from unidist.data.sampler import seeded
@@ -75,16 +75,26 @@ def first_samples(dataset: Any, workers: int, worker: int = 0) -> Tensor:
 
 
 def fingerprint(dataset: Any) -> str | None:
-    """Of a map-style dataset of Hugging Face, or the first indices of a ``Subset``; None of others."""
+    """What is compared of a map-style dataset at first; None of one without a length.
+
+    Of Hugging Face's its own fingerprint, of a ``Subset`` the first indices, of tensors and lists the first and the last
+    item. To read an item of others may open files, which worker processes must not share: of these the length alone.
+    """
+    if hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format"):
+        return str(dataset._fingerprint)
+    if not hasattr(dataset, "__len__"):
+        return None
+    shown: list[Any] = []
     if isinstance(dataset, Subset):
-        return f"{len(dataset)} {[str(i) for i in islice(dataset.indices, _INDICES)]}"
-    has_one = hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format")
-    return str(dataset._fingerprint) if has_one else None
+        shown = [str(i) for i in islice(dataset.indices, _INDICES)]
+    elif isinstance(dataset, (TensorDataset, list, tuple)) and len(dataset):
+        shown = [_row(dataset[i]).tolist() for i in (0, len(dataset) - 1)]
+    return f"{len(dataset)} {shown}"
 
 
 def first_rows(dataset: Any) -> list[Any]:
     """What tells shards of a map-style dataset apart: lengths, and rows without transforms, or numbers of rows."""
-    if isinstance(dataset, Subset):
+    if not hasattr(dataset, "with_format"):
         return [fingerprint(dataset)]
     rows = dataset.with_format("arrow")
     return [len(dataset), *(repr(rows[i : i + 1].to_pydict()) for i in (0, len(dataset) - 1) if len(dataset))]

@@ -132,7 +132,7 @@ class GradientAverager:
             if not any(param.requires_grad for param in self.names):
                 return  # frozen for this pass, as a GAN's discriminator that only passes gradients on
             unused = set(missing)
-            raise unused_parameters([name for param, name in self.names.items() if param in unused])
+            raise unused_parameters({name: param for param, name in self.names.items() if param in unused})
         self.start_all()
         self.settle()
         params = [*self._positions, *self._sparse]

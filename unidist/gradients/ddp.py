@@ -45,6 +45,7 @@ def wrap_in_ddp(model: M, options: ModelOptions, process_group: Any, reducer: Gr
         )
     wrapped.options = options
     wrapped.frozen = frozen_parameters(model)
+    wrapped.at_wrapping = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     wrapped.trained = TrainedParameters(model, accumulators=True)
     wrapped.bucket_reducer = reducer
     hook = None
@@ -65,6 +66,8 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
     that averages, so that they are equal after a step.
     """
 
+    #: The parameters that it averages, by DDP's indices, with their names.
+    at_wrapping: list[tuple[str, Tensor]]
     #: The collectives of the buffers.
     bucket_reducer: GradientReducer
     _buffer_passes: BackwardPasses | None = None
@@ -104,8 +107,8 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if found is None:
                 raise
-            trained = [name for name, param in self.module.named_parameters() if param.requires_grad]
-            raise unused_parameters([trained[int(index)] for index in found[1].split()]) from error
+            params = [self.at_wrapping[int(index)] for index in found[1].split()]
+            raise unused_parameters(dict(params)) from error
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             if not self.static_graph:
                 self._average_every_backward(output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -121,17 +121,23 @@ class TrainedParameters:
         return any(param.dtype is not dtype or param.device != device for _, _, param, dtype, device in self._slots)
 
     def replaced(self) -> bool:
-        """Whether the model has another object in place of a parameter or of a submodule.
+        """Whether the model has another object in place of a parameter or of a submodule, or one more.
 
         Plain tensors do not count: ``torch.func.functional_call`` puts them there, and trains them itself.
         """
-        return self._found_ids() != self._ids and self._is_replaced()
+        return self._found_ids() != self._ids and (self._is_replaced() or self._has_more())
 
     def _is_replaced(self) -> bool:
         return any(
             (now := table.get(name)) is not param and (now is None or isinstance(now, nn.Parameter))
             for table, name, param, _, _ in self._slots
         ) or any(table.get(name) is not child for table, name, child in self._parts)
+
+    def _has_more(self) -> bool:
+        known = {id(each) for each in (*self._params, *(child for _, _, child in self._parts))}
+        found = [each for table in self._tables for each in table.values() if each is not None and id(each) not in known]
+        params = chain.from_iterable([each] if isinstance(each, Tensor) else each.parameters() for each in found)
+        return any(param.requires_grad and isinstance(param, nn.Parameter) for param in params)
 
 
 class Wrapper(WrappedModel[M]):
@@ -149,7 +155,7 @@ class Wrapper(WrappedModel[M]):
 
         Raises:
             UnidistError: inside a ``unidist.join`` block that was not given this model, when a parameter that was
-                frozen when the model was wrapped requires grad now, when parameters have been converted or replaced
+                frozen when the model was wrapped requires grad now, when parameters have been converted, replaced or
                 since, or when its world has ended.
         """
         if self.ended:
@@ -206,8 +212,8 @@ def refuse_join(options: ModelOptions) -> None:
 def replaced_parameters(call: str) -> UnidistError:
     """The error for a model whose parameters are not those any more that it had when it was given to ``call``."""
     return UnidistError(
-        f"parameters of this model were converted (.double(), .half(), .to(...)) or replaced after unidist.{call}, so "
-        f"that their gradients are not averaged: do that before unidist.{call}, or call it again now, on every rank, "
+        f"parameters of this model were converted (.double(), .half(), .to(...)), replaced or added after unidist.{call}, "
+        f"so that their gradients are not averaged: do that before unidist.{call}, or call it again now, on every rank, "
         "and make the optimizer anew where it has the old parameters."
     )
 
@@ -236,10 +242,15 @@ def frozen_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
 
-def unused_parameters(names: Sequence[str]) -> UnidistError:
-    """The error for parameters that got no gradient in a backward pass."""
-    shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-    count = f"{len(names)} parameter{'s' * (len(names) > 1)}"
+def unused_parameters(params: Mapping[str, Tensor]) -> UnidistError:
+    """The error for parameters that got no gradient in a backward pass, by their names."""
+    if frozen := [name for name, param in params.items() if not param.requires_grad]:
+        return UnidistError(
+            f"{frozen[0]!r} was frozen (requires_grad=False) after unidist.wrap_model, and gets no gradient: wrap again "
+            "on every rank, model = unidist.wrap_model(unidist.unwrap(model)), or pass find_unused_parameters=True."
+        )
+    shown = ", ".join(map(repr, list(params)[:5])) + (", ..." if len(params) > 5 else "")
+    count = f"{len(params)} parameter{'s' * (len(params) > 1)}"
     return UnidistError(
         f"{count} got no gradient in a backward pass: {shown}. Pass find_unused_parameters=True to "
         "wrap_model, or set requires_grad=False on them before wrapping. If that pass failed and was caught, wrap the "

@@ -144,7 +144,7 @@ class _Averaging:
     def average(self) -> None:
         """Average gradients, and give buffers the values of the first rank that has data. Collective."""
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        unused = [name for name, p in trained if p.grad is None]
+        unused = {name: p for name, p in trained if p.grad is None}
         used = [True] * len(trained)
         if self.unused == "keep":
             here = torch.tensor([p.grad is not None for _, p in trained])
