@@ -56,8 +56,8 @@ class Rows(DataComparison):
         if difference is not None:
             raise MismatchError(
                 f"shard_loader: the ranks have different rows of this {type(self.dataset).__name__}, so that each "
-                "would skip rows that no other has: is it split by rank already, as by split_dataset_by_node, or made or "
-                "split by random numbers? Leave the split out, draw after unidist.init(seed=...), or pass "
+                "would skip rows that no other has: is it split by rank already, as by split_dataset_by_node, or made "
+                "or split by random numbers? Leave the split out, draw after unidist.init(seed=...), or pass "
                 "check_stream=False."
             )
 

@@ -77,7 +77,7 @@ def first_samples(dataset: Any, workers: int, worker: int = 0) -> Tensor:
 def fingerprint(dataset: Any) -> str | None:
     """What is compared of a map-style dataset at first; None of one without a length.
 
-    Of Hugging Face's its own fingerprint, of a ``Subset`` the first indices, of tensors and lists the first and the last
+    Of Hugging Face's its own fingerprint, of a ``Subset`` the first indices, of tensors and lists the first and last
     item. To read an item of others may open files, which worker processes must not share: of these the length alone.
     """
     if hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format"):

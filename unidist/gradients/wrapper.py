@@ -135,9 +135,10 @@ class TrainedParameters:
 
     def _has_more(self) -> bool:
         known = {id(each) for each in (*self._params, *(child for _, _, child in self._parts))}
-        found = [each for table in self._tables for each in table.values() if each is not None and id(each) not in known]
-        params = chain.from_iterable([each] if isinstance(each, Tensor) else each.parameters() for each in found)
-        return any(param.requires_grad and isinstance(param, nn.Parameter) for param in params)
+        found = [each for table in self._tables for each in table.values() if id(each) not in known]
+        modules = [each for each in found if isinstance(each, nn.Module)]
+        params = chain(found, *(module.parameters() for module in modules))
+        return any(isinstance(param, nn.Parameter) and param.requires_grad for param in params)
 
 
 class Wrapper(WrappedModel[M]):
@@ -212,9 +213,9 @@ def refuse_join(options: ModelOptions) -> None:
 def replaced_parameters(call: str) -> UnidistError:
     """The error for a model whose parameters are not those any more that it had when it was given to ``call``."""
     return UnidistError(
-        f"parameters of this model were converted (.double(), .half(), .to(...)), replaced or added after unidist.{call}, "
-        f"so that their gradients are not averaged: do that before unidist.{call}, or call it again now, on every rank, "
-        "and make the optimizer anew where it has the old parameters."
+        "parameters of this model were converted (.double(), .half(), .to(...)), replaced or added after "
+        f"unidist.{call}, so that their gradients are not averaged: do that before unidist.{call}, or call it again "
+        "now, on every rank, and make the optimizer anew where it has the old parameters."
     )
 
 
@@ -246,8 +247,8 @@ def unused_parameters(params: Mapping[str, Tensor]) -> UnidistError:
     """The error for parameters that got no gradient in a backward pass, by their names."""
     if frozen := [name for name, param in params.items() if not param.requires_grad]:
         return UnidistError(
-            f"{frozen[0]!r} was frozen (requires_grad=False) after unidist.wrap_model, and gets no gradient: wrap again "
-            "on every rank, model = unidist.wrap_model(unidist.unwrap(model)), or pass find_unused_parameters=True."
+            f"{frozen[0]!r} was frozen (requires_grad=False) after unidist.wrap_model, and gets no gradient: wrap "
+            "again on every rank, model = unidist.wrap_model(unidist.unwrap(model)), or pass find_unused_parameters=True."
         )
     shown = ", ".join(map(repr, list(params)[:5])) + (", ..." if len(params) > 5 else "")
     count = f"{len(params)} parameter{'s' * (len(params) > 1)}"
