@@ -248,7 +248,8 @@ def unused_parameters(params: Mapping[str, Tensor]) -> UnidistError:
     if frozen := [name for name, param in params.items() if not param.requires_grad]:
         return UnidistError(
             f"{frozen[0]!r} was frozen (requires_grad=False) after unidist.wrap_model, and gets no gradient: wrap "
-            "again on every rank, model = unidist.wrap_model(unidist.unwrap(model)), or pass find_unused_parameters=True."
+            "again on every rank, model = unidist.wrap_model(unidist.unwrap(model)), or with "
+            "find_unused_parameters=True."
         )
     shown = ", ".join(map(repr, list(params)[:5])) + (", ..." if len(params) > 5 else "")
     count = f"{len(params)} parameter{'s' * (len(params) > 1)}"
