@@ -205,7 +205,6 @@ def test_a_contender_that_is_missing_in_a_row_leaves_a_gap(tmp_path: Path) -> No
     assert (tmp_path / "x.png").exists()
 
 
-@pytest.mark.unit
 def test_help_does_not_need_the_peers() -> None:
     code = "import sys, benchmarks.command; assert not {'ignite', 'accelerate', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment("python", {}))

@@ -283,7 +283,6 @@ NONSENSE: list[tuple[dict[str, str], str]] = [
 ]
 
 
-@pytest.mark.unit
 def test_nonsense_environments_give_one_clear_error_at_once() -> None:
     """Each error comes from ``init()`` in under a second, and leaves nothing behind that the next would meet."""
     code = (

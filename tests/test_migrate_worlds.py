@@ -236,3 +236,29 @@ def test_the_page_shows_the_proof(tmp_path: Path) -> None:
         elif "─" not in left:
             assert left == right
     assert (tmp_path / "compare.json").exists() and (tmp_path / "compare.png").exists()
+
+
+def test_a_long_file(tmp_path: Path) -> None:
+    """5,000 lines in less than 350 MB."""
+    functions = "\n".join(
+        f"def work_{number}(model, data, rate={number}):\n"
+        "    total = 0.0\n    for index, (x, y) in enumerate(data):\n"
+        "        loss = (model(x) - y).pow(2).mean() * rate\n"
+        f"        total += loss.item()\n        if index % 10 == {number % 10}:\n"
+        f"            print('step', index, total / (index + 1), work_{max(0, number - 1)})\n    return total\n"
+        for number in range(560)
+    )
+    path = tmp_path / "long.py"
+    path.write_text(f"{functions}\n{(ROOT / 'tests/legacy/plain.py').read_text()}")
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom unidist.migrate.project import Exports, migrate_file\n"
+        "report = migrate_file(Path(sys.argv[1]), 'native', Exports())\n"
+        "assert report.status == 'changed' and 'replicate' in report.after, report.remarks\n"
+        "status = Path('/proc/self/status').read_text()\n"  # ru_maxrss is that of the process that started this one
+        "print(len(report.before.splitlines()), int(status.split('VmHWM:')[1].split()[0]) // 1024)\n"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    lines, megabytes = map(int, done.stdout.split())
+    assert lines > 5_000 and megabytes < 350

@@ -198,7 +198,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=14))
 def test_any_environment_gives_a_place_or_one_clear_error(env: dict[str, str]) -> None:
     before = dict(env)
