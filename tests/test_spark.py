@@ -111,6 +111,7 @@ def fail(how: str) -> None:
     if hvd.rank() == 1:
         if how == "raise":
             raise ValueError("no luck")
+        print("why", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     hvd.allreduce(torch.ones(1))
     time.sleep(600)
@@ -118,7 +119,7 @@ def fail(how: str) -> None:
 
 @pytest.mark.parametrize(
     "how, expected",
-    [("raise", "(?s)rank 1 of 2 .* failed first:.*in fail\n.*ValueError: no luck"), ("kill", "rank 1 .* by SIGKILL")],
+    [("raise", "(?s)rank 1 of 2 .* failed first:.*in fail\n.*ValueError: no luck"), ("kill", "(?s)rank 1 .* by SIGKILL. .*why$")],
 )
 def test_a_rank_that_fails_ends_the_others_and_is_named(spark: Any, how: str, expected: str) -> None:
     with pytest.raises(UnidistError, match=expected):

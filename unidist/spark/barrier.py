@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from pyspark import BarrierTaskContext, SparkFiles
 
@@ -39,6 +39,8 @@ _CANCEL_S = 1.0
 _PIECE = 1 << 24
 PIECE_OF_COMMIT = b"\0"
 _PAUSE_S = 0.005
+#: Characters of a rank's errors in the message that it has ended.
+_SHOWN = 1500
 
 
 class SparkJob(NamedTuple):
@@ -149,9 +151,11 @@ class _Rank:
     def __init__(self, process: subprocess.Popen[bytes], outcome: int, driver: Connection) -> None:
         assert process.stdout and process.stderr
         self._process, self._driver = process, driver
+        self._python = str(cast(list[str], process.args)[0])
         self._names = {process.stdout.fileno(): "stdout", process.stderr.fileno(): "stderr", outcome: ""}
         self._data = {pipe: bytearray() for pipe in self._names}
         self._outcome = self._data[outcome]
+        self._last_lines = ""  # of its errors
 
     def follow(self) -> bytes:
         """Until it has ended."""
@@ -169,7 +173,8 @@ class _Rank:
                     _kill(self._process)  # what it has left holds the pipes
         status = self._process.wait()
         if status or not self._is_complete():
-            self._fail(f" its process {_ended(status)}.", vanished=True)
+            last = f" Its last lines:\n\n{self._last_lines.rstrip()}" if self._last_lines else ""
+            self._fail(f" its process of {self._python} {_ended(status)}.{last}", vanished=True)
         self._send(done=True)
         return bytes(self._outcome[HEAD.size :])
 
@@ -182,7 +187,10 @@ class _Rank:
             # Whole lines, or steps of a progress bar.
             end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1 if chunk else len(data)
             if end:
-                self._send(stream=name, text=data[:end].decode(errors="replace"))
+                text = data[:end].decode(errors="replace")
+                self._send(stream=name, text=text)
+                if name == "stderr":
+                    self._last_lines = (self._last_lines + text)[-_SHOWN:]
                 del data[:end]
             return bool(chunk)
         while self._is_complete() and (kind := data[0]) != RETURNED:
