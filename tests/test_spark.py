@@ -119,7 +119,10 @@ def fail(how: str) -> None:
 
 @pytest.mark.parametrize(
     "how, expected",
-    [("raise", "(?s)rank 1 of 2 .* failed first:.*in fail\n.*ValueError: no luck"), ("kill", "(?s)rank 1 .* by SIGKILL. .*why$")],
+    [
+        ("raise", "(?s)rank 1 of 2 .* failed first:.*in fail\n.*ValueError: no luck"),
+        ("kill", "(?s)rank 1 .* by SIGKILL. .*why$"),
+    ],
 )
 def test_a_rank_that_fails_ends_the_others_and_is_named(spark: Any, how: str, expected: str) -> None:
     with pytest.raises(UnidistError, match=expected):
