@@ -153,14 +153,14 @@ class Backend(ABC):
         """Return the world size according to the library."""
         return self.topology.world_size
 
-    def exchange(self, value: str, timeout: float = START_TIMEOUT.total_seconds()) -> list[str]:
+    def exchange(self, value: str, timeout: float | None = None) -> list[str]:
         """Every rank's ``value``, in rank order, at a start: a rank may be gone. Collective.
 
         On torch.distributed it goes through the store of the rendezvous. Elsewhere the library's own timeout counts.
 
         Args:
             value: a short text.
-            timeout: seconds.
+            timeout: seconds. Default: that of ``init``.
 
         Raises:
             BackendError: not all ranks came in time; it names them.

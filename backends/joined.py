@@ -8,7 +8,7 @@ from typing import NoReturn, get_args
 import torch
 from torch import Tensor
 
-from unidist.backends.base import START_TIMEOUT, Backend, Group, Op, Start, Wait
+from unidist.backends.base import Backend, Group, Op, Start, Wait
 from unidist.backends.reductions import neutral_element
 from unidist.diagnosis.operations import OperationRecord
 from unidist.errors import MismatchError, UnidistError
@@ -119,7 +119,7 @@ class Joined(Backend):
     def operations(self) -> list[OperationRecord]:
         return self._backend.operations()
 
-    def exchange(self, value: str, timeout: float = START_TIMEOUT.total_seconds()) -> list[str]:
+    def exchange(self, value: str, timeout: float | None = None) -> list[str]:
         return self._backend.exchange(value, timeout)
 
     def drop_group(self, group: Group) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unidist.backends import reachability, rendezvous
-from unidist.backends.base import START_TIMEOUT, Backend, Group, Op, Start, Wait
+from unidist.backends.base import Backend, Group, Op, Start, Wait
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
 from unidist.backends.mpi import watch as mpi_watch
@@ -63,6 +63,7 @@ class TorchBackend(Backend):
             self.device_types = frozenset({"cpu", "cuda"})
         library = _library(name, start)
         self.process_groups = ProcessGroups(library, world, start.timeout, device)
+        self._start_timeout = start.start_timeout
         self._world: dict[str, LazyProcessGroup | None] = dict.fromkeys(
             ("cpu", "cuda"), None if self._default else self._make_group(self.ranks(None))
         )
@@ -157,9 +158,10 @@ class TorchBackend(Backend):
     def world_size(self) -> int:
         return dist.get_world_size() if self._default else self.topology.world_size
 
-    def exchange(self, value: str, timeout: float = START_TIMEOUT.total_seconds()) -> list[str]:
+    def exchange(self, value: str, timeout: float | None = None) -> list[str]:
         key = f"exchange/{next(self._exchanges)}"
-        return self._rendezvous.exchange(key, value, timedelta(seconds=timeout))
+        limit = self._start_timeout if timeout is None else timedelta(seconds=timeout)
+        return self._rendezvous.exchange(key, value, limit)
 
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         return Group(ranks, self._make_group(ranks))

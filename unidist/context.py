@@ -170,9 +170,8 @@ def _init(
             if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
                 world.restore_env = _export(started, start)
             if started.topology.world_size > 1 and started.watch is None:
-                seconds = start.start_timeout.total_seconds()
-                _introduce(started, seconds)
-                world.watch = Watch(started, stall, seconds)
+                _introduce(started, start.start_timeout.total_seconds())
+                world.watch = Watch(started, stall)
         except BaseException:
             world.close(alone=False)
             raise
@@ -240,7 +239,7 @@ def _introduce(backend: Backend, timeout: float) -> None:
     from unidist import __version__
     from unidist.backends.rendezvous import in_time
 
-    rows = [json.loads(text) for text in backend.exchange(json.dumps([*Process.current(), __version__]), timeout)]
+    rows = [json.loads(text) for text in backend.exchange(json.dumps([*Process.current(), __version__]))]
     by_version: dict[str, list[int]] = {}
     for rank, row in enumerate(rows):
         by_version.setdefault(row[3], []).append(rank)
@@ -282,8 +281,7 @@ def _export(backend: Backend, start: Start) -> Callable[[], None]:
     """Set torchrun's variables; the result takes them back. Collective."""
     from unidist.torchrun_env import export
 
-    seconds = start.start_timeout.total_seconds()
-    return export(start.launch, backend.topology, lambda text: backend.exchange(text, seconds))
+    return export(start.launch, backend.topology, backend.exchange)
 
 
 def _warn_of_libraries(backend: Backend, launch: Launch) -> None:

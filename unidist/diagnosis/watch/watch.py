@@ -67,13 +67,12 @@ class Watch:
     Args:
         backend: the running backend, of several ranks.
         stall: seconds that an operation may be pending until all ranks' states are reported; 0: for ever.
-        timeout: seconds for all ranks to come.
     """
 
     #: What a rank that cannot listen sends as its host and port.
     NO_ADDRESS = ("", 0)
 
-    def __init__(self, backend: Backend, stall: float, timeout: float) -> None:
+    def __init__(self, backend: Backend, stall: float) -> None:
         self._backend = backend
         self._rank = backend.topology.rank
         self._stall = stall
@@ -92,7 +91,7 @@ class Watch:
         self._explained: tuple[float, list[RankState]] = (-math.inf, [])
         self._reported = -math.inf
         self._secret = backend.secret
-        self._peers, listening = self._exchange_addresses(timeout)
+        self._peers, listening = self._exchange_addresses()
         #: Operations that began before are those of the start.
         self._since = time.monotonic()
         self._signal: ReportSignal | None = None
@@ -253,7 +252,7 @@ class Watch:
             return {}
         return {"state": self.own_state(request["stacks"]).to_row(), "words": self._words}
 
-    def _exchange_addresses(self, timeout: float) -> tuple[dict[int, Peer], Any]:
+    def _exchange_addresses(self) -> tuple[dict[int, Peer], Any]:
         """Where all ranks' servers are, and the socket on which this one listens. Collective."""
         listening, address, processes = None, self.NO_ADDRESS, self._backend.processes
         try:
@@ -261,7 +260,7 @@ class Watch:
             address = listening.getsockname()[:2]
         except (BackendError, OSError) as error:
             _log.warning("rank %d cannot tell the other ranks what it does: %s", self._rank, error)
-        found = [json.loads(text) for text in self._backend.exchange(json.dumps(address), timeout)]
+        found = [json.loads(text) for text in self._backend.exchange(json.dumps(address))]
         return {rank: Peer(process, *found[rank]) for rank, process in enumerate(processes)}, listening
 
     def close_in_child(self) -> None:
