@@ -31,7 +31,7 @@ _CONNECT_S = 30.0
 HEAD = struct.Struct("<BQ")
 #: To the task: how the function ended. In both directions: a commit of an elastic training.
 FAILED, RETURNED, COMMIT = range(3)
-#: To the rank: the function, which is the first message.
+#: To the rank: the function; in an elastic job the last commit comes before it.
 FUNCTION = 3
 #: Seconds in which Spark, told by the driver, ends the task; a task that raises fills the logs.
 _CANCEL_S = 1.0
@@ -115,9 +115,10 @@ def _run_rank(job: SparkJob, env: Mapping[str, str], driver: Connection) -> byte
     assert process.stdin and process.stdout and process.stderr
     try:
         with suppress(BrokenPipeError):  # it has ended, and is asked why below
+            if job.commit is not None:  # the job is elastic
+                commit = job.commit if env["RANK"] == "0" else b""
+                process.stdin.write(HEAD.pack(COMMIT, len(commit)) + commit)
             process.stdin.write(HEAD.pack(FUNCTION, len(job.payload)) + job.payload)
-            commit = job.commit if job.commit and env["RANK"] == "0" else b""
-            process.stdin.write(HEAD.pack(RETURNED if job.commit is None else COMMIT, len(commit)) + commit)
             process.stdin.flush()
         return _Rank(process, outcome, driver).follow()
     except (EOFError, OSError):  # the driver has closed the connection

@@ -31,13 +31,13 @@ def main(pipe: int) -> None:
     stdin = os.fdopen(os.dup(0), "rb")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    _, payload = _read(stdin)
-    kind, commit = _read(stdin)
+    kind, message = _read(stdin)
     if kind == COMMIT:
-        host_memory.store_in(_CommitsOnDriver(pipe, commit))
+        host_memory.store_in(_CommitsOnDriver(pipe, message))
+        _, message = _read(stdin)
     threading.Thread(target=_end_with_the_task, args=(stdin,), name="unidist-spark", daemon=True).start()
     try:
-        fn, args, kwargs = cloudpickle.loads(payload)
+        fn, args, kwargs = cloudpickle.loads(message)
         data = cloudpickle.dumps(fn(*args, **kwargs))
         context.shutdown()
     except BaseException:
