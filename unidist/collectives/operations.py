@@ -16,7 +16,7 @@ import cmath
 import ctypes
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from numbers import Number
@@ -74,7 +74,7 @@ def all_reduce(tensor: TensorOrBool, op: ReduceOp = "sum", group: Group | None =
         ValueError: unknown ``op``, or one without a gradient on a tensor that requires grad.
     """
     if isinstance(tensor, bool) or type(tensor).__name__.startswith("bool"):  # NumPy's, too
-        return bool(all_reduce(torch.tensor(bool(tensor)), op, group))
+        return bool(all_reduce(torch.tensor(bool(tensor)), op, group))  # type: ignore[return-value]
     backend = member(group)
     _check_op(tensor, op)
     compare(backend, group, "all_reduce", tensor, op)
@@ -176,17 +176,14 @@ def _check_pad(tensor: Tensor, pad: float) -> None:
     _check_dense(tensor)
     dtype = tensor.dtype
     if not isinstance(pad, Number):
-        raise TypeError(f"all_gather(pad={pad!r}) of {dtype}: pass a number, which fills what is padded.")
-    if tensor.dim() < 2:
-        return  # its only dimension may differ
-    try:
+        raise TypeError(f"all_gather(pad={pad!r}): pass a number that {dtype} has.")
+    with suppress(RuntimeError):  # of torch, on overflow
         filled = torch.full((), pad, dtype=dtype, device="cpu").item()
-        is_exact = not (dtype.is_floating_point or dtype.is_complex)
-        fits = filled == pad if is_exact else cmath.isfinite(filled) == cmath.isfinite(pad)
-    except RuntimeError:  # of torch, on overflow
-        fits = False
-    if not fits:
-        raise ValueError(f"all_gather(pad={pad!r}) of {dtype}, which has no such value: pass another, or convert it.")
+        rounds = dtype.is_floating_point or dtype.is_complex
+        if filled == pad or (rounds and cmath.isfinite(filled) == cmath.isfinite(pad)):
+            return
+    if tensor.dim() > 1:  # in others nothing is padded
+        raise ValueError(f"all_gather(pad={pad!r}): {dtype} has no such value: pass another, or convert the tensor.")
 
 
 def _all_gather(tensor: Tensor, group: Group | None) -> Tensor:

@@ -238,8 +238,9 @@ def shard_loader(
             dimension, as what ``new_group`` returned or as ``mesh["dp"]``.
 
     Raises:
-        TypeError: not a DataLoader, a seed that is no integer, a ``DistributedSampler``, a sampler without a length, ``shuffle`` for a sampler of
-            your own, a loader that is a shard already, or one whose class overrides ``__iter__``.
+        TypeError: not a DataLoader, a seed that is no integer, a ``DistributedSampler``, a sampler without a length,
+            ``shuffle`` for a sampler of your own, a loader that is a shard already, or one whose class overrides
+            ``__iter__``.
         ValueError: ``pad=True`` with ``drop_last=True`` or a dataset with ``set_shard``; padding an empty dataset;
             ``worker_split`` is missing, or has no meaning for this dataset; ``permutation`` of a loader that does not
             shuffle; a dataset that is split by rank already, such as by ``split_dataset_by_node``.

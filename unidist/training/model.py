@@ -354,8 +354,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, gr
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"broadcast_optimizer_state takes a torch.optim.Optimizer, not {_kind(optimizer)}: pass the optimizer "
-            "itself; a model goes to broadcast_model_state."
+            f"broadcast_optimizer_state takes a torch.optim.Optimizer, not {type(optimizer).__name__}: pass that; "
+            "a model goes to broadcast_model_state."
         )
     difference = first_difference([len(entry["params"]) for entry in optimizer.param_groups], group)
     if difference is not None:
@@ -398,14 +398,11 @@ def _check_options(compression: str | None, bucket_cap_mb: float) -> None:
 
 def _check_module(model: object, call: str) -> None:
     if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(
-            f"{call} takes a torch.nn.Module, not {_kind(model)}: pass the model itself, not its class, state_dict() or "
-            "optimizer."
+            f"{call} takes a torch.nn.Module, not {kind}: pass the model itself, not its class, its "
+            "state_dict() or its optimizer."
         )
-
-
-def _kind(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _check_model(model: nn.Module, call: str) -> None:

@@ -26,7 +26,8 @@ def prepare(*objects: Any) -> Any:
     A model moves to ``unidist.device()`` and goes through ``wrap_model``, or only moves if no parameter of it requires
     grad; a ``DataLoader`` goes through ``shard_loader``. Both with their defaults: call them yourself for options, such
     as ``shard_loader(test, pad=False)``, which counts each sample of a test set once. Optimizers, schedulers and
-    whatever else has no items, and strings and dicts, are returned as they are. An optimizer may be made before or after. ::
+    whatever else has no items, and strings and dicts, are returned as they are. An optimizer may be made before or
+    after. ::
 
         model, optimizer, train = unidist.prepare(model, optimizer, train)
 
