@@ -33,7 +33,7 @@ ABOUT_NAMES = [path for path in RULES if re.match("drop_in|elastic|imports|modul
 def test_rule(path: Path) -> None:
     before, rest = path.read_text().split("=== after\n")
     after, report = rest.split("=== report\n")
-    options = DEFAULT_OPTIONS if path.stem.startswith(("whole_file", "torch")) else PARTIAL
+    options = DEFAULT_OPTIONS if path.stem.startswith(("star", "torch")) else PARTIAL
     code, remarks = migrate_module(before, "native", options=options)
     assert code == after
     said = "".join(f"{each.line}: {each.what}\n    {each.why}\n    -> {each.remedy}\n" for each in remarks)

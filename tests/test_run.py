@@ -58,7 +58,7 @@ def test_the_first_failure_is_the_status_and_is_shown() -> None:
     assert re.search(r"\w+ \w+ .\d \d\d:\d\d:\d\d 20\d\d\[1\]<stdout>:reason", result.stdout), result.stdout
     last = result.stderr.splitlines()[-2:]
     assert re.search(
-        r"rank 1 on host \S+ ended with status 7, the first to fail. 2 other ranks were still running", last[0]
+        r"rank 1 on host \S+ ended with status 7, the first to fail. 2 other ranks had not ended yet, and got", last[0]
     ), last
     assert last[1] == "  reason: out of luck"
 
@@ -73,6 +73,8 @@ def test_a_signal_is_128_and_its_number() -> None:
     ("argv", "status", "message"),
     [
         (["-np", "2", "no-such-program"], 127, r"cannot start no-such-program: No such file.* PATH"),
+        (["-np", "2", "./tests"], 126, r"cannot start \./tests: .*It is a directory"),
+        (["-np", "2", "tests"], 127, "It is a directory"),
         (["-np", "2"], 1, "there is no command to start"),
         (["python", "x.py"], 1, "-np is missing"),
         (["-np", "0", "python", "x.py"], 1, "-np 0 is not a number of ranks"),

@@ -100,6 +100,7 @@ def test_allocations() -> None:
     [
         ("-np x python", "invalid int value: 'x'"),
         ("-np 2 --nonsense python", "--nonsense|there is no command"),
+        ("-np 2 -m pkg.train", "unrecognized arguments: -m. To start a module, write python -m MODULE"),
         ("-np 2 -H a:1 --hostfile f python", "not allowed with"),
         ("-np 2 --max-np 4 python", "--max-num-proc is an option of elastic training, which has --min-np or"),
         ("-np 2 --min-np 1 --mpi python", "--mpi is not for elastic training"),

@@ -14,6 +14,7 @@ import pytest
 import unidist
 from tests.conftest import NEEDED, VARIANTS
 from tests.support.worlds import ROOT, environment
+from unidist import horovod_names, hvd
 from unidist.context import BACKENDS
 
 pytestmark = pytest.mark.unit
@@ -168,6 +169,19 @@ def test_public_names() -> None:
     assert unidist.__all__ == sorted(unidist.__all__) and "print" not in unidist.__all__ and unidist.print is not print
     with pytest.raises(AttributeError, match="module 'unidist' has no attribute 'wrap_modl'"):
         unidist.wrap_modl  # noqa: B018
+
+
+def test_names_of_horovods_say_what_there_is_instead() -> None:
+    with pytest.raises(AttributeError, match=r"'size'; Horovod's hvd\.size is unidist\.world_size\(\): docs/hvd-to-"):
+        unidist.size  # noqa: B018
+    assert horovod_names.hint("wrap_modl") == ""
+    instead = {**horovod_names.PLAIN_CALLS, **horovod_names._OTHERS}
+    for name, text in instead.items():
+        assert hasattr(hvd, name) and hasattr(unidist, re.split(r"\W", text)[0]), name
+        assert not hasattr(unidist, name) or text == name, name
+
+
+def test_public_names_have_docstrings() -> None:
     for name in unidist.__all__:
         assert inspect.getdoc(getattr(unidist, name)), f"{name} has no docstring"
 

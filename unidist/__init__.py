@@ -4,7 +4,7 @@ import ast
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from unidist import moved
+from unidist import horovod_names, moved
 
 # The public names, here and nowhere else. A module is imported when one of its names is first asked for: the command
 # line answers without importing torch.
@@ -116,7 +116,7 @@ if not TYPE_CHECKING:  # for which an unknown name is an error
         except ModuleNotFoundError as error:
             if error.name != f"unidist.{name}":
                 raise
-        raise AttributeError(f"module 'unidist' has no attribute {name!r}")
+        raise AttributeError(f"module 'unidist' has no attribute {name!r}{horovod_names.hint(name)}")
 
 
 def __dir__() -> list[str]:

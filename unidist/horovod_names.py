@@ -14,6 +14,41 @@ _MODULES = {
     "horovod.spark": "unidist.spark",
     "sparkdl": "unidist.spark.sparkdl",
 }
+#: Calls without arguments, and unidist's names for them.
+PLAIN_CALLS = {
+    "init": "init",
+    "shutdown": "shutdown",
+    "is_initialized": "is_initialized",
+    "rank": "rank",
+    "size": "world_size",
+    "local_rank": "local_rank",
+    "local_size": "local_size",
+    "cross_rank": "node_rank",
+    "cross_size": "num_nodes",
+    "barrier": "barrier",
+}
+#: What unidist has in place of other names.
+_OTHERS = {
+    "allreduce": 'all_reduce(x, op="mean")',
+    "allreduce_": 'all_reduce_(x, op="mean")',
+    "allgather": "all_gather(x)",
+    "alltoall": "all_to_all(x)",
+    "reducescatter": 'reduce_scatter(x, op="mean")',
+    "allgather_object": "all_gather_object(x)",
+    "broadcast_parameters": "broadcast_model_state(model)",
+    "DistributedOptimizer": "replicate(model) beside a plain optimizer",
+    "Compression": 'replicate(model, compression="fp16")',
+    "SyncBatchNorm": "wrap_model(model, sync_bn=True)",
+    "ProcessSet": "new_group(ranks)",
+    "start_timeline": "timeline(path)",
+}
+
+
+def hint(name: str) -> str:
+    """For the error about a name that Horovod has and unidist has not."""
+    instead = _OTHERS.get(name) or PLAIN_CALLS.get(name, "") + "()"
+    known = f"; Horovod's hvd.{name} is unidist.{instead}: docs/hvd-to-unidist.md, or `import unidist.hvd as hvd`"
+    return known if instead != "()" else ""
 
 
 def directory() -> str:

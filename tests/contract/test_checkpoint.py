@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import socket
+import threading
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -177,11 +178,14 @@ def test_an_error_of_any_rank_is_raised_on_all(folder: Path) -> None:
         unidist.load_checkpoint(path, model=make_model())
     with pytest.raises(unidist.CheckpointError, match="x=int has no load_state_dict"):
         unidist.load_checkpoint(path, x=3)
-    for bad in (folder, Config(x=1)):
-        with pytest.raises(unidist.CheckpointError, match=r"bad=: .* refuses it, because it contains a \S*(path|Con)"):
-            unidist.save_checkpoint(path, x=1, bad={"deep": [bad]})
-    with pytest.raises(unidist.CheckpointError, match=r"rank 0: ValueError: bad=: .*[pP]ickle"):
-        unidist.save_checkpoint(path, x=1, bad=lambda: 1)
+    place = r"at \['deep'\]\[1\]: "
+    for bad, where in ((folder, place), (Config(x=1), ""), (numpy.float64(3), place)):
+        refused = rf"bad=: {where}torch.* refuses it, because it contains a \S*(path|Con|scalar).*; .*float\(x\)"
+        with pytest.raises(unidist.CheckpointError, match=refused):
+            unidist.save_checkpoint(path, x=1, bad={"deep": [1, bad], "fine": torch.ones(1)})
+    for bad in (lambda: 1, threading.Lock()):
+        with pytest.raises(unidist.CheckpointError, match=r"0: ValueError: bad=: .*[pP]ickle.*; .* give an object a"):
+            unidist.save_checkpoint(path, x=1, bad=bad)
     if unidist.is_main():
         (folder / "noise.pt").write_bytes(b"noise"), (folder / "empty.pt").touch(), os.mkfifo(folder / "fifo")
     with pytest.raises(unidist.CheckpointError, match=r"rank 0: .*fifo is a FIFO, which a checkpoint does not replace"):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -164,6 +165,9 @@ DIFFERENT: list[tuple[str, Callable[[], object], str, str]] = [
     ("call", lambda: first_or(unidist.all_reduce, unidist.all_gather)(FLAT), "all_reduce", "all_gather of float32"),
     ("shape", lambda: unidist.all_gather(first_or(FLAT, FLAT.t())), r"float32 \(1, 5\)", r"float32 \(5, 1\)"),
     ("dtype", lambda: unidist.all_gather(first_or(FLAT, INTEGERS)), "float32", "int32"),
+    ("pad", lambda: unidist.all_gather(FLAT, pad=first_or(0, 1)), r"all_gather \(pad=0\)", r"all_gather \(pad=1\)"),
+    ("pad", lambda: unidist.all_gather(FLAT, pad=first_or(None, 0)), "all_gather of float32", r"all_gather \(pad=0\)"),
+    ("dim", lambda: unidist.all_gather(first_or(FLAT, DEEP), pad=0), r"float32 \(1, 5\)", r"float32 \(1, 2, 5\)"),
     ("shape", lambda: unidist.all_to_all(first_or(WIDE, WIDE.view(24, 2))), r"\(24, 1, 2\)", r"\(24, 2\)"),
     ("op", lambda: unidist.reduce_scatter(WIDE, first_or("sum", "max")), "(sum)", "(max)"),
     ("shape", lambda: unidist.reduce_scatter(first_or(WIDE, WIDE.view(24, 2))), r"\(24, 1, 2\)", r"\(24, 2\)"),
@@ -470,9 +474,40 @@ def test_all_gather_pads_the_ends() -> None:
     assert unidist.all_gather(torch.tensor(rank), pad=0).tolist() == list(range(size))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pad", "error"),
+    [
+        (torch.uint8, -1, "pad=-1.*: torch.uint8 has no"),
+        (torch.int64, 0.5, "pad=0.5.*: torch.int64 has no"),
+        (torch.int64, 2**63, "torch.int64 has no such value"),
+        (torch.bool, 2, "torch.bool has no such value"),
+        (torch.float16, 1e6, "torch.float16 has no such value"),
+        (torch.float32, "0", "pad='0'.*: pass a number"),
+        (torch.int64, 2**63 - 1, ""),
+        (torch.float16, -math.inf, ""),
+        (torch.bfloat16, 0.1, ""),
+        (torch.bool, 1, ""),
+        (torch.complex64, 1j, ""),
+    ],
+)
+def test_padding_must_be_a_value_of_the_dtype(dtype: torch.dtype, pad: Any, error: str) -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    mine = {"ids": torch.zeros(1, 1 + rank, dtype=dtype), "counts": torch.ones(2, dtype=torch.uint8)}
+    if error:
+        with pytest.raises((TypeError, ValueError), match=error):
+            unidist.all_gather(mine, pad=pad)
+    else:
+        padded = unidist.all_gather(mine, pad=pad)["ids"][0, 1:]
+        assert torch.equal(padded, torch.full((size - 1,), pad, dtype=dtype))
+    unidist.barrier()
+
+
 def test_all_reduce_of_a_python_bool() -> None:
     rank, size = unidist.rank(), unidist.world_size()
     assert unidist.all_reduce(rank == 0, "or") is True
+    assert unidist.all_reduce(numpy.bool_(rank == 0), "or") is True
+    with pytest.raises(TypeError, match=r"all_reduce_ of a bool.*: use all_reduce"):
+        unidist.all_reduce_(True, "or")  # type: ignore[type-var]
     assert unidist.all_reduce(rank == 0, "and") is (size == 1)
     with pytest.raises(TypeError, match=r"'sum' of torch\.bool"):
         unidist.all_reduce(True)

@@ -61,6 +61,11 @@ def test_broadcast_optimizer_state_before_the_first_step() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1) and not optimizer.state
 
 
+def test_a_model_has_no_optimizer_state() -> None:
+    with pytest.raises(TypeError, match=r"takes a torch\.optim\.Optimizer, not Linear: .*broadcast_model_state"):
+        unidist.broadcast_optimizer_state(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
 def test_broadcast_optimizer_state_mismatch() -> None:
     if unidist.world_size() > 1:
         params = list(make_model().parameters())[: 2 + unidist.rank()]

@@ -1,5 +1,6 @@
 """``prepare``."""
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +23,17 @@ def test_prepare_is_wrap_model_and_shard_loader() -> None:
         criterion(model(inputs), labels).backward()
         optimizer.step()
     unidist.assert_in_sync(model)
+
+
+class MapStyle:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("data", [TensorDataset(torch.ones(4)), MapStyle(), [1, 2], torch.ones(4), (i for i in (1, 2))])
+def test_data_that_is_in_no_loader_is_an_error(data: object) -> None:
+    with pytest.raises(TypeError, match=f"prepare cannot shard this {type(data).__name__}.*optimizers, schedulers and"):
+        unidist.prepare(data)
 
 
 def test_one_object_is_returned_by_itself() -> None:

@@ -234,6 +234,7 @@ class OwnLoader(DataLoader[int]):
         (DataLoader(Numbers(4), sampler=(i for i in (1, 2))), {}, TypeError, "no length"),
         (DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 2, 0)), {}, TypeError, "replaces Distributed"),
         (DataLoader(Numbers(4), 2, drop_last=True), {"pad": True}, ValueError, "not both"),
+        (DataLoader(Numbers(4), shuffle=True), {"seed": "0"}, TypeError, r"seed='0'\): pass an integer"),
         (OwnLoader(Numbers(4)), {}, TypeError, "OwnLoader.__iter__"),
         (DataLoader(TensorDataset(torch.empty(0)), 2), {}, ValueError, "empty"),
     ],

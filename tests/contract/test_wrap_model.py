@@ -321,6 +321,22 @@ def test_a_memory_format_that_changes_later() -> None:
         passes(changed=unidist.is_main())
 
 
+@pytest.mark.parametrize("call", ["wrap_model", "replicate", "broadcast_model_state", "assert_in_sync"])
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (len, "builtin_function_or_method"),
+        ([nn.Linear(1, 1)], "list"),
+        (nn.Linear, "the class Linear"),
+        (torch.optim.SGD([torch.ones(1)]), "SGD"),
+        (nn.Linear(1, 1).state_dict(), "OrderedDict"),
+    ],
+)
+def test_what_is_no_model(call: str, value: object, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"{call} takes a torch\.nn\.Module, not {kind}: pass the model itself"):
+        getattr(unidist, call)(value)
+
+
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match="requires grad"):
         unidist.wrap_model(nn.Linear(2, 2).requires_grad_(False))

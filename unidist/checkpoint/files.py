@@ -38,6 +38,10 @@ FORMAT = "unidist_format"
 _VERSION = 1
 #: In a checkpoint's directory, the file with all that is not sharded.
 REST = "unidist.pt"
+_ONLY = (
+    "contains numbers, strings, tensors, lists and plain dicts only: convert a number of NumPy's by "
+    "float(x), and give an object a state_dict()"
+)
 
 
 def write(path: Path, state: dict[str, Any], stop: Event) -> None:
@@ -51,9 +55,19 @@ def write(path: Path, state: dict[str, Any], stop: Event) -> None:
                 os.fsync(file.fileno())
                 read(file)  # a file that cannot be loaded must not replace one that can
             except (ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
-                name = next((name for name, value in state.items() if not _is_plain(value)), "")
-                raise ValueError(f"{name}=: {error}" if name else str(error)) from error
+                said = error if isinstance(error, ValueError) else f"{error}; a checkpoint {_ONLY}"
+                raise ValueError(f"{_refused(state)}{said}") from error
         unfinished.finish()
+
+
+def _refused(state: dict[str, Any]) -> str:
+    """The first value that cannot be saved or loaded, and where in it."""
+    for name, value in state.items():
+        if not _is_plain(value):
+            leaves = ((path, leaf) for path, leaf in walk(value) if type(leaf) not in (int, float, str))
+            keys = "".join(f"[{key!r}]" for key in next((path for path, leaf in leaves if not _is_plain(leaf)), ()))
+            return f"{name}=: {keys and f'at {keys}: '}"
+    return ""
 
 
 def _is_plain(value: Any) -> bool:
@@ -290,8 +304,7 @@ def read(file: IO[bytes]) -> dict[str, Any]:
     except Exception as error:  # of any kind, in a file that is damaged or not torch's
         if kind := re.search(r"GLOBAL (\S+)", str(error)):
             raise ValueError(
-                f"torch.load(weights_only=True) refuses it, because it contains a {kind[1]}; a checkpoint contains "
-                "numbers, strings, tensors, lists and plain dicts only"
+                f"torch.load(weights_only=True) refuses it, because it contains a {kind[1]}; a checkpoint {_ONLY}"
             ) from error
         what = "damaged or not a checkpoint" if is_archive else "not a checkpoint"
         raise ValueError(f"it is {what}: torch.load(weights_only=True) cannot read it") from error

@@ -12,18 +12,19 @@ is then collective too, and the input must require grad on every rank of the gro
 
 from __future__ import annotations
 
+import cmath
 import ctypes
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
+from numbers import Number
 from operator import index
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from unidist.backends.base import Backend, Group, Op
 from unidist.backends.reductions import WIDER
@@ -72,8 +73,8 @@ def all_reduce(tensor: TensorOrBool, op: ReduceOp = "sum", group: Group | None =
         TypeError: the dtype has no such ``op``.
         ValueError: unknown ``op``, or one without a gradient on a tensor that requires grad.
     """
-    if isinstance(tensor, bool):
-        return bool(all_reduce(torch.tensor(tensor), op, group))
+    if isinstance(tensor, bool) or type(tensor).__name__.startswith("bool"):  # NumPy's, too
+        return bool(all_reduce(torch.tensor(bool(tensor)), op, group))  # type: ignore[return-value]
     backend = member(group)
     _check_op(tensor, op)
     compare(backend, group, "all_reduce", tensor, op)
@@ -106,6 +107,8 @@ def all_reduce_(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None
         ValueError: unknown ``op``, or the tensor requires grad.
     """
     backend = member(group)
+    if isinstance(tensor, bool):
+        raise TypeError("all_reduce_ of a bool, which cannot be changed in place: use all_reduce, which returns one.")
     if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError("all_reduce_ of a tensor that requires grad: pass tensor.detach(), or use all_reduce.")
     _check_op(tensor, op)
@@ -127,16 +130,22 @@ def all_gather(tensor: T, group: Group | None = None, *, pad: float | None = Non
         tensor: any dtype. The first dimension may differ between ranks (0 included), the others may not, without
             ``pad``. A 0-d tensor counts as one row. Or nested dicts, lists and tuples of tensors.
         group: the ranks that take part.
-        pad: fills the ends of dimensions that differ between ranks, such as the lengths of generated sequences.
+        pad: fills the ends of dimensions that differ between ranks, such as the lengths of generated sequences; the
+            same on every rank.
 
     Returns:
         A new tensor of shape ``(sum of first dims, *tensor.shape[1:])``, equal on every rank; or the same structure of
         them.
 
     Raises:
-        MismatchError: on every rank, when structures, dtypes, numbers of dimensions or, without ``pad``, trailing
+        MismatchError: on every rank, when structures, dtypes, numbers of dimensions, ``pad`` or, without it, trailing
             dimensions differ.
+        TypeError: ``pad`` is no number.
+        ValueError: the dtype of a tensor with dimensions to pad does not have ``pad``.
     """
+    if pad is not None:
+        for _, leaf in walk(tensor):
+            _check_pad(leaf, pad)
 
     def gather(leaf: Tensor) -> Tensor:
         return _all_gather(leaf if pad is None else _padded(leaf, pad, group), group)
@@ -155,11 +164,26 @@ def _map_tensors(call: str, fn: Callable[[Tensor], Tensor], tree: T, group: Grou
 
 def _padded(tensor: Tensor, value: float, group: Group | None) -> Tensor:
     """Pad a tensor's ends to the largest size of each dimension but the first over all ranks. Collective."""
+    sizes = torch.tensor(tensor.shape[1:], dtype=torch.int64).unsqueeze(0)
+    rows, gathered = _gather(member(group), group, "all_gather", sizes, tensor, value)
+    ends = (_from_bytes(gathered, sizes, sum(rows)).amax(0) - sizes[0]).tolist()
+    # Not F.pad, whose value is a float.
+    widths = [width for end in reversed(ends) for width in (0, end)]
+    return torch.constant_pad_nd(tensor, widths, value) if any(ends) else tensor
+
+
+def _check_pad(tensor: Tensor, pad: float) -> None:
     _check_dense(tensor)
-    shape = tensor.shape[1:]
-    longest = _all_gather(torch.tensor(shape, dtype=torch.int64).unsqueeze(0), group).amax(0).tolist()
-    ends = [width for size, most in zip(reversed(shape), reversed(longest)) for width in (0, most - size)]
-    return F.pad(tensor, ends, value=value) if any(ends) else tensor
+    dtype = tensor.dtype
+    if not isinstance(pad, Number):
+        raise TypeError(f"all_gather(pad={pad!r}): pass a number that {dtype} has.")
+    with suppress(RuntimeError):  # of torch, on overflow
+        filled = torch.full((), pad, dtype=dtype, device="cpu").item()
+        rounds = dtype.is_floating_point or dtype.is_complex
+        if filled == pad or (rounds and cmath.isfinite(filled) == cmath.isfinite(pad)):
+            return
+    if tensor.dim() > 1:  # in others nothing is padded
+        raise ValueError(f"all_gather(pad={pad!r}): {dtype} has no such value: pass another, or convert the tensor.")
 
 
 def _all_gather(tensor: Tensor, group: Group | None) -> Tensor:
@@ -623,7 +647,7 @@ def _from_bytes(flat: Tensor, like: Tensor, rows: int) -> Tensor:
 
 
 def _gather(
-    backend: Backend, group: Group | None, call: str, tensor: Tensor, of: Tensor | None = None
+    backend: Backend, group: Group | None, call: str, tensor: Tensor, of: Tensor | None = None, pad: float | None = None
 ) -> tuple[list[int], Tensor]:
     """Every rank's number of rows, and the bytes of all rows; raises on every rank when calls, dtypes or trailing
     dimensions differ.
@@ -632,10 +656,12 @@ def _gather(
         call: the function's name.
         tensor: whose rows are sent.
         of: the call's argument, for the comparison; None: it is no tensor.
+        pad: not None: the trailing dimensions of the argument may differ, but not their number.
     """
     data = _to_bytes(backend, tensor)
-    text = call if of is None else f"{call} of {of.dtype} (*, {of.shape[1:]})"
-    rows, payloads = _exchange(backend, group, text, described(call, of), _rows(tensor), data)
+    option = "" if pad is None else f"pad={pad}"
+    text = call if of is None else f"{call} {option} of {of.dtype} (*, {of.dim() if option else of.shape[1:]})"
+    rows, payloads = _exchange(backend, group, text, described(call, of, option), _rows(tensor), data)
     sizes = [count * _row_bytes(tensor) for count in rows]
     if max(sizes) > payloads.shape[1]:
         return rows, backend.all_gather(data, sizes, group)

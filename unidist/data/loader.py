@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
+from operator import index
 from typing import Any, TypeVar
 
 import torch
@@ -238,8 +239,9 @@ def shard_loader(
             dimension, as what ``new_group`` returned or as ``mesh["dp"]``.
 
     Raises:
-        TypeError: not a DataLoader, a ``DistributedSampler``, a sampler without a length, ``shuffle`` for a sampler of
-            your own, a loader that is a shard already, or one whose class overrides ``__iter__``.
+        TypeError: not a DataLoader, a seed that is no integer, a ``DistributedSampler``, a sampler without a length,
+            ``shuffle`` for a sampler of your own, a loader that is a shard already, or one whose class overrides
+            ``__iter__``.
         ValueError: ``pad=True`` with ``drop_last=True`` or a dataset with ``set_shard``; padding an empty dataset;
             ``worker_split`` is missing, or has no meaning for this dataset; ``permutation`` of a loader that does not
             shuffle; a dataset that is split by rank already, such as by ``split_dataset_by_node``.
@@ -250,6 +252,10 @@ def shard_loader(
             f"shard_loader takes a torch.utils.data.DataLoader, not {type(loader).__name__}: pass the DataLoader that "
             "one process would use, as DataLoader(dataset, batch_size=...)."
         )
+    try:
+        seed = index(seed)
+    except TypeError:
+        raise TypeError(f"shard_loader(seed={seed!r}): pass an integer.") from None
     if isinstance(loader, ShardLoader):
         raise TypeError("shard_loader: this loader is a rank's shard already.")
     if not _is_stateful(loader) and type(loader).__iter__ is not DataLoader.__iter__:

@@ -17,7 +17,7 @@ from unidist.migrate.reasons import remark_on
 from unidist.migrate.rules import NATIVE_RULES, RULES_OF_ALL_LEVELS
 from unidist.migrate.rules.imports import STAYS
 from unidist.migrate.self_check import fault
-from unidist.migrate.syntax import SyntaxTree
+from unidist.migrate.syntax import SyntaxTree, module_of
 from unidist.migrate.torch_module import migrate_torch_module, names_torch
 
 Level = Literal["native", "hvd"]
@@ -28,6 +28,7 @@ _ASKED_FOR = (
     "the file asks whether Horovod is there, and so imports the drop-in",
     "`import unidist`, which is there wherever the migrated program runs",
 )
+_STAR = ("which names `import *` brings in cannot be determined", "import the names that are used, then migrate again")
 _ESCAPES = "the module is passed on and cannot be followed, so all variables that hold it hold the drop-in"
 
 
@@ -134,8 +135,8 @@ def _migrate(
     used_elsewhere = names.aliases & {*exported, *(f".{name}" for name in exported)}
     native_aliases = level == "native" and not names.escapes and not used_elsewhere
     context = Context(tree, names, exported, level == "native", native_aliases, elsewhere, options)
-    reasons: list[Remark] = []
-    if level == "native" and not _has_star_import(context):
+    reasons = _star_imports(context) if level == "native" else []
+    if level == "native" and not reasons:
         for rule in NATIVE_RULES:
             rule(context)
         if native_aliases and any(map(context.is_through_alias, context.remaining_uses())):
@@ -170,11 +171,8 @@ def _reasons_of_remaining(context: Context) -> Iterator[Remark]:
             lines.add(remark.line)
 
 
-def _has_star_import(context: Context) -> bool:
-    """Whether ``from horovod.torch import *`` brings in names that no tool can list."""
-    for node in context.tree.all(cst.ImportFrom):
-        if isinstance(node.names, cst.ImportStar) and node.module and is_horovod(context.text(node.module)):
-            why = "which names `import *` brings in cannot be determined"
-            context.remark(node, why, "import the names that are used, then migrate again")
-            return True
-    return False
+def _star_imports(context: Context) -> list[Remark]:
+    """Each ``from horovod.torch import *``, which brings in names that no tool can list."""
+    tree = context.tree
+    stars = [node for node in tree.all(cst.ImportFrom) if isinstance(node.names, cst.ImportStar) and node.module]
+    return [Remark(tree.line(node), tree.text(node), *_STAR) for node in stars if is_horovod(module_of(node))]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import libcst as cst
 
+from unidist.horovod_names import PLAIN_CALLS
 from unidist.migrate.context import Context
 from unidist.migrate.file_report import Remark
-from unidist.migrate.rules.calls import PLAIN_CALLS
 from unidist.migrate.rules.collectives import has_other_gradient, reduction
 
 #: Why, and what to do.

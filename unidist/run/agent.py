@@ -189,7 +189,7 @@ class _Agent:
                     stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_die_with_parent,
                 )  # fmt: skip
             except OSError as error:
-                return f"cannot start {command[0]}: {error.strerror}. {_remedy(error, command)}", (
+                return f"cannot start {command[0]}: {error.strerror}. {_remedy(error, command, directory)}", (
                     127 if isinstance(error, FileNotFoundError) else 126
                 )
             os.write(self.guard, b"+%d\n" % process.pid)
@@ -252,7 +252,9 @@ class _Agent:
                 time.sleep(SILENCE_S)
 
 
-def _remedy(error: OSError, command: list[str]) -> str:
+def _remedy(error: OSError, command: list[str], directory: str) -> str:
+    if os.path.isdir(os.path.join(directory, command[0])):
+        return "It is a directory: name the script or program in it."
     if isinstance(error, FileNotFoundError):
         return "For a shell's command line, use bash -c '...'." if " " in command[0] else "Is it on PATH there?"
     if isinstance(error, PermissionError):

@@ -388,8 +388,8 @@ class _FixedDriver(Driver):
             return
         others = ""
         if self.running:
-            ranks = "other rank was" if self.running == 1 else "other ranks were"
-            others = f" {self.running} {ranks} still running and ended by this."
+            ranks = "other rank" if self.running == 1 else "other ranks"
+            others = f" {self.running} {ranks} had not ended yet, and got SIGTERM if still running."
         self.failed(
             f"rank {rank} on host {agent.name} {how_ended(status)}, the first to fail.{others}{self.last_lines(rank)}",
             status if status > 0 else 128 - status,

@@ -136,6 +136,8 @@ SETTINGS = (
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if message.endswith(" -m"):
+            message += ". To start a module, write python -m MODULE."
         raise LaunchError(f"{message}\n{self.format_usage()}See: {self.prog} --help")
 
 

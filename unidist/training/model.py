@@ -267,6 +267,7 @@ def assert_in_sync(model: nn.Module, group: Group | None = None) -> None:
         MismatchError: on every rank; names the first parameter that differs, and the ranks that differ from the first.
         ValueError: a parameter is a DTensor.
     """
+    _check_module(model, "assert_in_sync")
     _refuse_sharded(unwrap(model))
     named = list(unwrap(model).named_parameters())
     shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in named]
@@ -331,6 +332,7 @@ def broadcast_model_state(model: nn.Module, src: int = 0, group: Group | None = 
     Raises:
         MismatchError: on every rank, when the models differ; names the first difference.
     """
+    _check_module(model, "broadcast_model_state")
     model = unwrap(model)
     _check_same(model, group)
     broadcast_tensors_([*model.parameters(), *model.buffers()], src, group)
@@ -350,6 +352,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, gr
     Raises:
         MismatchError: on every rank, when the parameter groups differ in size.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"broadcast_optimizer_state takes a torch.optim.Optimizer, not {type(optimizer).__name__}: pass that; "
+            "a model goes to broadcast_model_state."
+        )
     difference = first_difference([len(entry["params"]) for entry in optimizer.param_groups], group)
     if difference is not None:
         what = f"the optimizer's parameter group {difference.position} has {{}} parameters"
@@ -389,7 +396,17 @@ def _check_options(compression: str | None, bucket_cap_mb: float) -> None:
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be above 0 MiB.")
 
 
+def _check_module(model: object, call: str) -> None:
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(
+            f"{call} takes a torch.nn.Module, not {kind}: pass the model itself, not its class, its "
+            "state_dict() or its optimizer."
+        )
+
+
 def _check_model(model: nn.Module, call: str) -> None:
+    _check_module(model, call)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"{call}: no parameter of this model requires grad, so there is nothing to average.")
     if is_wrapped(model):

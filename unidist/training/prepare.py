@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, overload
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from unidist.context import device
@@ -12,7 +12,8 @@ from unidist.data import shard_loader
 from unidist.training.model import wrap_model
 
 T = TypeVar("T")
-_CONTAINERS = (str, bytes, dict, list, tuple, set)
+#: Values that can be iterated over, and are settings rather than data.
+_SETTINGS = (str, bytes, dict)
 
 
 @overload
@@ -24,8 +25,9 @@ def prepare(*objects: Any) -> Any:
 
     A model moves to ``unidist.device()`` and goes through ``wrap_model``, or only moves if no parameter of it requires
     grad; a ``DataLoader`` goes through ``shard_loader``. Both with their defaults: call them yourself for options, such
-    as ``shard_loader(test, pad=False)``, which counts each sample of a test set once. Everything else, such as
-    optimizers and schedulers, is returned as it is. An optimizer may be made before or after. ::
+    as ``shard_loader(test, pad=False)``, which counts each sample of a test set once. Optimizers, schedulers and
+    whatever else has no items, and strings and dicts, are returned as they are. An optimizer may be made before or
+    after. ::
 
         model, optimizer, train = unidist.prepare(model, optimizer, train)
 
@@ -36,7 +38,7 @@ def prepare(*objects: Any) -> Any:
         A tuple in the order of the arguments; for one argument, the result itself.
 
     Raises:
-        TypeError: a dataset or a loader that is no ``DataLoader``, such as webdataset's ``WebLoader``.
+        TypeError: data that is in no ``DataLoader``: a dataset, a list, a tensor, webdataset's ``WebLoader``.
         What ``wrap_model`` and ``shard_loader`` raise.
     """
     prepared = tuple(_prepared(each) for each in objects)
@@ -49,10 +51,11 @@ def _prepared(value: Any) -> Any:
         return wrap_model(value) if any(p.requires_grad for p in value.parameters()) else value
     if isinstance(value, DataLoader):
         return shard_loader(value)
-    if hasattr(type(value), "__iter__") and not isinstance(value, (*_CONTAINERS, Tensor)):
+    has_items = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
+    if has_items and not isinstance(value, _SETTINGS):
         raise TypeError(
             f"prepare cannot shard this {type(value).__name__}, which is no torch.utils.data.DataLoader: every rank "
-            "would read all of it. Pass a DataLoader of its dataset, or let the dataset split itself by rank and leave "
-            "it out."
+            "would read all of it. Pass models, optimizers, schedulers and DataLoaders, each by itself, and leave out "
+            "data that splits itself by rank."
         )
     return value

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import libcst as cst
 
+from unidist.horovod_names import PLAIN_CALLS
 from unidist.migrate.context import Context
 from unidist.migrate.flow import callers
-from unidist.migrate.rules.calls import PLAIN_CALLS
 from unidist.migrate.rules.loaders import has_even_loops, is_even
 from unidist.migrate.syntax import Statement, called_name
 

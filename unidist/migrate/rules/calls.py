@@ -6,21 +6,9 @@ import re
 
 import libcst as cst
 
+from unidist.horovod_names import PLAIN_CALLS
 from unidist.migrate.context import Context, is_constant
 
-#: Calls without arguments, and unidist's names for them.
-PLAIN_CALLS = {
-    "init": "init",
-    "shutdown": "shutdown",
-    "is_initialized": "is_initialized",
-    "rank": "rank",
-    "size": "world_size",
-    "local_rank": "local_rank",
-    "local_size": "local_size",
-    "cross_rank": "node_rank",
-    "cross_size": "num_nodes",
-    "barrier": "barrier",
-}
 #: The other calls that become unidist's.
 _OTHER_CALLS = (
     "allreduce", "allreduce_", "allgather", "allgather_object", "alltoall", "broadcast", "broadcast_",

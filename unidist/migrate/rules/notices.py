@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from unidist.horovod_names import PLAIN_CALLS
 from unidist.migrate.context import Context, is_constant
 from unidist.migrate.flow import values_of
 from unidist.migrate.names import IMPORTERS
-from unidist.migrate.rules.calls import PLAIN_CALLS
 from unidist.migrate.syntax import called_name, full_name, imports_of
 
 _RANK_VARIABLES = re.compile(
