@@ -201,6 +201,9 @@ def test_resume_with_workers(kind: str, options: dict[str, Any]) -> None:
         assert [batch.tolist() for batch in loader] == batches[2:]
         assert (loader.epoch, loader.state_dict()["position"]) == (1, 0)
         assert len(list(loader)) == len(batches)
+        loader.load_state_dict({**loader.state_dict(), "epoch": 0, "position": 12})
+        assert [batch.tolist() for _, batch in zip(range(2), loader)] == batches[2:4]
+        assert loader.state_dict()["position"] == 24  # resumed once more, it repeats nothing
 
 
 def test_a_stream_that_splits_itself_has_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,6 +459,7 @@ def test_resuming_in_a_billion_samples() -> None:
     (before, *_) = world(RandomSampler(Numbers(n)), 8, 256, pad=True)
     before.set_epoch(3)
     assert len(before) == -(-n // 8 // 256)
+    assert len({mix_seeds(*parts) for parts in ((0, 3), (3, 0), (1, 2), (0, 0, 3))}) == 4  # seed, epoch
     order = FeistelPermutation(n, mix_seeds(0, 3))
     batches = iter(before.sampler)
     assert [next(batches) for _ in range(3)] == order[0:24:8].tolist()

@@ -533,6 +533,12 @@ def test_variables_of_a_host_with_a_hole() -> None:
         ("0", "1", "0", ""), ("1", "0", "1", "1"), ("2", "2", "0", ""),
     ]  # fmt: skip
     assert found[0]["HOROVOD_LOCAL_SIZE"] == "2" and found[0]["WORLD_SIZE"] == "3"
+    # Of the hosts that have this local rank.
+    assert [(env["HOROVOD_CROSS_RANK"], env["HOROVOD_CROSS_SIZE"]) for env in found] == [("0", "1")] * 3
+    found = rank_variables([Place("a", 0), Place("a", 1), Place("b", 0)])
+    assert [(env["HOROVOD_CROSS_RANK"], env["HOROVOD_CROSS_SIZE"]) for env in found] == [
+        ("0", "2"), ("0", "1"), ("1", "2"),
+    ]  # fmt: skip
 
 
 def test_what_discovery_prints() -> None:

@@ -48,7 +48,7 @@ class World:
         self.size = size
         self.hosts = [HostSubmissions(range(at, min(at + per_host, size))) for at in range(0, size, per_host)]
         self.leaders = {rank: self.hosts[rank // per_host] for rank in range(per_host, size)}
-        self.coordinator = Coordinator(size, fusion, lambda signature, values, size: b"+".join(values))
+        self.coordinator = Coordinator(size, fusion, lambda signature, values, size: b"+".join(values) + b"/%d" % size)
         self.caches = [ResponseCache() for _ in range(size)]
         #: What each rank has received: groups of names, or messages.
         self.received: list[list[Any]] = [[] for _ in range(size)]
@@ -139,7 +139,7 @@ def test_values_are_reduced_in_rank_order_if_all_ranks_sent_one() -> None:
     for _ in range(4):
         world.submit(1, request("s", value=b"one"))
         world.submit(0, request("s", value=b"zero"))
-        assert world.deliver() == [((0, 1), ("s", b"zero+one"))]
+        assert world.deliver() == [((0, 1), ("s", b"zero+one/2"))]
     world.submit(0, request("s", value=b"1234"))  # this rank waits at once, the other one does not
     world.submit(1, request("s"))
     assert world.deliver() == [((0, 1), [("s",)])]
@@ -314,13 +314,17 @@ def test_a_joined_rank_takes_part_in_allreduce_alone(turns: int) -> None:
     for rank in (0, 1):
         world.submit(rank, request("a"), request("b", other))
     assert world.deliver() == [((0, 1, 2), [("a", "b")])]  # the joined rank knows what they are
+    for rank in (0, 1):
+        world.submit(rank, request("adasum", SUM._replace(op="adasum")))
+    why = "adasum: allreduce is not supported while ranks 2 have joined"
+    assert world.deliver() == [((0, 1), Failed(0, "adasum", why))]
 
 
 def test_values_of_a_joined_rank_are_missing() -> None:
     world = World(2)
     world.coordinator.join(1, 0.0)
     world.submit(0, request("a", value=b"1234"))
-    assert world.deliver()[1:] == [((0, 1), ("a", b"1234"))]
+    assert world.deliver()[1:] == [((0, 1), ("a", b"1234/2"))]  # an average is over all ranks
 
 
 def test_the_last_rank_to_join_ends_the_join() -> None:

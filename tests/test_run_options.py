@@ -20,6 +20,7 @@ from unidist.run import options, output
 from unidist.run.hosts import (
     HostSlots,
     Placement,
+    _slurm_tasks,
     allocated_hosts,
     parse_hosts,
     place,
@@ -89,6 +90,9 @@ def test_ranks_fill_the_hosts_in_their_order() -> None:
 def test_allocations() -> None:
     assert allocated_hosts({}) == []
     assert allocated_hosts({"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "4"}) == [HostSlots("n1", 4)]
+    # Where the numbers are not those of the nodes that are listed, each node takes the first one.
+    for nodes, tasks in ((1, [1]), (2, [1, 1]), (3, [1, 3, 3]), (4, [1, 1, 1, 1])):
+        assert _slurm_tasks({"SLURM_TASKS_PER_NODE": "1,3(x2)"}, nodes) == tasks
     lsf = {"LSB_MCPU_HOSTS": "n1 4 n2 2 "}
     assert allocated_hosts(lsf) == [HostSlots("n1", 4), HostSlots("n2", 2)]
 
@@ -257,10 +261,12 @@ def test_the_driver_starts_agents_before_it_imports_torch() -> None:
 
 
 # ------------------------------------------------------------------------------------ workers of Ray and Spark
+@unit
 def test_ranks_of_a_host_are_together() -> None:
     assert rank_order(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]
 
 
+@unit
 def test_variables_of_workers() -> None:
     found = worker_variables(["x", "x", "y"], [("2",), ("0",), ("1",)], ("10.0.0.1", 1234))
     assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["2,0", "2,0", "1"]
@@ -273,6 +279,7 @@ def test_variables_of_workers() -> None:
     }
 
 
+@unit
 @pytest.mark.parametrize(
     ("assigned", "visible"),
     [

@@ -3,6 +3,7 @@
 import copy
 import io
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -260,14 +261,27 @@ def test_everything_checkpointed(use_reentrant: bool) -> None:
         assert_gradient(model, mean_gradient(seeded(Parts), loss))
 
 
-def test_gradients_that_somebody_keeps_stay_as_they_are() -> None:
+@pytest.mark.parametrize("keep", [lambda grads: grads, lambda grads: [grads[0].detach()]], ids=["all", "memory of one"])
+def test_gradients_that_somebody_keeps_stay_as_they_are(keep: Callable[[list[Any]], list[Any]]) -> None:
     model = unidist.replicate(seeded(Parts))
     model.loss(unidist.rank()).backward()
-    kept = [p.grad for p in model.parameters()]
-    before = [grad.clone() for grad in kept if grad is not None]
+    kept = keep([p.grad for p in model.parameters()])
+    before = [grad.clone() for grad in kept]
     model.zero_grad()
     (model.loss(unidist.rank()) * 5).backward()
     torch.testing.assert_close(kept, before, rtol=0, atol=0)
+
+
+def test_a_gradient_that_is_accumulated_beside_a_new_one() -> None:
+    def make() -> nn.Module:
+        return nn.Linear(3, 1)
+
+    model = unidist.replicate(seeded(make))
+    loss_of(model, unidist.rank()).backward()
+    model.bias.grad = None
+    loss_of(model, unidist.rank()).backward()
+    weight, bias = mean_gradient(seeded(make), loss_of)
+    torch.testing.assert_close([model.weight.grad, model.bias.grad], [2 * weight, bias], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
