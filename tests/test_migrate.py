@@ -29,10 +29,20 @@ ABOUT_NAMES = [path for path in RULES if re.match("drop_in|elastic|imports|modul
 
 
 # ------------------------------------------------------------------------------------ the rules
+def parts(path: Path) -> list[str]:
+    """The code before, after, and the report."""
+    found = re.split(r"^=== (?:after|report)\n", path.read_text(), flags=re.M)
+    order = re.findall(r"^=== .*$", path.read_text(), flags=re.M)
+    assert order == ["=== after", "=== report"], (
+        f"{path.name} has the lines {order}: write the code before, a line '=== after', the code after, a line "
+        "'=== report', and what the report says, if anything"
+    )
+    return found
+
+
 @pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)
 def test_rule(path: Path) -> None:
-    before, rest = path.read_text().split("=== after\n")
-    after, report = rest.split("=== report\n")
+    before, after, report = parts(path)
     options = DEFAULT_OPTIONS if path.stem.startswith(("star", "torch")) else PARTIAL
     code, remarks = migrate_module(before, "native", options=options)
     assert code == after
@@ -44,7 +54,7 @@ def test_rule(path: Path) -> None:
 
 def test_no_rule_leaves_a_name_undefined(tmp_path: Path) -> None:
     for path in RULES:
-        before, after = path.read_text().split("=== report\n")[0].split("=== after\n")
+        before, after, _ = parts(path)
         (tmp_path / f"{path.stem}.before.py").write_text(before)
         (tmp_path / f"{path.stem}.after.py").write_text(after)
     options = "--isolated --no-cache --select F821 --output-format json ."
@@ -151,9 +161,13 @@ def test_counts_and_reasons_alone(project: Path) -> None:
 
 
 def test_lines_of_the_new_text(tmp_path: Path) -> None:
-    """After --write the report's lines are those of the file as it is now."""
+    """After --write the report's lines are those of the file as it is now; what stays because of one is said there."""
     text = "import horovod.torch as hvd\nimport torch\n\n\nhvd.init()\nx = hvd.allreduce_async(torch.ones(1))\n"
+    (tmp_path / "a.py").write_text(text + "hvd.synchronize(x, hvd.rank())\n")
+    why = "; 2 other calls could change, and stay because of this line and 1 more: see --partial\n"
+    assert unidist_migrate("a.py", cwd=tmp_path).count(why) == 1
     (tmp_path / "a.py").write_text(text)
+    assert "; 1 other call could change, and stays because of this line: " in unidist_migrate("a.py", cwd=tmp_path)
     assert f"     6  {text.splitlines()[-1]}" in unidist_migrate("--partial", "a.py", cwd=tmp_path)
     assert f"     7  {text.splitlines()[-1]}" in unidist_migrate("--partial", "--write", "a.py", cwd=tmp_path)
     assert (tmp_path / "a.py").read_text().splitlines()[6] == text.splitlines()[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -96,10 +97,25 @@ def _migrate_horovod(
     after, remarks, reasons = migrate(level)
     if (reasons or imports_drop_in(after)) and not options.partial:
         reasons = reasons or [remark for remark in remarks if remark.why in STAYS] or _imported(tree, names)
+        reasons = _with_count(reasons, _calls(tree, names) - _calls(left := SyntaxTree(after), find_names(left)))
         after, remarks, _ = migrate("hvd")
     elif level == "native" and after != text and not _names_horovod(after):
         after = rewrite_comments(after)
     return after, sorted([*remarks, *reasons], key=lambda remark: remark.line)
+
+
+def _calls(tree: SyntaxTree, names: Names) -> int:
+    return sum(tree.call_of(use) is not None for use in names.symbols)
+
+
+def _with_count(reasons: list[Remark], others: int) -> list[Remark]:
+    """The reasons; the first one says how many other calls could change."""
+    if others < 1 or not reasons:
+        return reasons
+    first, *more = sorted(reasons, key=lambda remark: remark.line)
+    lines = "this line" if not more else f"this line and {len(more)} more"
+    stay = f"{others} other calls could change, and stay" if others > 1 else "1 other call could change, and stays"
+    return [replace(first, remedy=f"{first.remedy}; {stay} because of {lines}: see --partial"), *more]
 
 
 def _imported(tree: SyntaxTree, names: Names) -> list[Remark]:

@@ -9,7 +9,7 @@ import libcst as cst
 from unidist.horovod_names import PLAIN_CALLS
 from unidist.migrate.context import Context
 from unidist.migrate.file_report import Remark
-from unidist.migrate.rules.collectives import has_other_gradient, reduction
+from unidist.migrate.rules.collectives import COLLECTIVES, has_other_gradient, reduction
 
 #: Why, and what to do.
 Reason = tuple[str, str]
@@ -22,9 +22,22 @@ _HANDLE = (
     "nothing here: replace the asynchronous call that returns the handle",
 )
 _PROCESS_SETS = "unidist has groups in place of process sets"
+_OTHER_ASYNC = (
+    "unidist has no asynchronous calls",
+    "the call without _async, and its result in place of the handle's, then migrate again",
+)
 #: By the beginning of the name; the first that fits.
 _REASONS: dict[str, Reason] = {
     "allreduce_async": _ASYNC,
+    **dict.fromkeys(("allgather_async", "alltoall_async", "broadcast_async", "reducescatter_async"), _OTHER_ASYNC),
+    "alltoall": (
+        "with splits, Horovod returns the received rows and how many come from each rank, unidist the rows alone",
+        "unidist.all_to_all(tensor, splits) where these numbers are not needed; else keep it",
+    ),
+    "reducescatter": (
+        "where dim 0 has no equal parts Horovod's first ranks get one row more, and unidist raises a ValueError",
+        """unidist.reduce_scatter(tensor, op="mean"), or "sum", if dim 0 is a multiple of the number of ranks""",
+    ),
     "grouped_": ("unidist has no grouped calls", "one unidist call for each tensor"),
     "synchronize": _HANDLE,
     "poll": _HANDLE,
@@ -103,6 +116,8 @@ def _reason(context: Context, use: cst.BaseExpression) -> Reason:
             return _ADASUM if context.symbol(arguments.get("op")) == "Adasum" else _REDUCTION
         assert call is not None
         return _NO_GRADIENT if has_other_gradient(context, call, arguments) else _INTEGERS
+    if symbol in COLLECTIVES and call is not None and arguments is None:
+        return _UNKNOWN_ARGUMENTS
     if arguments is not None and call is not None and has_other_gradient(context, call, arguments):
         return _GRADIENT
     return next(reason for start, reason in _REASONS.items() if symbol.startswith(start))
