@@ -1,7 +1,7 @@
 """Changes one place of the package at a time, and counts which changes no test notices: ``make mutants N=200 SEED=1``.
 
-Each mutant is tested in a copy of the checkout: first by the tests that are named for its directory here, then by those
-on threads and by worlds of processes on gloo, until one fails. What survives is printed as a diff.
+Each mutant is tested in a copy of the checkout: by the tests that are named for its directory here, and where these do
+not decide alone, by those on threads and by worlds of processes on gloo, until one fails. What survives is printed as a diff.
 """
 
 import argparse
@@ -13,14 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
 from tests.support.worlds import ROOT
 
-#: The first tests for the modules of a directory or file.
+#: The first tests for the modules of a directory or file; the first that fits. CONTRIBUTING.md shows them.
 FIRST = {
     "backends/mpi": ["tests/test_contract.py::test_contract[openmpi-mpi-2]", "tests/test_mpi.py"],
     "backends/horovod": ["tests/test_contract.py::test_contract[horovodrun-horovod-2]"],
@@ -29,7 +29,14 @@ FIRST = {
     "unidist/collectives": ["tests/contract/test_collectives.py", "tests/contract/test_metrics.py"],
     "unidist/data": ["tests/contract/test_shard_loader.py", "tests/test_data.py"],
     "unidist/checkpoint": ["tests/contract/test_checkpoint.py", "tests/test_checkpoint_files.py"],
+    "unidist/hvd/operation.py": ["tests/test_hvd.py::test_one_suite_for_both[torchrun-gloo-1]"],
+    "unidist/hvd": ["tests/test_negotiation.py", "tests/test_gradient_rounds.py"],
+    "unidist/run/hosts.py": ["tests/test_run_options.py", "tests/test_elastic_decisions.py"],
+    "unidist/run/elastic.py": ["tests/test_elastic_decisions.py"],
+    "unidist/migrate/rules": ["tests/test_migrate.py", "tests/test_migrate_torch.py"],
 }
+#: What those tests decide alone.
+DECIDED = ("unidist/hvd", "unidist/run", "unidist/migrate")
 #: What tests a mutant that those do not notice.
 THEN = [
     ["tests/contract"],
@@ -46,7 +53,13 @@ THEN += [
         "not variant",
     ]
 ]
-DIRECTORIES = ("backends", "unidist/gradients", "unidist/collectives", "unidist/data", "unidist/checkpoint")
+PURE = ("negotiation", "messages", "operation", "host_submissions", "response_cache", "rounds")
+#: What is changed: directories and files.
+PLACES = (
+    "backends", "unidist/gradients", "unidist/collectives", "unidist/data", "unidist/checkpoint",
+    *(f"unidist/hvd/{name}.py" for name in PURE), "unidist/run/hosts.py", "unidist/run/elastic.py",
+    "unidist/migrate/rules",
+)  # fmt: skip
 COMPARISONS = {
     ast.Eq: "!=", ast.NotEq: "==", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Is: "is not",
     ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -94,10 +107,14 @@ def compiles(text: str) -> bool:
     return True
 
 
-def draw(count: int, seed: int) -> Iterator[tuple[str, str]]:
+def draw(count: int, seed: int, places: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The path of a module, and its text with one change."""
     dice = random.Random(seed)
-    paths = [path for directory in DIRECTORIES for path in sorted((ROOT / directory).rglob("*.py"))]
+    paths = [
+        path
+        for place in places
+        for path in (sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place])
+    ]
     all_changes = [(path, change) for path in paths for change in mutations(path.read_text())]
     while count:
         path, (begin, end, new) = dice.choice(all_changes)
@@ -115,7 +132,7 @@ def killer(path: str, text: str, checkout: Path) -> str:
     try:
         (checkout / path).write_text(text)
         first = next((tests for name, tests in FIRST.items() if path.startswith(name)))
-        for tests in (first, *THEN):
+        for tests in (first, *(() if path.startswith(DECIDED) else THEN)):
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
             try:
                 done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=600)
@@ -133,6 +150,7 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=PLACES, help="directories and files, instead of all")
     options = parser.parse_args()
     survivors = 0
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
@@ -149,7 +167,7 @@ def main() -> None:
             finally:
                 checkouts.put(checkout)
 
-        for path, text, why in pool.map(test, draw(options.n, options.seed)):
+        for path, text, why in pool.map(test, draw(options.n, options.seed, options.only)):
             survivors += not why
             before = (ROOT / path).read_text().splitlines()
             diff = list(difflib.unified_diff(before, text.splitlines(), path, n=0, lineterm=""))[2:]
