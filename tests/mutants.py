@@ -1,7 +1,8 @@
 """Changes one place of the package at a time, and counts which changes no test notices: ``make mutants N=200 SEED=1``.
 
-Each mutant is tested in a copy of the checkout: by the tests that are named for its directory here, and where these do
-not decide alone, by those on threads and by worlds of processes on gloo, until one fails. What survives is printed as a diff.
+Each mutant is tested in a copy of the checkout, until a test fails: by the tests that are named for its directory here,
+and where these do not decide alone, by those on threads and by worlds of processes on gloo. What survives is printed
+as a diff.
 """
 
 import argparse

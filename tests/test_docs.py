@@ -22,6 +22,7 @@ from torch.distributed.run import get_args_parser
 import unidist
 import unidist.cli
 from docs import tables
+from tests import mutants
 from tests.support import documents
 from tests.support.errors import first_words
 from tests.support.worlds import ROOT, environment, run_world, shown, with_torch
@@ -121,6 +122,19 @@ def test_program(name: str, tmp_path: Path) -> None:
         "one-gpu-to-many.md": "(1797, 64)",
     }
     assert expected[name.split(":")[0]] in output
+
+
+@pytest.mark.unit
+def test_the_first_tests_of_each_directory() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = {
+        place: re.findall("`([^`]+)`", tests) for place, tests in re.findall(r"^\| `(\S+)` \| (.*) \|$", page, re.M)
+    }
+    assert rows == mutants.FIRST
+    named = [test for tests in rows.values() for test in tests] + re.findall(r'^    pytest "(.+)"$', page, re.M)
+    for file, _, test in (each.partition("::") for each in named):
+        assert not test or f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), (file, test)
+        assert (ROOT / file).is_file(), file
 
 
 @pytest.mark.unit
