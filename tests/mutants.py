@@ -140,7 +140,8 @@ def killer(path: str, text: str, checkout: Path) -> str:
             except subprocess.TimeoutExpired:
                 return "timeout"
             if done.returncode not in (0, 5):
-                return next(line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR")))[:150]
+                lines = (line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR")))
+                return next(lines, f"pytest ended with {done.returncode}")[:150]  # it cannot be imported, say
         return ""
     finally:
         (checkout / path).write_text(original)
