@@ -132,6 +132,13 @@ def test_slots_that_leave_and_come_back_end_nothing() -> None:
     run.ask(0, 1, 4, 5)
     assert run.elastic.dismiss() == [] and run.begin() == [0, 6, 7]
     assert [worker.number for worker in run.elastic.dismiss()] == [1, 4, 5] and run.elastic.changes(run.now)
+    # A worker whose slot has left before its init() may end in any way.
+    run = Run("a:1", min_np=1)
+    assert run.begin() == [0]
+    run.hosts("a:2")
+    assert run.start() == [1]
+    run.hosts("a:1")
+    assert not run.elastic.end(1, 1, run.now)
 
 
 def test_newcomers_come_together() -> None:
