@@ -141,6 +141,15 @@ def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ killed in the middle
+def test_the_name_of_a_checkpoint_whose_replacement_was_killed(tmp_path: Path) -> None:
+    path, replaced = tmp_path / "run", tmp_path / ".run.replaced"
+    assert files.found(path) == path
+    replaced.mkdir()
+    assert files.found(path) == replaced
+    path.mkdir()  # the new one is complete
+    assert files.found(path) == path
+
+
 def test_the_next_save_of_the_name_removes_what_killed_processes_left(tmp_path: Path) -> None:
     host = socket.gethostname()
     left = [f".run.pt.{host}.01.unfinished", f".run.pt.{host}.02.unfinished", ".run.pt.elsewhere.old.unfinished"]

@@ -229,6 +229,7 @@ def test_how_a_run_ends() -> None:
     run = Run("a:2", min_np=1)
     run.begin()
     assert not run.elastic.end(0, 0, run.now)  # the training has ended well
+    assert not run.elastic.changes(run.now)  # and nobody comes any more
     run.fail(1)
     assert run.start() == [] and run.elastic.why_over(run.now) is None and not run.elastic.workers
 

@@ -390,12 +390,19 @@ def test_groups_of_what_is_no_rank(ranks: Any) -> None:
         (torch.ones(1), "and", TypeError, "bool tensors only"),
         (torch.ones(1, dtype=torch.complex64), "max", TypeError, "complex tensors take"),
         (torch.ones(1, dtype=torch.uint16), "sum", TypeError, "not supported"),
-        (torch.eye(2).to_sparse(), "sum", TypeError, "to_dense"),
     ],
 )
 def test_bad_all_reduce(tensor: torch.Tensor, op: ReduceOp, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         unidist.all_reduce(tensor, op)
+
+
+@pytest.mark.parametrize("call", [unidist.all_gather, unidist.all_to_all, unidist.broadcast, unidist.all_reduce])
+def test_what_is_no_dense_tensor(call: Callable[[Any], torch.Tensor]) -> None:
+    with pytest.raises(TypeError, match="collectives take tensors, not float"):
+        call(1.0)
+    with pytest.raises(TypeError, match="to_dense"):
+        call(torch.eye(2).to_sparse())
 
 
 def test_bad_src() -> None:
