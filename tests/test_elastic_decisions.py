@@ -21,7 +21,7 @@ from tests.support.worlds import ROOT
 from unidist.elastic import sampler as sampler_module
 from unidist.errors import LaunchError
 from unidist.run import options
-from unidist.run.elastic import STRIKES, Elastic, Limits, Worker
+from unidist.run.elastic import FAILURES, Elastic, Limits, Worker
 from unidist.run.hosts import HostSlots, Place, discovered_hosts, rank_variables
 
 pytestmark = pytest.mark.unit
@@ -172,7 +172,7 @@ def test_failures_of_a_slot_blacklist_its_host_and_not_one_failure_of_each() -> 
     assert not run.elastic.is_blacklisted("a", run.now)
     run.ask(4, failed=True)
     assert run.form() == [4]
-    for _ in range(STRIKES - 1):
+    for _ in range(FAILURES - 1):
         (number, *_) = run.start()
         assert run.elastic.workers[number].place == Place("a", 0)
         run.fail(number)
@@ -180,8 +180,8 @@ def test_failures_of_a_slot_blacklist_its_host_and_not_one_failure_of_each() -> 
     assert run.elastic.why_over(run.now) is None  # the other host trains
     for number in [worker for worker in run.elastic.workers if worker != 4]:
         run.fail(number)
-    for _ in range(STRIKES):
-        run.elastic._strike(Place("b", 0), run.now)
+    for _ in range(FAILURES):
+        run.elastic._count_failure(Place("b", 0), run.now)
     run.fail(4)
     assert run.elastic.why_over(run.now)
 
@@ -220,10 +220,10 @@ def test_how_a_run_ends() -> None:
     run = Run("a:1,b:1", min_np=2)
     run.begin()
     run.lose(1)
-    for _ in range(STRIKES - 1):
+    for _ in range(FAILURES - 1):
         run.fail(*run.start())
-    for _ in range(STRIKES):
-        run.elastic._strike(Place("a", 0), run.now)
+    for _ in range(FAILURES):
+        run.elastic._count_failure(Place("a", 0), run.now)
     assert "all hosts are blacklisted" in str(run.elastic.why_over(run.now))
 
     run = Run("a:2", min_np=1)
@@ -304,7 +304,7 @@ class ElasticRun(RuleBasedStateMachine):
         self.members: list[int] = []  # of the last generation, alive or not
         self.held = self.broken = self.finished = self.failed = self.ended = False
         self.over_since: float | None = None
-        self.strikes: dict[Place, list[float]] = {}
+        self.failures: dict[Place, list[float]] = {}
         self.blacklisted: dict[str, tuple[int, float]] = {}
         self.seen: set[str] = set()
         self.change_hosts(hosts)
@@ -351,7 +351,7 @@ class ElasticRun(RuleBasedStateMachine):
 
     @event(host="ab")
     def fail_often(self, host: str) -> None:
-        for _ in range(STRIKES):
+        for _ in range(FAILURES):
             for number in [number for number, process in self.processes.items() if process.place == Place(host, 0)]:
                 self._end(number, 1)
             self.decide(1)
@@ -399,7 +399,7 @@ class ElasticRun(RuleBasedStateMachine):
             self.failed = False
         elif not well and process.place in self.slots:
             self.failed = True
-            self._strike(process.place)
+            self._count_failure(process.place)
         if self.elastic.end(number, status, self.now):
             assert not well
             self.ended = self.finished  # with its status
@@ -408,13 +408,13 @@ class ElasticRun(RuleBasedStateMachine):
                     self.processes[other.number].lost = True
         assert self.elastic.finishing == self.finished
 
-    def _strike(self, place: Place) -> None:
-        self.strikes[place] = [at for at in self.strikes.get(place, []) if self.now - at < 600] + [self.now]
-        if len(self.strikes[place]) == STRIKES:
+    def _count_failure(self, place: Place) -> None:
+        self.failures[place] = [at for at in self.failures.get(place, []) if self.now - at < 600] + [self.now]
+        if len(self.failures[place]) == FAILURES:
             times = self.blacklisted.get(place.host, (0, 0))[0]
             least, longest = self.elastic.limits.cooldown or (math.inf, math.inf)
             self.blacklisted[place.host] = times + 1, self.now + min(least * 2**times, longest)
-            self.strikes = {other: at for other, at in self.strikes.items() if other.host != place.host}
+            self.failures = {other: at for other, at in self.failures.items() if other.host != place.host}
 
     # ------------------------------------------------------------------------- what the driver does
     def _decide(self) -> None:

@@ -307,7 +307,7 @@ def test_a_stopped_process_is_told_from_one_that_has_ended() -> None:
             process.kill()
             process.communicate()
         words = {0: {"silence": "has ended", "error": "ValueError: boom", "follows": False}}
-        (one,) = states({0: at}, new_secret(), words=words)
+        (one,) = states({0: at}, new_secret(), exits=words)
         assert (one.silence, one.error) == ("has ended", "ValueError: boom")
 
 

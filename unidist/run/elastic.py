@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from unidist.run.hosts import HostSlots, Place
 
 #: A host is blacklisted when a slot of it has failed so often within so many seconds.
-STRIKES = 3
-STRIKES_WITHIN_S = 600.0
+FAILURES = 3
+FAILURES_WITHIN_S = 600.0
 #: Seconds for which newcomers that are ready wait for others that are starting.
 GATHER_S = 10.0
 
@@ -145,7 +145,7 @@ class Elastic:
             self._failed_at = now if self._failed_at is None else self._failed_at
         if not worker.leaving:
             self._failed = True
-            self._strike(worker.place, now)
+            self._count_failure(worker.place, now)
         return True
 
     # ------------------------------------------------------------------------------ what follows
@@ -223,7 +223,7 @@ class Elastic:
             f"{self._needed} workers are needed ({'--min-np' if self.generation else '-np'}), and {len(left)} are left"
         )
         if len(left) < self._needed and self._hosts and all(map(self._is_for_ever, self._hosts)):
-            return f"all hosts are blacklisted after {STRIKES} failures of a slot: {need}"
+            return f"all hosts are blacklisted after {FAILURES} failures of a slot: {need}"
         ready = self._ready()
         late = [member for member in self.members if member.asked is None]
         # For members that are late while others wait, see ``hung``.
@@ -274,11 +274,11 @@ class Elastic:
         ]
         return bool(starting) and now - min(worker.asked for worker in ready if worker.asked is not None) < GATHER_S
 
-    def _strike(self, place: Place, now: float) -> None:
+    def _count_failure(self, place: Place, now: float) -> None:
         host = self._hosts[place.host]
-        recent = [at for at in host.failures.get(place.local_rank, []) if now - at < STRIKES_WITHIN_S]
+        recent = [at for at in host.failures.get(place.local_rank, []) if now - at < FAILURES_WITHIN_S]
         host.failures[place.local_rank] = [*recent, now]
-        if len(host.failures[place.local_rank]) < STRIKES:
+        if len(host.failures[place.local_rank]) < FAILURES:
             return
         host.failures.clear()
         host.times += 1

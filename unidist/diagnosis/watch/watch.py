@@ -86,8 +86,8 @@ class Watch:
         #: How it leaves the world without one.
         self._ending = ""
         self._last_state: RankState | None = None
-        #: How ranks have ended, by their own words.
-        self._words: dict[int, dict[str, Any]] = {}
+        #: How ranks have ended, by their own report.
+        self._exits: dict[int, dict[str, Any]] = {}
         self._explained: tuple[float, list[RankState]] = (-math.inf, [])
         self._reported = -math.inf
         self._secret = backend.secret
@@ -164,7 +164,7 @@ class Watch:
     def states(self) -> list[RankState]:
         """What all ranks do. Takes 0.9 s if one does not answer."""
         own = self.own_state()
-        return states(self._peers, self._secret, own=own, words=self._words)
+        return states(self._peers, self._secret, own=own, exits=self._exits)
 
     def explain(self, call: str, error: BaseException, operation: OperationRecord | None = None) -> tuple[str, str]:
         """What has failed, and which rank is missing; empty: that is not known.
@@ -247,10 +247,10 @@ class Watch:
         if request["what"] == "report":
             self._report_once(request["title"])
             return {}
-        if request["what"] == "words":
-            self._words[request["rank"]] = request["words"]
+        if request["what"] == "exit":
+            self._exits[request["rank"]] = request["exit"]
             return {}
-        return {"state": self.own_state(request["stacks"]).to_row(), "words": self._words}
+        return {"state": self.own_state(request["stacks"]).to_row(), "exits": self._exits}
 
     def _exchange_addresses(self) -> tuple[dict[int, Peer], Any]:
         """Where all ranks' servers are, and the socket on which this one listens. Collective."""
@@ -275,9 +275,9 @@ class Watch:
     # -------------------------------------------------------------------------------- the end
     def failing(self, error: BaseException, trace: TracebackType | None) -> Callable[[], None]:
         """Tell the others of an uncaught error, before it is shown; call the result when it is."""
-        words = self._fail(error, trace)
-        tell = functools.partial(self._tell, words)
-        if words["follows"]:  # nobody waits for these words
+        report = self._fail(error, trace)
+        tell = functools.partial(self._tell, report)
+        if report["follows"]:  # nobody waits for it
             return tell
         tell()
         return lambda: None
@@ -293,10 +293,10 @@ class Watch:
         self._failure = failure._replace(at=math.inf)
         return {"silence": _ENDED, "error": f"{failure.error}, at {failure.place}", "follows": follows}
 
-    def _tell(self, words: dict[str, Any]) -> None:
+    def _tell(self, report: dict[str, Any]) -> None:
         """Tell the lowest other rank that listens how this one ends: soon nobody can ask it."""
         others = [(rank, peer) for rank, peer in self._peers.items() if rank != self._rank]
-        request = {"what": "words", "rank": self._rank, "words": words}
+        request = {"what": "exit", "rank": self._rank, "exit": report}
         for rank, peer in others[:_TRIED]:
             if not isinstance(ask({rank: peer}, self._secret, request, _ONE_S)[rank], Exception):
                 return
@@ -312,7 +312,7 @@ def states(
     secret: bytes,
     *,
     own: RankState | None = None,
-    words: Mapping[int, Mapping[str, Any]] | None = None,
+    exits: Mapping[int, Mapping[str, Any]] | None = None,
     stacks: bool = False,
 ) -> list[RankState]:
     """What all ranks of a job do, in rank order.
@@ -321,15 +321,15 @@ def states(
         peers: where all ranks' servers are.
         secret: the job's.
         own: the state of the rank that asks.
-        words: how ranks have ended, as far as that rank knows.
+        exits: how ranks have ended, as far as that rank knows.
         stacks: whether to ask for Python stacks.
     """
     others = {rank: peer for rank, peer in peers.items() if own is None or rank != own.rank}
     answers = ask(others, secret, {"what": "state", "stacks": stacks}, _ALL_S)
-    known = dict(words or {})
+    known = dict(exits or {})
     for answer in answers.values():
         if not isinstance(answer, Exception):
-            known |= {int(rank): said for rank, said in answer["words"].items()}
+            known |= {int(rank): report for rank, report in answer["exits"].items()}
     found = {} if own is None else {own.rank: own}
     for rank, answer in answers.items():
         if not isinstance(answer, Exception):
@@ -337,9 +337,9 @@ def states(
             continue
         process = peers[rank].process
         silence = _silence(answer, process)
-        words_of = known.get(rank, {}) if silence == _ENDED else {}
+        exit_of = known.get(rank, {}) if silence == _ENDED else {}
         row = {"rank": rank, "host": process.host.name, "pid": process.pid, "silence": silence, "operations": []}
-        found[rank] = RankState.from_row({**row, **words_of})
+        found[rank] = RankState.from_row({**row, **exit_of})
     return [found[rank] for rank in sorted(found)]
 
 
