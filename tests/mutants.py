@@ -27,7 +27,11 @@ FIRST = {
     "backends/horovod": ["tests/test_contract.py::test_contract[horovodrun-horovod-2]"],
     "backends/": ["tests/contract/test_collectives.py", "tests/contract/test_world.py"],
     "unidist/gradients": ["tests/contract/test_wrap_model.py", "tests/contract/test_replicate.py"],
-    "unidist/collectives": ["tests/contract/test_collectives.py", "tests/contract/test_metrics.py"],
+    "unidist/collectives": [
+        "tests/contract/test_collectives.py",
+        "tests/contract/test_metrics.py",
+        "tests/contract/test_meters.py",
+    ],
     "unidist/data": ["tests/contract/test_shard_loader.py", "tests/test_data.py"],
     "unidist/checkpoint": ["tests/contract/test_checkpoint.py", "tests/test_checkpoint_files.py"],
     "unidist/hvd/operation.py": ["tests/test_hvd.py::test_one_suite_for_both[torchrun-gloo-1]"],

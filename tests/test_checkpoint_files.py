@@ -128,7 +128,8 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, directory: bool) 
 
 
 def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path) -> None:
-    old = os.umask(0o027)
+    """And no file stays open."""
+    old, open_files = os.umask(0o027), os.listdir("/proc/self/fd")
     try:
         write(tmp_path / "run.pt")
         assert (tmp_path / "run.pt").stat().st_mode & 0o777 == 0o640
@@ -136,6 +137,7 @@ def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path) -> None:
             (tmp_path / "run.pt").chmod(mode)
             write(tmp_path / "run.pt")
             assert (tmp_path / "run.pt").stat().st_mode & 0o777 == mode
+        assert os.listdir("/proc/self/fd") == open_files
     finally:
         os.umask(old)
 

@@ -284,6 +284,18 @@ def test_a_gradient_that_is_accumulated_beside_a_new_one() -> None:
     torch.testing.assert_close([model.weight.grad, model.bias.grad], [2 * weight, bias], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_large_parameter_that_one_rank_uses(graph: bool) -> None:
+    """It is reduced alone, where autograd has put its gradient, unless that has a graph; zeros where there is none."""
+    model = unidist.replicate(nn.ParameterList([torch.full((1024, 1025), 3.0), torch.ones(2)]))
+    loss = model[1].sum() + (model[0].square().sum() if unidist.rank() == 0 else 0)
+    loss.backward(create_graph=graph)
+    assert model[0].grad is not None
+    torch.testing.assert_close(model[0].grad.detach(), torch.full((1024, 1025), 6.0 / unidist.world_size()))
+    model.zero_grad()
+
+
 @pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
 def test_dtypes_and_compression(compression: Any) -> None:
     class Mixed(nn.Module):

@@ -49,7 +49,7 @@ def main() -> None:
             killed.mkdir()
             (killed / "__0_0.distcp").write_bytes(b"part")
         for number in (1, 2, 3, 3):  # the last one is written over
-            run = {"model": model, "optimizer": optimizer, "number": number}
+            run = {"model": model, "optimizer": optimizer, "done": {"steps": [number]}}
             unidist.save_checkpoint(f"{directory}/run-{number}", keep_last=2, **run)
         incomplete = Path(directory, "incomplete")
         if unidist.is_main():
@@ -75,8 +75,8 @@ def main() -> None:
     else:
         latest = unidist.latest_checkpoint(directory, "run-*")
         assert latest is not None
-        assert unidist.load_checkpoint(latest, model=model, optimizer=optimizer) == {"number": 3}
-        assert unidist.load_checkpoint(latest, model=model) == {"number": 3}
+        assert unidist.load_checkpoint(latest, model=model, optimizer=optimizer) == {"done": {"steps": [3]}}
+        assert unidist.load_checkpoint(latest, model=model) == {"done": {"steps": [3]}}
         before = digits(model, optimizer)
         other = nn.Sequential(nn.Linear(6, 11))
         try:
