@@ -250,19 +250,18 @@ def _introduce(backend: Backend, timeout: float) -> None:
     secret = torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8)
     try:
         in_time(partial(backend.broadcast, secret, 0), timedelta(seconds=timeout))
-    except TimeoutError:
-        cause = "Has another rank stopped or ended?"
-        try:  # those that have; others may be at the exchange of the watch's addresses already
+    except (TimeoutError, CollectiveError) as error:
+        place = f"rank {backend.topology.rank} of {len(rows)}: the first broadcast of {backend.name}"
+        try:  # those that have ended; others may be at the exchange of the watch's addresses already
             in_time(partial(backend.exchange, json.dumps(Watch.NO_ADDRESS), 3.0), timedelta(seconds=6))
-        except BackendError as error:
-            cause = str(error)
+        except BackendError as missing:
+            raise BackendError(f"{place} did not end. {missing}") from error
         except (CollectiveError, TimeoutError):
             pass
+        if isinstance(error, CollectiveError):
+            raise
         backend.abort()
-        raise BackendError(
-            f"rank {backend.topology.rank} of {len(rows)}: the first broadcast of {backend.name} did not end within "
-            f"{timeout:g} s. {cause}"
-        ) from None
+        raise BackendError(f"{place} did not end within {timeout:g} s. Has another rank stopped or ended?") from None
     backend.secret = bytes(secret.tolist())
 
 

@@ -304,7 +304,7 @@ def _watch_launchers(outcome: Outcome, directory: Path, launchers: Sequence[subp
         outcome.wrong_status = case.launcher
     if launchers[0].returncode is not None:
         # Workers of a data loader look every 5 s; in spawned ranks they import torch first.
-        end = time.monotonic() + 20
+        end = time.monotonic() + (60 if case.launcher == "spawn" else 8)
         while (left := len(_processes(directory))) and time.monotonic() < end:
             time.sleep(0.1)
         outcome.orphans = left
