@@ -28,7 +28,7 @@ def rewrite_comments(text: str) -> str:
         match = _COMMENT.match(line.rstrip("\r\n")) if number + 1 in comments else None
         if match is not None:
             is_gone = _is_stale(match[2], _statement_below(lines, number))
-            line = f"{match[1]}# {match[2]}{line[len(line.rstrip()) :]}"
+            line = f"{match[1]}# {match[2].rstrip()}{line[len(line.rstrip()) :]}"
         elif is_gone and not line.strip():
             line = "" if not found or not found[-1].strip() else line
         elif not line.lstrip().startswith("#"):

@@ -25,6 +25,8 @@ _NOT_IMPORTED = (
 
 #: Around a comparison, they bind more closely than ``not``.
 _OPERATORS = (cst.Comparison, cst.ComparisonTarget, cst.BinaryOperation, cst.UnaryOperation)
+#: Around a comparison, they need no parentheses.
+_NO_PARENTHESES = (cst.If, cst.While, cst.BooleanOperation, cst.Assign, cst.Arg, cst.Return)
 #: A word that needs the parenthesis after it.
 _NO_SPACE = re.compile(r"\b(if|while|not|return|assert|and|or|in|else)\(")
 
@@ -44,7 +46,9 @@ def change_plain_calls(context: Context) -> None:
     for built in list(context.calls("nccl_built")):
         name = context.unidist_name_for(built.func, "backend_name")
         equal = [cst.ComparisonTarget(cst.Equal(), cst.SimpleString('"nccl"'))]
-        context.edits.replace(built, cst.Comparison(cst.Call(name), equal, [cst.LeftParen()], [cst.RightParen()]))
+        new = cst.Comparison(cst.Call(name), equal, [cst.LeftParen()], [cst.RightParen()])
+        alone = isinstance(context.tree.parent(built), _NO_PARENTHESES) and not built.lpar
+        context.edits.replace(built, new.with_changes(lpar=[], rpar=[]) if alone else new)
         context.mark_handled(built.func)
     for use in list(context.uses(*PLAIN_CALLS)):
         call = context.tree.call_of(use)

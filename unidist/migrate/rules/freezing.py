@@ -10,8 +10,10 @@ import libcst as cst
 from unidist.migrate.context import Context
 from unidist.migrate.flow import Flow, callers, is_target
 from unidist.migrate.rules.loaders import training_loops
-from unidist.migrate.syntax import Problem, Statement, called_name
+from unidist.migrate.syntax import Statement, called_name
 
+_FROZEN = "some parameters are frozen or unfrozen after DistributedOptimizer, which unidist refuses"
+_REMEDY = "move that line above DistributedOptimizer, then migrate again; if it must change while training, keep it"
 #: Calls whose result is a tensor of the script's own.
 _NEW_TENSORS = {
     "clone", "detach", "tensor", "as_tensor", "from_numpy", "zeros", "ones", "rand", "randn", "rand_like",
@@ -21,14 +23,14 @@ _NEW_TENSORS = {
 _OF_MODEL = re.compile(r"param|module|children|layer|model|net", re.IGNORECASE)
 
 
-def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[Problem]:
+def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[tuple[cst.CSTNode, str, str]]:
     """Changes of ``requires_grad`` after a statement, unless they are made to all parameters of a model."""
     changes = list(_changes(context))
     parts = [node for node in changes if not _is_of_whole_model(context, node, flow)]
     for node in changes:
         # All parameters require a gradient again: some more than before, if some were frozen.
         if parts and not _is_all_before(context, node, before):
-            yield node, "some parameters are frozen or unfrozen after DistributedOptimizer, which unidist refuses"
+            yield node, _FROZEN, _REMEDY
 
 
 def _changes(context: Context) -> Iterator[cst.Attribute]:

@@ -28,6 +28,14 @@ from unidist.migrate.syntax import Statement, full_name, is_pure
 
 #: Methods that change a list.
 _CHANGING = {"append", "extend", "insert", "remove", "pop", "clear"}
+_HIDDEN_ARGUMENTS = (
+    "the arguments of DistributedOptimizer cannot be determined",
+    "write them out, without * and **, then migrate again",
+)
+_OTHER_ARGUMENTS = (
+    "Horovod's DistributedOptimizer does not take these arguments, perhaps a changed Horovod's does",
+    "remove those that Horovod does not have, then migrate again; or keep the changed Horovod, and do not migrate",
+)
 _AVERAGE = "keep it, or use a plain optimizer and unidist.all_reduce(p.grad, 'mean') for each gradient"
 
 
@@ -103,7 +111,8 @@ def _plan(context: Context, call: cst.Call) -> OptimizerPlan:
     tree = context.tree
     arguments = context.arguments(call)
     if arguments is None:
-        raise Refusal(call, "the arguments of DistributedOptimizer cannot be determined")
+        hidden = any(arg.star for arg in call.args)
+        raise Refusal(call, *(_HIDDEN_ARGUMENTS if hidden else _OTHER_ARGUMENTS))
     statement = tree.statement(call)
     if statement is None:
         raise Refusal(
@@ -511,6 +520,13 @@ def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> li
         uses = follow(context.tree, [variable]).uses
         if all(context.tree.is_inside(use, call) for use in uses):
             return [constant for value in values for constant in _constants(context, call, value)]
+    if is_parameter(context.tree, variable):
+        chosen = f"hvd.Compression.fp16 if {context.text(node)} else hvd.Compression.none"
+        raise Refusal(
+            call,
+            f"what is passed as compression={context.text(node)} cannot be seen in this file",
+            f"let the callers pass a bool in its place, and write `compression={chosen}`; then migrate again",
+        )
     raise Refusal(
         call,
         f"compression={context.text(node)} is not one of Horovod's",
