@@ -251,17 +251,20 @@ def _introduce(backend: Backend, timeout: float) -> None:
     try:
         in_time(partial(backend.broadcast, secret, 0), timedelta(seconds=timeout))
     except (TimeoutError, CollectiveError) as error:
-        place = f"rank {backend.topology.rank} of {len(rows)}: the first broadcast of {backend.name}"
-        try:  # those that have ended; others may be at the exchange of the watch's addresses already
+        gone = ""
+        try:  # who is; others may be at the exchange of the watch's addresses already
             in_time(partial(backend.exchange, json.dumps(Watch.NO_ADDRESS), 3.0), timedelta(seconds=6))
         except BackendError as missing:
-            raise BackendError(f"{place} did not end. {missing}") from error
+            gone = str(missing)
         except (CollectiveError, TimeoutError):
             pass
-        if isinstance(error, CollectiveError):
+        if isinstance(error, CollectiveError) and not gone:
             raise
         backend.abort()
-        raise BackendError(f"{place} did not end within {timeout:g} s. Has another rank stopped or ended?") from None
+        raise BackendError(
+            f"rank {backend.topology.rank} of {len(rows)}: the first broadcast of {backend.name} did not end (limit: "
+            f"{timeout:g} s). {gone or 'Has another rank stopped or ended?'}"
+        ) from error
     backend.secret = bytes(secret.tolist())
 
 
