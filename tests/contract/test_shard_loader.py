@@ -1,5 +1,6 @@
 """This rank's share of the data."""
 
+import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -422,14 +423,14 @@ def test_items_that_are_split_by_rank_already_are_an_error() -> None:
     rank, size = unidist.rank(), unidist.world_size()
     mine = torch.arange(rank, 20 * size, size)  # as many on each rank
     list(unidist.shard_loader(DataLoader(TensorDataset(torch.arange(20)))))
-    for dataset, name in (
-        (TensorDataset(mine), "TensorDataset"),
-        (mine.tolist(), "list"),
-        (Numbers(10 + rank), "Numbers"),
-    ):
+    for dataset in (Numbers(10 + rank), TensorDataset(torch.zeros(10 + rank))):
         if size > 1:
-            with pytest.raises(unidist.MismatchError, match=f"different rows of this {name}"):
-                list(unidist.shard_loader(DataLoader(dataset)))  # type: ignore[arg-type]
+            with pytest.raises(unidist.MismatchError, match=f"different rows of this {type(dataset).__name__}"):
+                list(unidist.shard_loader(DataLoader(dataset)))
+    for items in (TensorDataset(mine), mine.tolist()):
+        loader = unidist.shard_loader(DataLoader(items))
+        with pytest.warns(match="different rows of this") if rank == 0 < size - 1 else contextlib.nullcontext():
+            list(loader)
     list(unidist.shard_loader(DataLoader(TensorDataset(mine)), check_stream=False))
 
 

@@ -19,7 +19,7 @@ from unidist.diagnosis.timeline.waiting import waits
 def test_it_shows_who_is_late(tmp_path: Path) -> None:
     rank, size = unidist.rank(), unidist.world_size()
     directory = Path(unidist.broadcast_object(str(tmp_path)))
-    loader = unidist.shard_loader(DataLoader(TensorDataset(torch.randn(8 * size, 4)), batch_size=2))
+    loader = unidist.shard_loader(DataLoader(TensorDataset(torch.ones(8 * size, 4)), batch_size=2))
 
     def train(late: float = 0.0) -> None:
         for (batch,) in loader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from unidist.backends.base import Group
 from unidist.collectives.agreement import first_difference
 from unidist.collectives.operations import all_gather
 from unidist.context import current
-from unidist.data.same_stream import differ, fingerprint, first_rows, first_samples
+from unidist.data.same_stream import ITEMS, differ, fingerprint, first_rows, first_samples
 from unidist.data.stream import ShardStream
 from unidist.errors import MismatchError
 
@@ -53,13 +54,17 @@ class Rows(DataComparison):
         if batch or not current().compares or first_difference([str(fingerprint(self.dataset))], self.group) is None:
             return  # the fingerprint of a transform that cannot be hashed is random
         difference = first_difference([str(each) for each in first_rows(self.dataset)], self.group)
-        if difference is not None:
-            raise MismatchError(
-                f"shard_loader: the ranks have different rows of this {type(self.dataset).__name__}, so that each "
-                "would skip rows that no other has: is it split by rank already, as by split_dataset_by_node, or made "
-                "or split by random numbers? Leave the split out, draw after unidist.init(seed=...), or pass "
-                "check_stream=False."
-            )
+        if difference is None:
+            return
+        found = (
+            f"shard_loader: the ranks have different rows of this {type(self.dataset).__name__}, so that each would "
+            "skip rows that no other has: is it split by rank already, as by split_dataset_by_node, or made or split "
+            "by random numbers? Leave the split out, draw after unidist.init(seed=...), or pass check_stream=False."
+        )
+        if difference.position == 0 or not isinstance(self.dataset, ITEMS):
+            raise MismatchError(found)
+        if current().topology.rank == 0:  # numbers drawn in place of data do no harm
+            warnings.warn(found, stacklevel=2)
 
 
 @dataclass

@@ -22,6 +22,8 @@ _SAMPLES, _LEAVES = 4, 16
 #: Attributes in which datasets keep other ones.
 _INNER = ("dataset", "datasets", "pipeline", "source", "source_datapipe", "_dataset")
 _DEPTH, _PARTS = 6, 64
+#: Datasets that hold their items.
+ITEMS = (TensorDataset, list, tuple)
 #: Of a ``Subset``, the indices that are compared.
 _INDICES = 1000
 
@@ -84,18 +86,17 @@ def fingerprint(dataset: Any) -> str | None:
         return str(dataset._fingerprint)
     if not hasattr(dataset, "__len__"):
         return None
-    shown: list[Any] = []
-    if isinstance(dataset, Subset):
-        shown = [str(i) for i in islice(dataset.indices, _INDICES)]
-    elif isinstance(dataset, (TensorDataset, list, tuple)) and len(dataset):
-        shown = [_row(dataset[i]).tolist() for i in (0, len(dataset) - 1)]
-    return f"{len(dataset)} {shown}"
+    return str(first_rows(dataset))
 
 
 def first_rows(dataset: Any) -> list[Any]:
-    """What tells shards of a map-style dataset apart: lengths, and rows without transforms, or numbers of rows."""
+    """What tells shards of a map-style dataset apart: its length, and rows without transforms, or numbers of rows."""
+    if isinstance(dataset, Subset):
+        return [len(dataset), [str(i) for i in islice(dataset.indices, _INDICES)]]
+    if isinstance(dataset, ITEMS):
+        return [len(dataset), [_row(dataset[i]).tolist() for i in (0, len(dataset) - 1) if len(dataset)]]
     if not hasattr(dataset, "with_format"):
-        return [fingerprint(dataset)]
+        return [len(dataset)]
     rows = dataset.with_format("arrow")
     return [len(dataset), *(repr(rows[i : i + 1].to_pydict()) for i in (0, len(dataset) - 1) if len(dataset))]
 
