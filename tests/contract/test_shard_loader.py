@@ -429,7 +429,7 @@ def test_items_that_are_split_by_rank_already_are_an_error() -> None:
                 list(unidist.shard_loader(DataLoader(dataset)))
     for items in (TensorDataset(mine), mine.tolist()):
         loader = unidist.shard_loader(DataLoader(items))
-        with pytest.warns(match="different rows of this") if rank == 0 < size - 1 else contextlib.nullcontext():
+        with pytest.warns(match="different items in this") if rank == 0 < size - 1 else contextlib.nullcontext():
             list(loader)
     list(unidist.shard_loader(DataLoader(TensorDataset(mine)), check_stream=False))
 

@@ -56,15 +56,21 @@ class Rows(DataComparison):
         difference = first_difference([str(each) for each in first_rows(self.dataset)], self.group)
         if difference is None:
             return
-        found = (
-            f"shard_loader: the ranks have different rows of this {type(self.dataset).__name__}, so that each would "
-            "skip rows that no other has: is it split by rank already, as by split_dataset_by_node, or made or split "
-            "by random numbers? Leave the split out, draw after unidist.init(seed=...), or pass check_stream=False."
+        kind = type(self.dataset).__name__
+        if difference.position > 0 and isinstance(self.dataset, ITEMS):
+            if current().topology.rank == 0:
+                warnings.warn(
+                    f"shard_loader: the ranks have different items in this {kind}, so that each would skip items that "
+                    "no other has: is it split by rank already? If they are random numbers in place of data, draw them "
+                    "after unidist.init(seed=...), or pass check_stream=False.",
+                    stacklevel=2,
+                )
+            return
+        raise MismatchError(
+            f"shard_loader: the ranks have different rows of this {kind}, so that each would skip rows that no other "
+            "has: is it split by rank already, as by split_dataset_by_node, or by random numbers? Leave that out, call "
+            "random_split after unidist.init(seed=...), or pass check_stream=False."
         )
-        if difference.position == 0 or not isinstance(self.dataset, ITEMS):
-            raise MismatchError(found)
-        if current().topology.rank == 0:  # numbers drawn in place of data do no harm
-            warnings.warn(found, stacklevel=2)
 
 
 @dataclass
