@@ -34,7 +34,7 @@ from tests.support import slurm
 from tests.support.worlds import ROOT, commands, environment, free_port, with_torch
 
 RANKS = 3
-#: Seconds of UNIDIST_TIMEOUT, and how much later a survivor must have ended; twice as much without a network.
+#: Seconds of UNIDIST_TIMEOUT, and how much later a survivor must have ended.
 TIMEOUT, GRACE = 10, 15
 #: Seconds of UNIDIST_STALL_S.
 STALL = 5
@@ -83,6 +83,11 @@ class Case:
     def watched(self) -> list[int]:
         """The ranks that must end."""
         return [rank for rank in range(RANKS) if rank != self.victim or self.kind not in GONE]
+
+    @property
+    def grace(self) -> int:
+        """Twice as much without a network, and where PyTorch waits for a data loader's worker, which imports it."""
+        return GRACE * (2 if self.kind in LINKS or (self.launcher == "spawn" and self.workers) else 1)
 
 
 @dataclass(frozen=True)
@@ -261,7 +266,7 @@ def _watch(
         if first:
             cut()
             first = False
-        late = time.time() - struck > TIMEOUT + GRACE * (2 if case.kind in LINKS else 1)
+        late = time.time() - struck > TIMEOUT + case.grace
         for rank in case.watched:
             lines = logs[rank]
             # One that has not begun when the launcher ends has nothing to end.

@@ -16,7 +16,7 @@ def train() -> tuple[int, float]:
 
 
 if __name__ == "__main__":
-    with ray_start_client_server(ray_init_kwargs={"num_cpus": 2}) as client:
+    with ray_start_client_server(ray_init_kwargs={"address": "local", "num_cpus": 2}) as client:
         assert client.is_connected()
         fixed = RayExecutor(num_workers=2)
         fixed.start()
