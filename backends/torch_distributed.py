@@ -190,6 +190,11 @@ class TorchBackend(Backend):
 
         return wait
 
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
+        with self.errors_of("broadcast", tensor, group):
+            handle = self._handle(group, tensor.device.type)
+            dist.broadcast(tensor, group=handle, group_src=self.ranks(group).index(src))
+
     def start_broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Wait:
         span = self.began("broadcast", tensor, group)
         with self.errors_of("broadcast"):
