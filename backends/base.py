@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -227,7 +228,11 @@ class Backend(ABC):
     # ------------------------------------------------------------------ the same for every backend
     def ranks(self, group: Group | None) -> tuple[int, ...]:
         """The global ranks of a group, ascending."""
-        return group.ranks if group else tuple(range(self.topology.world_size))
+        return group.ranks if group else self._all_ranks
+
+    @cached_property
+    def _all_ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.topology.world_size))
 
     def quiesce(self) -> None:
         """Wait until the library's threads are idle, before this process forks or ends. Not collective.

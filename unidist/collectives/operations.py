@@ -44,6 +44,7 @@ _HEADER_BYTES = 16
 #: MiB of small tensors that are broadcast together.
 _BUCKET_MB = 64
 ReduceOp = Literal["sum", "mean", "min", "max", "product", "and", "or"]
+_REDUCE_OPS = get_args(ReduceOp)
 
 
 @runtime_checkable
@@ -527,8 +528,8 @@ def _check_dense(tensor: Tensor) -> None:
 
 
 def _check_op(tensor: Tensor, op: str) -> None:
-    if op not in get_args(ReduceOp):
-        raise ValueError(f"op={op!r} is unknown: use one of {', '.join(get_args(ReduceOp))}.")
+    if op not in _REDUCE_OPS:
+        raise ValueError(f"op={op!r} is unknown: use one of {', '.join(_REDUCE_OPS)}.")
     _check_dense(tensor)
     dtype = tensor.dtype
     if (dtype == torch.bool) != (op in ("and", "or")):
