@@ -91,6 +91,15 @@ def test_survivors_go_on_at_once_and_newcomers_come_last() -> None:
     assert run.form() == [0, 2, 3, 4]
 
 
+def test_a_newcomer_that_fails_after_the_end_is_no_failure() -> None:
+    run = Run("a:2,b:1", min_np=1)
+    assert run.begin() == [0, 1, 2]
+    assert run.lose(2) == [0, 1] and run.start() == [3]
+    assert not run.elastic.end(0, 0, run.now) and run.elastic.finishing
+    assert not run.elastic.end(3, 1, run.now)
+    run.fail(1)  # a member
+
+
 def test_a_lost_rank_0_is_replaced_by_the_next_survivor() -> None:
     run = Run("a:2,b:2", min_np=4)
     assert run.begin() == [0, 1, 2, 3]
@@ -391,7 +400,8 @@ class ElasticRun(RuleBasedStateMachine):
             return
         process, is_member = self.processes.pop(number), number in self.members
         away = process.dismissed is not None and not self.finished
-        well = away or (status == 0 and (is_member or self.finished or not self.elastic.generation))
+        late = self.finished and not is_member and self.elastic.generation > 0
+        well = away or late or (status == 0 and (is_member or self.finished or not self.elastic.generation))
         self.finished = self.finished or (well and not away)
         if is_member and not well:
             self.broken, self.over_since = True, self.now

@@ -138,8 +138,8 @@ class Elastic:
         if status == 0 and (self.finishing or was_member or not self.generation):
             self.finishing = True
             return False
-        if worker.leaving and not was_member:
-            return False
+        if not was_member and (worker.leaving or (self.finishing and self.generation)):
+            return False  # nobody waits for it
         if was_member:
             self._over, self._waiting_since = True, None
             self._failed_at = now if self._failed_at is None else self._failed_at
