@@ -67,7 +67,7 @@ def test_one_weight_that_a_migrated_script_changes(tmp_path: Path) -> None:
     assert (first["kind"], first["step"], first["parameter"], first["parameters"]) == ("weights", 4, "2.bias", 1)
     assert first["distance"] == pytest.approx(0.01, rel=0.5) and not found["agree"]
     assert max(value for point in found["steps"][:3] for value in point["apart"].values()) < 1e-6
-    saved = [torch.load(tmp_path / f"{side}.pt") for side in ("left", "right")]
+    saved = [torch.load(tmp_path / f"{side}.pt") for side in ("left-again", "right")]  # undone
     most = max((saved[0][name] - saved[1][name]).abs().max().item() for name in saved[0])
     assert found["final"]["most"] == pytest.approx(most)
 

@@ -154,7 +154,9 @@ def command(
 
     def trained(name: str, *, undo_idle: bool = False) -> Side:
         script, target = targets[name]
-        program = [script, *(argument.replace(SIDE, name) for argument in ctx.obj)]
+        # Another name than in the first run, or the script would resume from what that has saved.
+        side = f"{name}-again" if undo_idle else name
+        program = [script, *(argument.replace(SIDE, side) for argument in ctx.obj)]
         with status(f"{name}: {script}, {target.name} under {target.launcher}, {ranks} ranks"):
             return run(name, program, target, ranks, seed, steps, timeout, undo_idle=undo_idle)
 

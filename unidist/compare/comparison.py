@@ -184,8 +184,8 @@ def notes(found: Comparison) -> Iterator[str]:
             )
     first = found.first
     if found.with_idle_steps is not None:
-        more = found.side_with_more_idle_steps
-        counts = [side.recording.idle[0] for side in found.sides.values()]
+        more = found.with_idle_steps.side_with_more_idle_steps
+        counts = [max(side.recording.idle) for side in found.with_idle_steps.sides.values()]
         most = found.with_idle_steps.final
         yield (
             "steps with zero gradients and no backward pass, as Horovod's broadcast_optimizer_state() takes on a new "

@@ -140,10 +140,9 @@ def _replace_call(
 ) -> None:
     """Replace a call by one of unidist's; edits inside its arguments apply too."""
     context.keep_comments(call, *(each for each in kept if each is not None))
-    context.edits.replace(
-        call,
-        lambda updated: _rebuilt(context, call, updated, cst.Call(context.unidist_name_for(call.func, name), values)),
-    )
+    # Not within the edit, which is applied after the imports are changed: they must know that it needs unidist.
+    new = cst.Call(context.unidist_name_for(call.func, name), values)
+    context.edits.replace(call, lambda updated: _rebuilt(context, call, updated, new))
     context.mark_handled(call.func)
     for argument in call.args:
         if all(argument.value is not each for each in kept):
