@@ -34,7 +34,7 @@ from tests.support import slurm
 from tests.support.worlds import ROOT, commands, environment, free_port, with_torch
 
 RANKS = 3
-#: Seconds of UNIDIST_TIMEOUT, and how much later a survivor must have ended.
+#: Seconds of UNIDIST_TIMEOUT, and how much later a survivor must have ended where each process has a core.
 TIMEOUT, GRACE = 10, 15
 #: Seconds of UNIDIST_STALL_S.
 STALL = 5
@@ -66,6 +66,11 @@ LINE = re.compile(r"\btrain\.py:\d")
 RANK = re.compile(r"\branks? (\d+(?:(?:, (?:and )?| and | to |-)\d+)*)")
 
 
+def grace() -> float:
+    """GRACE, by how many processes have shared a core in the last minute."""
+    return GRACE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 @dataclass(frozen=True)
 class Case:
     number: int
@@ -85,9 +90,9 @@ class Case:
         return [rank for rank in range(RANKS) if rank != self.victim or self.kind not in GONE]
 
     @property
-    def grace(self) -> int:
+    def grace(self) -> float:
         """Twice as much without a network, and where PyTorch waits for a data loader's worker, which imports it."""
-        return GRACE * (2 if self.kind in LINKS or (self.launcher == "spawn" and self.workers) else 1)
+        return grace() * (2 if self.kind in LINKS or (self.launcher == "spawn" and self.workers) else 1)
 
 
 @dataclass(frozen=True)
@@ -296,7 +301,7 @@ def _watch_launchers(outcome: Outcome, directory: Path, launchers: Sequence[subp
     case = outcome.case
     for launcher in launchers:
         with suppress(subprocess.TimeoutExpired):
-            launcher.wait(2 if case.kind == "SIGSTOP" else GRACE)
+            launcher.wait(2 if case.kind == "SIGSTOP" else grace())
     done = [(_log(directory, rank) or [{"event": ""}])[-1]["event"] == "done" for rank in range(RANKS)]
     done[case.victim] |= (case.kind, case.moment) == ("exit 0", "end")
     outcome.launcher_hangs = case.kind != "SIGSTOP" and any(launcher.returncode is None for launcher in launchers)
