@@ -351,6 +351,14 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
         same = [other for other, its_model in zip(optimizers, texts) if its_model == model]
         if len(same) > 1 and any(other.compression is not None for other in same):
             raise Refusal(each.call, "two optimizers train one model, and one of them compresses gradients")
+        whole = next((other for other in texts if model.startswith((f"{other}.", f"{other}["))), None)
+        if whole is not None:
+            raise Refusal(
+                each.call,
+                f"another optimizer has named_parameters of `{whole}`, of which `{model}` is a part",
+                "name the parts that each trains, as in named_parameters=model.part.named_parameters(), then migrate "
+                "again",
+            )
     for use in context.uses("DistributedOptimizer"):
         if not isinstance(context.tree.parent(use), cst.Call):
             raise Refusal(use, "DistributedOptimizer is used without being called")
