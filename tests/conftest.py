@@ -33,6 +33,16 @@ collect_ignore = [] if IN_WORLD in os.environ else ["gpu", "hvd", "process_group
 VARIANTS = tuple(line for line in Path(__file__).with_name("variants.txt").read_text().split("\n") if "::" in line)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """``pytest`` alone runs what `make test` does."""
+    option = config.option
+    if config.args_source is config.ArgsSource.TESTPATHS and not (option.markexpr or option.keyword):
+        option.markexpr = "not variant"
+        if option.numprocesses is None and not option.usepdb:
+            option.numprocesses, option.dist, option.loadscopereorder = 3, "loadfile", False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(VARIANTS):
