@@ -123,12 +123,6 @@ $(VENV)/pip.stamp: $(BIN)/python setup.cfg constraints.txt
 # Horovod's wheel is cached outside the checkout (UNIDIST_CACHE, default ~/.cache/unidist).
 $(VENV)/test.stamp: $(VENV)/pip.stamp | system
 	$(BIN)/unidist build-horovod --install
-	@# Cycles are collected less often: that is a quarter of the time of importing torch, and of 700 processes' of the tests.
-	@# And where a test wants so, PyTorch is imported already.
-	echo "import gc, os, sys; gc.set_threshold(50000, 20, 20);" \
-		"os.environ.get('UNIDIST_TESTS_PRELOADED') and (sys.path.insert(0, '$(CURDIR)/tests/support')," \
-		"__import__('preloaded'), sys.path.pop(0))" \
-		> $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/unidist_tests.pth
 	touch $@
 
 $(VENV)/clusters.stamp: $(VENV)/pip.stamp

@@ -1,5 +1,6 @@
 """tests/legacy/plain.py on unidist, with a fault where one is named: ``migrated.py FILE [FAULT]``."""
 
+import atexit
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ source = (Path(__file__).parents[1] / "legacy" / "plain.py").read_text().split("
 legacy: dict = {}
 exec(source.replace("import horovod.torch as hvd", ""), legacy)
 if fault == "crash":
+    atexit.register(print, "more output\n" * 1000)
     raise RuntimeError("this script fails")
 
 unidist.init()

@@ -1,10 +1,10 @@
 """Processes that have imported PyTorch when they begin.
 
 To import torch, and what its optimizers import, takes longer than most programs of the tests. So a server imports both
-once. Where a process of Python begins with the server's address in its environment (a .pth file, which the Makefile
-writes, imports this module), its program runs in a copy of the server, made by fork(), with its directory, environment
-and files; the process itself passes on signals and ends as the copy does. Programs whose start, parent or death is
-tested run without the server.
+once. Where a process of Python begins with the server's address in its environment (``site/sitecustomize.py`` calls
+``begin``), its program runs in a copy of the server, made by fork(), with its directory, environment and files; the
+process itself passes on signals and ends as the copy does. Programs whose start, parent or death is tested run without
+the server.
 """
 
 from __future__ import annotations
@@ -220,9 +220,7 @@ def run(argv: list[str]) -> None:
         sys.exit(1)
 
 
-if __name__ == "preloaded":  # by the .pth file
-    begin()
-elif __name__ == "__main__":
+if __name__ == "__main__":
     sys.path.pop(0)
     import gc
 

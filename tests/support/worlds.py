@@ -117,7 +117,10 @@ def environment(launcher: str, extra: Mapping[str, str]) -> dict[str, str]:
     env = world.environment(env, 1)
     if launcher in ("mpich", "slurm pmi2"):
         env["LD_LIBRARY_PATH"] = str(mpich_for_mpi4py())
-    return {**env, **extra}
+    env |= extra
+    first = str(ROOT / "tests/support/site")
+    others = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", first)]
+    return {**env, "PYTHONPATH": os.pathsep.join([first, *others])}
 
 
 def mpich_for_mpi4py() -> Path:

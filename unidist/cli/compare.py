@@ -221,15 +221,25 @@ def run(
             result = run_world(target.launcher, target.backend, ranks, argv, timeout=timeout)
         except TimeoutError as error:
             raise click.ClickException(
-                f"{where} did not end within {timeout:g} s (--timeout):\n{str(error)[-4000:]}"
+                f"{where} did not end within {timeout:g} s (--timeout):\n{_excerpt(str(error))}"
             ) from None
         if result.returncode:
-            raise click.ClickException(f"{where} ended with status {result.returncode}:\n{result.output[-4000:]}")
+            raise click.ClickException(f"{where} ended with status {result.returncode}:\n{_excerpt(result.output)}")
         try:
             recording = read(Path(directory), ranks)
         except ValueError as error:
-            raise click.ClickException(f"{where}: {error}\n{result.output[-4000:]}") from None
+            raise click.ClickException(f"{where}: {error}\n{_excerpt(result.output)}") from None
     return Side(program[0], target.name, target.launcher, result.seconds, recording)
+
+
+def _excerpt(output: str, length: int = 4000) -> str:
+    """Return the end of the output of a world, and before it the first traceback, which launchers' words follow."""
+    start = output.find("Traceback (most recent call last)")
+    tail = max(0, len(output) - length)
+    if not 0 <= start < tail:
+        return output[tail:]
+    end = start + length
+    return output[start:] if end >= tail else f"{output[start:end]}\n[...]\n{output[tail:]}"
 
 
 def show(found: Comparison, settings: str, paths: Sequence[Path | None]) -> None:
