@@ -40,11 +40,15 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, **options)
 
 
-def reference(size: int, steps: int, factor: float = 1.0, clip: float | None = None, passes: int = 1) -> Net:
+def reference(
+    size: int, steps: int, factor: float = 1.0, clip: float | None = None, passes: int = 1, frozen_from: int = -1
+) -> Net:
     """Trained by one process on all ranks' batches."""
     model = net()
     optimizer = sgd(model)
     for step in range(steps):
+        if step == frozen_from:
+            model.a.requires_grad_(False)
         optimizer.zero_grad()
         for part in range(passes):
             for rank in range(size):
@@ -150,6 +154,23 @@ def test_unused_parameters_become_zero_gradients(rank: int, size: int) -> None:
     assert torch.allclose(model.unused.bias.grad, torch.full((2,), 1.0 / size))
     with optimizer.skip_synchronize():
         optimizer.step()
+
+
+@alone
+def test_parameters_that_are_frozen_later_go_on_by_their_momentum(rank: int, size: int) -> None:
+    """They get gradients of zeros, as if they were not used."""
+    model = net()
+    optimizer = distributed(model)
+    for step in range(4):
+        if step == 2:
+            model.a.requires_grad_(False)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.synchronize()
+        assert all(param.grad is not None for param in model.parameters())
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert_same(model, reference(size, 4, frozen_from=2))
 
 
 @pytest.mark.parametrize("skip", [True, False])

@@ -168,6 +168,6 @@ class GradientAverager:
     def _fill(self, params: Sequence[Tensor]) -> None:
         """Give parameters without a gradient the average of the others' gradients."""
         for param in params:
-            if param.grad is None and param.requires_grad and param in self._positions:
+            if param.grad is None and param in self._positions and (param.requires_grad or self._unused == "zeros"):
                 i, index = self._positions[param]
                 param.grad = self.buckets[i].views[index]

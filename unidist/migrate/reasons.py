@@ -135,10 +135,8 @@ def _of_process_sets(
             ranks = ranks.args[0].value
         return _PROCESS_SETS, f"`unidist.new_group({_in_unidist(context, ranks)})`, by all ranks"
     if "process_set" in arguments:
-        group = f"`group={context.text(arguments['process_set'])}`"
-        if symbol == "broadcast_parameters":
-            group = f"delete it where the model goes through `unidist.replicate`, which sends them: with {group}"
-        return _PROCESS_SETS, f"{group}, where that is made by `unidist.new_group(ranks)`"
+        group = context.text(arguments["process_set"])
+        return _PROCESS_SETS, f"`group={group}`, where that is made by `unidist.new_group(ranks)`"
     return (_PROCESS_SETS, "`unidist.new_group(ranks)`, by all ranks") if "process_set" in symbol.lower() else None
 
 
