@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import unidist.hvd
 from docs import tables
-from tests.support import hvd_programs
+from tests.support import hvd_programs, migrate_scripts
 from tests.support.worlds import LEGACY, PROJECTS, PYTHON, ROOT, Result, distance, run_suite, run_world, shown
 from unidist.hvd.execution import scale_
 from unidist.hvd.names import directory
@@ -56,7 +56,7 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
 
 def test_random_programs(tmp_path: Path) -> None:
     """The same results to the last rounding, whatever the order in which each rank begins and waits."""
-    size, count = 3, 120
+    size, count, trainings = 3, 120, 60
     programs = drawn(hvd_programs.programs(size), count)
     assert len(programs) == count
     (tmp_path / "programs.json").write_text(json.dumps(programs))
@@ -64,19 +64,25 @@ def test_random_programs(tmp_path: Path) -> None:
     for launcher, backend in [HOROVOD[0], *DROP_IN]:
         directory = tmp_path / f"{backend} {launcher}"
         directory.mkdir()
-        argv = ["-m", "tests.support.hvd_programs", str(tmp_path / "programs.json"), str(directory)]
+        argv = ["-m", "tests.support.hvd_programs", str(tmp_path / "programs.json"), str(trainings), str(directory)]
         result = run_world(launcher, size, argv, backend=backend, env=DYNAMIC, timeout=300)
         assert result.returncode == 0, result.output
         results[backend] = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(size)]
-    operations = 0
+    operations, far = 0, 0.0
     for backend in ("gloo", "mpi"):
         for rank in range(size):
-            for number, (mine, theirs) in enumerate(zip(results[backend][rank], results["horovod"][rank])):
+            ours, horovods = results[backend][rank], results["horovod"][rank]
+            for number, (mine, theirs) in enumerate(zip(ours["programs"], horovods["programs"])):
                 which = f"program {number} on rank {rank}, {backend}"
                 operations += same(mine, theirs, which, programs[number])
+            apart = [*map(migrate_scripts.distance, ours["trainings"], horovods["trainings"])]
+            assert len(apart) == trainings
+            assert max(apart) < 1e-5, f"training {apart.index(max(apart))} on rank {rank}, {backend}: {apart}"
+            far = max(far, *apart)
     assert operations > 4 * count
     shown.setdefault("random programs", []).append(
-        f"{len(programs)} programs at {size} ranks: {operations} results equal those of Horovod"
+        f"{len(programs)} programs at {size} ranks: {operations} results equal those of Horovod; {trainings} random "
+        f"uses of an optimizer: gradients and weights {far:.0e} from Horovod's"
     )
 
 

@@ -1,7 +1,8 @@
 """Random programs of Horovod's calls, and what one rank computes with them.
 
-As a program (``python -m tests.support.hvd_programs FILE DIRECTORY``) it is one rank: it runs the programs of ``FILE``
-and writes its results to ``DIRECTORY``. Horovod or the drop-in, by the backend, see ``tests.hvd.api``.
+As a program (``python -m tests.support.hvd_programs FILE TRAININGS DIRECTORY``) it is one rank: it runs the programs of
+``FILE`` and a number of trainings, and writes its results to ``DIRECTORY``. Horovod or the drop-in, by the backend, see
+``tests.hvd.api``.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import json
 import random
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
+from torch import nn
 
 DTYPES = ["float32", "float64", "float16", "int32", "int64"]
 KINDS = [
@@ -116,11 +120,111 @@ def _plain(result: Any) -> Any:
     return [_plain(part) for part in result]
 
 
+# ------------------------------------------------------------------------------------ optimizers
+OPTIMIZERS = [
+    ("SGD", {}), ("SGD", {"momentum": 0.9}), ("SGD", {"momentum": 0.9, "nesterov": True}), ("Adam", {}), ("AdamW", {}),
+    ("RMSprop", {}), ("Adagrad", {}),
+]  # fmt: skip
+#: What happens between steps, or instead of one.
+EVENTS = [
+    "step", "step", "step", "synchronize", "clip", "scale", "freeze", "unfreeze", "lr", "zeros", "none", "state",
+    "one rank", "all ranks", "no backward", "group", "schedule", "add", "broadcast",
+]  # fmt: skip
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.extra = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
+        y = self.b(torch.tanh(self.a(x)))
+        return y + self.extra(x) if extra else y  # type: ignore[no-any-return]
+
+
+def train(hvd: Any, seed: int) -> list[Any]:
+    """A random use of ``DistributedOptimizer``: gradients and weights after each event; and the error that ended it."""
+    draw, data = random.Random(seed), torch.Generator().manual_seed(100 * seed + hvd.rank())
+    torch.manual_seed(seed)
+    model = Model()
+    if draw.random() < 0.3:
+        draw.choice([model.a, model.extra]).requires_grad_(False)
+    name, options = draw.choice(OPTIMIZERS)
+    optimizer = getattr(torch.optim, name)(model.parameters(), 0.05, weight_decay=draw.choice([0, 0.1]), **options)
+    op, passes = draw.choice([hvd.Average, hvd.Average, hvd.Sum]), draw.choice([1, 1, 2, 3])
+    groups = draw.choice([None, None, None, 2, [list(model.b.parameters())]])
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=draw.choice([None, list(model.named_parameters())]),
+        backward_passes_per_step=passes,
+        op=op,
+        gradient_predivide_factor=draw.choice([1.0, 2.0]) if op == hvd.Average else 1.0,
+        groups=groups,
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    found: list[Any] = []
+    try:
+        for _ in range(draw.randint(3, 12)):
+            event, layer = draw.choice(EVENTS), draw.choice([model.a, model.b])
+            if event == "one rank" and groups is not None:  # with which Horovod waits for ever
+                event = "all ranks"
+            _happen(hvd, event, model, layer, optimizer, schedule, draw.random())
+            if event in ("freeze", "unfreeze", "state", "group", "broadcast", "no backward"):
+                continue
+            for _ in range(passes):
+                x, y = torch.randn(3, 4, generator=data), torch.randint(0, 3, (3,), generator=data)
+                extra = event == "all ranks" or (event == "one rank" and hvd.rank() == 0)
+                F.cross_entropy(model(x, extra), y).backward()
+            if event in ("synchronize", "clip", "scale"):
+                optimizer.synchronize()
+                if event == "clip":
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+                elif event == "scale":
+                    for param in layer.parameters():
+                        param.grad.mul_(0.5)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            found.append([_plain(param.grad) for param in model.parameters() if param.grad is not None])
+            found.append([_plain(param.detach()) for param in model.parameters()])
+    except Exception as error:
+        found.append(type(error).__name__)
+    return found
+
+
+def _happen(hvd: Any, event: str, model: Model, layer: nn.Linear, optimizer: Any, schedule: Any, number: float) -> None:
+    if event in ("freeze", "unfreeze"):
+        layer.requires_grad_(event == "unfreeze")
+    elif event == "state":
+        optimizer.load_state_dict(optimizer.state_dict())
+    elif event == "group":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    elif event == "broadcast":
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    elif event == "zeros":
+        model.zero_grad(set_to_none=False)
+    elif event == "none":
+        for param in layer.parameters():
+            param.grad = None
+    elif event != "add":  # to the gradients of the step before
+        optimizer.zero_grad()
+    if event == "no backward":
+        optimizer.step()
+    elif event == "lr":
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 + 0.1 * number
+    elif event == "schedule":
+        schedule.step()
+
+
 if __name__ == "__main__":
     from tests.hvd.api import hvd
 
+    warnings.simplefilter("ignore")
     hvd.init()
-    results = run(hvd, json.loads(Path(sys.argv[1]).read_text()))
-    Path(sys.argv[2], f"{hvd.rank()}.json").write_text(json.dumps(results))
+    programs = json.loads(Path(sys.argv[1]).read_text())
+    results = {"programs": run(hvd, programs), "trainings": [train(hvd, seed) for seed in range(int(sys.argv[2]))]}
+    Path(sys.argv[3], f"{hvd.rank()}.json").write_text(json.dumps(results))
     hvd.barrier()
     hvd.shutdown()
