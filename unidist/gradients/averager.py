@@ -166,7 +166,7 @@ class GradientAverager:
         self._waits.append(self.reducer.start(bucket, i))
 
     def _fill(self, params: Sequence[Tensor]) -> None:
-        """Give parameters without a gradient the average of the others' gradients."""
+        """Give parameters without a gradient the average of the others' gradients; with zeros, frozen ones, too."""
         for param in params:
             if param.grad is None and param in self._positions and (param.requires_grad or self._unused == "zeros"):
                 i, index = self._positions[param]
