@@ -29,6 +29,11 @@ STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.
 collect_ignore = [] if IN_WORLD in os.environ else ["gpu", "hvd", "process_group"]
 
 
+#: The files that take longest, which begin first, or one worker would be left with them.
+LONGEST = (
+    "matrix", "contract", "hvd", "bench", "ray", "interop", "hosts", "mpi", "launch", "install", "elastic", "faults",
+    "spark", "checkpoint", "migrate_worlds", "abort", "parity", "doctor", "docs", "compare_worlds", "c10d",
+)  # fmt: skip
 #: What only `make test-all` runs.
 VARIANTS = tuple(line for line in Path(__file__).with_name("variants.txt").read_text().split("\n") if "::" in line)
 
@@ -44,6 +49,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if IN_WORLD not in os.environ:
+        order = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.path.relative_to(Path(__file__).parent).as_posix(), len(order)))
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(VARIANTS):
             item.add_marker(pytest.mark.variant)
