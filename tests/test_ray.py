@@ -40,12 +40,29 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pyte
         ({"num_workers": 2, "num_hosts": 1}, "takes one of the three"),
         ({"num_workers": 0}, "num_workers=0"),
         ({"num_hosts": 2, "num_workers_per_host": None}, "num_workers_per_host=None"),
-        ({"num_workers": 1, "gpus_per_worker": 1}, "gpus_per_worker=1 with use_gpu=False"),
+        ({"num_workers": 1, "gpus_per_worker": 1}, "1 GPUs each with use_gpu=False"),
+        ({"num_workers": 1, "use_gpu": True, "gpus_per_worker": 0}, "0 GPUs each with use_gpu=True"),
+        ({"num_workers": 1, "max_workers": 2}, r"max_workers=2\) is for elastic jobs: pass min_workers"),
+        ({"min_workers": 1, "override_discovery": False}, r"RayExecutor\(override_discovery=False\)"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         RayExecutor(**arguments)
+
+
+@pytest.mark.unit
+def test_no_gpus() -> None:
+    assert RayExecutor(num_workers=1, gpus_per_worker=0).resources == {"CPU": 1, "GPU": 0}
+
+
+@pytest.mark.unit
+def test_a_discovery_of_ones_own() -> None:
+    """As Horovod's documentation has it, a setting takes it."""
+    settings = ElasticRayExecutor.create_settings()
+    settings.discovery = "mine"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="the hosts are Ray's nodes"):
+        ElasticRayExecutor(settings, override_discovery=False)
 
 
 @pytest.mark.unit

@@ -275,14 +275,19 @@ def test_elastic(spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     no_rank_is_left()
 
 
-def test_elastic_gives_up(spark: Any, tmp_path: Path) -> None:
+def test_elastic_gives_up(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limit, and where there is no progress."""
     with pytest.raises(UnidistError, match=r"rank 0 of 1 .*was killed by SIGKILL"):
         unidist.spark.run_elastic(train_elastic, (str(tmp_path), 3, True), num_proc=1, reset_limit=0, verbose=0)
     with pytest.raises(UnidistError, match=r"run_elastic\(min_num_proc=5\) needs 5 slots at once.* had 4"):
         unidist.spark.run_elastic(train_elastic, (str(tmp_path), 3), min_num_proc=5, max_num_proc=6)
+    with pytest.raises(UnidistError, match=r"run_elastic\(min_num_proc=5\) needs 5 slots at once.* had 4"):
+        unidist.spark.run_elastic(train_elastic, (str(tmp_path), 3), num_proc=5)
     with pytest.raises(ValueError, match="from 3 to 2 processes"):
         unidist.spark.run_elastic(train_elastic, min_np=3, max_np=2)
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "long")
+    with pytest.raises(UnidistError, match="HOROVOD_ELASTIC_TIMEOUT='long' is not a number of seconds"):
+        unidist.spark.run_elastic(train_elastic, (str(tmp_path), 3))
 
 
 # ------------------------------------------------------------------------------------ the page
@@ -320,6 +325,7 @@ def test_a_cluster_of_two_executors(tmp_path: Path) -> None:
     assert "PLACES [(0, 0, 2, 0, 1), (1, 1, 2, 0, 1)]" in done.stdout
     (seen, also) = re.findall(r"GPUS (\d+,\d+)", done.stdout)
     assert seen == also  # each executor's, in the order of the local ranks
+    assert sorted(re.findall(r"OWN (.*)", done.stdout)) == ["['0']", "['1']"]
     assert re.search("LOST rank 1 of 2 .* failed first: its task, or the executor, ended without a word", done.stdout)
     assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == 2
     (elastic,) = re.findall(r"ELASTIC (.*)", done.stdout)

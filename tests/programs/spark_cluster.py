@@ -17,6 +17,9 @@ def where(directory: str) -> tuple[int, ...]:
     unidist.init()
     unidist.barrier()
     print("GPUS", os.environ["CUDA_VISIBLE_DEVICES"])
+    from horovod.spark.task import get_available_devices  # of the drop-in
+
+    print("OWN", get_available_devices())
     return unidist.rank(), unidist.local_rank(), unidist.local_size(), unidist.node_rank(), unidist.num_nodes()
 
 

@@ -32,7 +32,7 @@ _OF_RAYS_PROCESSES = ("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_NODE_ID", "RAY_WORKER
 _LOOK_S = 0.5
 
 
-@dataclass(frozen=True)
+@dataclass
 class ElasticSettings:
     """What ``ElasticRayExecutor.create_settings`` returns."""
 
@@ -124,8 +124,7 @@ class ElasticRayExecutor:
         env_vars: Mapping[str, object] | None = None,
         override_discovery: bool = True,
     ) -> None:
-        if not override_discovery:
-            raise ValueError("ElasticRayExecutor(override_discovery=False): the hosts are Ray's nodes; leave it out.")
+        refuse_own_discovery("ElasticRayExecutor", override_discovery)
         env = {name: str(value) for name, value in (env_vars or {}).items()}
         resources = {"CPU": cpus_per_slot, "GPU": gpus(use_gpu, gpus_per_slot)}
         self._workers = ElasticWorkers(settings, resources, env)
@@ -186,6 +185,12 @@ class ElasticRayExecutor:
             Exception: what a callback has raised; the job is ended.
         """
         return self._workers.run("run", worker_fn, callbacks or ())
+
+
+def refuse_own_discovery(executor: str, override_discovery: bool) -> None:
+    """Raise ``ValueError`` if hosts are to come from somewhere else than Ray."""
+    if not override_discovery:
+        raise ValueError(f"{executor}(override_discovery=False): the hosts are Ray's nodes; leave it out.")
 
 
 def limits(

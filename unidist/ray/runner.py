@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from unidist.errors import BackendError, UnidistError
-from unidist.ray.elastic import ElasticSettings, ElasticWorkers, limits
+from unidist.ray.elastic import ElasticSettings, ElasticWorkers, limits, refuse_own_discovery
 from unidist.ray.worker import BaseHorovodWorker, gpus, put
 from unidist.run.hosts import rank_order, worker_variables
 
@@ -59,7 +59,7 @@ class RayExecutor:
             trains with ``unidist.elastic`` or ``horovod.torch.elastic``; see ``ElasticRayExecutor``. ``run`` and
             ``execute`` start the workers, and end them.
         max_workers, reset_limit, cooldown_range, elastic_timeout: as for ``ElasticRayExecutor.create_settings``.
-        override_discovery: of no effect: the hosts are Ray's nodes.
+        override_discovery: the hosts are Ray's nodes.
 
     Raises:
         ValueError: arguments that contradict each other, or have no sense.
@@ -87,6 +87,9 @@ class RayExecutor:
                 f"RayExecutor(num_workers={num_workers}, num_hosts={num_hosts}, min_workers={min_workers}) takes one "
                 "of the three: num_workers, num_hosts with num_workers_per_host, or min_workers of an elastic job."
             )
+        if min_workers is None and max_workers is not None:
+            raise ValueError(f"RayExecutor(max_workers={max_workers}) is for elastic jobs: pass min_workers, too.")
+        refuse_own_discovery("RayExecutor", override_discovery)
         per_host = num_workers_per_host if num_hosts is not None else 1
         numbers = {"num_workers": num_workers, "num_hosts": num_hosts, "num_workers_per_host": per_host}
         for name, number in numbers.items():

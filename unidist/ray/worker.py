@@ -107,12 +107,10 @@ def gpus(use_gpu: bool, per_worker: int | None) -> int:
     """The GPUs of each worker.
 
     Raises:
-        ValueError: a number without ``use_gpu``, or one below 1.
+        ValueError: a number without ``use_gpu``, or one below 1 with it.
     """
-    if per_worker is not None and (not use_gpu or per_worker < 1):
-        raise ValueError(
-            f"gpus_per_worker={per_worker} with use_gpu={use_gpu}: give a number from 1 up, and use_gpu=True."
-        )
+    if per_worker is not None and (per_worker < 1 if use_gpu else per_worker != 0):
+        raise ValueError(f"{per_worker} GPUs each with use_gpu={use_gpu}: give a number from 1 up, and use_gpu=True.")
     return (per_worker or 1) if use_gpu else 0
 
 

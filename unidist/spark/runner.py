@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import socket
 import sys
 import threading
@@ -24,6 +25,7 @@ from unidist.network.addresses import INTERFACES, LOOPBACK, Host, create_server
 from unidist.network.connection import Accepted, Acceptor, Connection, new_secret
 from unidist.run.hosts import rank_order, worker_variables
 from unidist.spark.barrier import PIECE_OF_COMMIT, PURPOSE, SparkJob, own_path, run_task
+from unidist.spark.task import GPUS
 
 _log = logging.getLogger("unidist")
 #: Seconds for executors to register, and for tasks to start when the slots are there, where the caller says nothing.
@@ -62,8 +64,8 @@ def run(
         fn: what each rank runs; taken by cloudpickle, as are its arguments and what it returns.
         args, kwargs: what it is called with.
         num_proc: number of processes; default ``spark.default.parallelism``.
-        start_timeout: seconds for the executors to register, and then for the tasks to start. Default: 10 (0 in local
-            mode), and 600.
+        start_timeout: seconds for the executors to register, and then for the tasks to start. Default:
+            HOROVOD_SPARK_START_TIMEOUT, or 10 (0 in local mode), and 600.
         use_mpi, use_gloo, extra_mpi_args: Horovod's; of no effect.
         env: variables for the processes, beside those of the executors.
         stdout, stderr: files or streams of the driver for what the ranks print; default ``sys.stdout``, ``sys.stderr``.
@@ -81,6 +83,7 @@ def run(
     """
     context = _context()
     count = context.defaultParallelism if num_proc is None else num_proc
+    start_timeout = _seconds(start_timeout, "HOROVOD_SPARK_START_TIMEOUT")
     payload = _pickled(fn, args, kwargs or {})
     if (slots := _slots(context, count, _register_s(context, start_timeout))) < count:
         raise UnidistError(
@@ -120,11 +123,12 @@ def run_elastic(
     from the next failure on.
 
     Args:
-        num_proc: number of processes, if the cluster has so many slots. Default: ``max_num_proc``, or
+        num_proc: number of processes with which it begins, if so many slots come in time. Default:
             ``spark.default.parallelism``.
-        min_num_proc: the least number of processes. Default: 1.
+        min_num_proc: the least number of processes. Default: ``num_proc``.
         max_num_proc: the largest. Default: ``num_proc``.
-        elastic_timeout: seconds to wait for ``min_num_proc`` slots after a failure. Default: 600.
+        elastic_timeout: seconds to wait for ``min_num_proc`` slots after a failure. Default: HOROVOD_ELASTIC_TIMEOUT,
+            or 600.
         reset_limit: how often it may begin again. Default: any number.
         min_np, max_np: the old names of ``min_num_proc`` and ``max_num_proc``.
         fn, args, kwargs, start_timeout, env, stdout, stderr, verbose, nics, prefix_output_with_timestamp: as for
@@ -139,15 +143,19 @@ def run_elastic(
             in between.
     """
     context = _context()
-    least, most = min_num_proc or min_np or 1, max_num_proc or max_np or num_proc or context.defaultParallelism
+    wanted = num_proc or context.defaultParallelism
+    most = max_num_proc or max_np or max(wanted, min_num_proc or min_np or 0)
+    least = min_num_proc or min_np or min(wanted, most)
     if not 1 <= least <= most:
         raise ValueError(f"run_elastic: from {least} to {most} processes is not a range from 1 up.")
+    start_timeout = _seconds(start_timeout, "HOROVOD_SPARK_START_TIMEOUT")
+    elastic_timeout = _seconds(elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT")
     payload = _pickled(fn, args, kwargs or {})
     write = _writer(stdout, stderr, verbose, prefix_output_with_timestamp)
     commit, resets, in_vain = b"", 0, 0
-    wait_s = _register_s(context, start_timeout)
+    wait_s, wanted = _register_s(context, start_timeout), max(least, min(wanted, most))
     while True:
-        if (count := min(_slots(context, least, wait_s), most)) < least:
+        if (count := min(_slots(context, wanted, wait_s), most)) < least:
             raise UnidistError(
                 f"unidist.spark.run_elastic(min_num_proc={least}) needs {least} slots at once, and the cluster "
                 f"({context.master}) had {count} for {wait_s:.0f} s: give the application more executors or cores, or "
@@ -163,7 +171,7 @@ def run_elastic(
             if in_vain == _IN_VAIN or (reset_limit is not None and resets > reset_limit):
                 raise
             _log.warning("unidist.spark.run_elastic begins again, from the last commit: %s", error)
-        wait_s = 600.0 if elastic_timeout is None else elastic_timeout
+        wait_s, wanted = 600.0 if elastic_timeout is None else elastic_timeout, least
 
 
 class _RankFailed(UnidistError):
@@ -214,6 +222,19 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             ) from error
     data: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
     return data
+
+
+def _seconds(given: float | None, variable: str) -> float | None:
+    """An argument, or the variable that Horovod has for it.
+
+    Raises:
+        UnidistError: the variable is no number.
+    """
+    text = os.environ.get(variable)
+    try:
+        return given if given is not None or not text else float(text)
+    except ValueError:
+        raise UnidistError(f"{variable}={text!r} is not a number of seconds.") from None
 
 
 def _register_s(context: SparkContext, start_timeout: float | None) -> float:
@@ -362,7 +383,8 @@ class _Ranks:
         for rank, (accepted, host, variables) in enumerate(zip(tasks, hosts, ranks)):
             self._open[accepted.connection] = (rank, host.name)
             # Variables of a launcher around the executor do not count.
-            accepted.answer({**variables, settings.LAUNCHER: "", RUN_ID: f"{EXPORTED}spark"})
+            own = {GPUS: str(len(accepted.content["gpus"])), settings.LAUNCHER: "", RUN_ID: f"{EXPORTED}spark"}
+            accepted.answer(variables | own)
 
     def _receive(self, connection: Connection) -> None:
         rank, host = self._open[connection]
