@@ -31,7 +31,7 @@ collect_ignore = [] if IN_WORLD in os.environ else ["gpu", "hvd", "process_group
 
 #: The files that take longest, which begin first, or one worker would be left with them.
 LONGEST = (
-    "matrix", "contract", "hvd", "bench", "ray", "interop", "hosts", "mpi", "launch", "install", "elastic", "faults",
+    "ray", "contract", "hvd", "bench", "matrix", "hosts", "mpi", "launch", "install", "interop", "elastic", "faults",
     "spark", "checkpoint", "migrate_worlds", "abort", "parity", "doctor", "docs", "compare_worlds", "c10d",
 )  # fmt: skip
 #: What only `make test-all` runs.

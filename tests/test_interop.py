@@ -109,5 +109,6 @@ def test_the_names_of_the_page_are_those_of_the_libraries() -> None:
 
 @pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: pip install 'ray[default,train]'")
 def test_inside_ray_train() -> None:
-    result = run_world("python", 1, ["tests/interop/in_ray_train.py"], env={"PYTHONPATH": str(ROOT)}, timeout=300)
+    env = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}  # and not the cluster of another test
+    result = run_world("python", 1, ["tests/interop/in_ray_train.py"], env=env, timeout=300)
     assert result.returncode == 0 and "FITTED" in result.output, result.output

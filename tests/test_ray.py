@@ -334,6 +334,14 @@ def test_by_horovods_names() -> None:
     assert done.stdout == "unidist.ray.runner\n", done.stderr
 
 
+def test_a_program_beside_another_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    """Without RAY_ADDRESS it has a Ray of its own."""
+    (tmp_path / "size.py").write_text("import unidist\nunidist.init()\nprint('SIZE', unidist.world_size())\n")
+    argv = ["-m", "unidist.ray", "1", str(tmp_path / "size.py")]
+    result = run_world("python", 1, argv, env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0 and "SIZE 1" in result.output, result.output
+
+
 def test_through_a_client() -> None:
     result = run_world("python", 1, ["tests/programs/ray_client.py"], env={"PYTHONPATH": str(ROOT)}, timeout=300)
     assert result.returncode == 0 and "DONE" in result.output, result.output

@@ -15,7 +15,8 @@ from unidist.ray.runner import RayExecutor
 
 if __name__ == "__main__":
     count = int(sys.argv[1])
-    ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": count, "include_dashboard": False}))
+    own = {"address": "local", "num_cpus": count, "include_dashboard": False}  # not one that is found on this host
+    ray.init(**({} if "RAY_ADDRESS" in os.environ else own))
     executor = RayExecutor(num_workers=count)
     executor.start(extra_env_vars=exported())
     executor.run(run, [sys.argv[2:]])
