@@ -44,7 +44,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
     if config.args_source is config.ArgsSource.TESTPATHS and not (option.markexpr or option.keyword):
         option.markexpr = "not variant"
-        if option.numprocesses is None and not option.usepdb:
+        if option.numprocesses is None and not option.usepdb and not hasattr(config, "workerinput"):
             option.numprocesses, option.dist, option.loadscopereorder = 3, "loadfile", False
 
 
