@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import unidist
-from tests.conftest import NEEDED, VARIANTS
+from tests.conftest import NEEDED, VARIANTS, pytest_cmdline_main
 from tests.support.worlds import ROOT, environment
 from unidist import horovod_names, hvd
 from unidist.context import BACKENDS
@@ -246,3 +248,13 @@ def test_readme_names_every_public_call() -> None:
     for name in unidist.__all__:
         if inspect.isfunction(getattr(unidist, name)):
             assert name in page or (name.endswith("_object") and "*_object" in page), name
+
+
+def test_workers_of_pytest_alone_start_no_workers() -> None:
+    """Each parses the command line anew: three workers would have started three more each."""
+    source = pytest.Config.ArgsSource
+    for worker, expected in (({}, 3), ({"workerinput": {}}, None)):
+        option = SimpleNamespace(markexpr="", keyword="", numprocesses=None, usepdb=False)
+        config: Any = SimpleNamespace(option=option, args_source=source.TESTPATHS, ArgsSource=source, **worker)
+        pytest_cmdline_main(config)
+        assert (option.numprocesses, option.markexpr) == (expected, "not variant")
