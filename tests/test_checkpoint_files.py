@@ -204,7 +204,7 @@ def test_an_index_runs_nothing_and_changes_nothing(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     hostile = {
         "posix.mkdir": Pickled(os.mkdir, str(canary)),
-        "getattr": Pickled(getattr, torch.Size, "__init__"),
+        "KeyError: '__init__'": Pickled(getattr, torch.Size, "__init__"),
         "torch.serialization.load": Pickled(torch.load, str(canary)),
         "BytesStorageMetadata": metadata.Metadata({"x": metadata.BytesStorageMetadata()}, storage_data={}),
         "no index": metadata.Metadata({"x": 1}, storage_data={}),  # type: ignore[dict-item]
@@ -220,6 +220,15 @@ def test_an_index_runs_nothing_and_changes_nothing(tmp_path: Path) -> None:
         (tmp_path / shards.METADATA).write_bytes(change)
         shards._read_index(tmp_path, None)
     assert metadata.MetadataIndex.__hash__ != 1 and not canary.exists()
+
+
+def test_an_index_of_the_first_releases_of_python_3_11() -> None:
+    """They pickle a member of an enum by getattr."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as FORMATS
+
+    for member in FORMATS:
+        data = pickle.dumps(Pickled(getattr, FORMATS, member.name))
+        assert shards._Unpickler(io.BytesIO(data)).load() is member
 
 
 def test_an_index_names_files_of_its_directory_only(tmp_path: Path) -> None:

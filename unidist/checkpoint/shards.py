@@ -120,6 +120,8 @@ class _Unpickler(pickle.Unpickler):
             return lambda layout: torch.strided
         if name == "_MEM_FORMAT_ENCODING" and module == metadata.__name__:
             return lambda value: metadata._MEM_FORMAT_ENCODING(value)
+        if (module, name) == ("builtins", "getattr"):  # how the first releases of Python 3.11 pickle members of an enum
+            return lambda _, member: metadata._MEM_FORMAT_ENCODING[member]
         if module.startswith("pathlib") and name in ("PosixPath", "WindowsPath"):  # where it was saved
             return lambda *parts: None
         if name in _CLASSES and module in (metadata.__name__, filesystem.__name__):

@@ -74,7 +74,10 @@ def assigns_gradients(tree: SyntaxTree) -> bool:
 def _may_be_skipped(tree: SyntaxTree, backward: cst.Call, same: Collection[str]) -> bool:
     """Whether a condition or an exception may skip a backward pass, and not the step that follows it."""
     function = tree.function(backward)
-    steps = [call for call in tree.method_calls("step") if tree.function(call) is function and not _is_schedule(call)]
+    steps = [call for call in tree.method_calls("step") if not _is_schedule(call)]
+    if steps and all(tree.function(call) is not function for call in steps):
+        return _may_return_without(tree, backward)
+    steps = [call for call in steps if tree.function(call) is function]
     child: cst.CSTNode = backward
     for above in tree.parents(backward, below=function) if steps else ():
         if isinstance(above, (cst.For, cst.While)):
@@ -89,6 +92,31 @@ def _may_be_skipped(tree: SyntaxTree, backward: cst.Call, same: Collection[str])
                 return True
         child = above
     return False
+
+
+def _may_return_without(tree: SyntaxTree, backward: cst.Call) -> bool:
+    """Whether a function without a step may end before its backward pass: by an exception that it handles, or if there
+    is no loss.
+    """
+    function = tree.function(backward)
+    arguments = {each.name.value for each in function.params.params} if isinstance(function, cst.FunctionDef) else set()
+    child: cst.CSTNode = backward
+    for above in tree.parents(backward, below=function):
+        if isinstance(above, cst.Try) and child is above.body:
+            if any(not isinstance(_last(each.body), cst.Raise) for each in above.handlers):
+                return True
+        match above:
+            case cst.If(cst.Comparison(cst.Name(name), [cst.ComparisonTarget(cst.IsNot(), cst.Name("None"))]), body):
+                if child is body and name in arguments:
+                    return True
+        child = above
+    return False
+
+
+def _last(block: cst.BaseSuite) -> cst.CSTNode:
+    """The last simple statement of a block, or its last compound one."""
+    statement = block.body[-1]
+    return statement.body[-1] if isinstance(statement, cst.SimpleStatementLine) else statement
 
 
 def _reads_only(tree: SyntaxTree, test: cst.BaseExpression, variables: Collection[str]) -> bool:

@@ -8,7 +8,10 @@ from unidist.migrate.context import Context, is_constant
 from unidist.migrate.flow import Flow, is_target
 from unidist.migrate.syntax import Statement, full_name, is_pure
 
-_SLOWER = "every backward pass now averages the gradients: the result is the same, with more communication"
+_SLOWER = (
+    "every backward pass now averages the gradients: the same result, with more communication, if all ranks make "
+    "equally many"
+)
 _REMEDY = "run all passes but the last in `with {}:`"
 
 
