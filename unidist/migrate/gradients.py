@@ -102,10 +102,10 @@ def _may_return_without(tree: SyntaxTree, backward: cst.Call) -> bool:
     arguments = {each.name.value for each in function.params.params} if isinstance(function, cst.FunctionDef) else set()
     child: cst.CSTNode = backward
     for above in tree.parents(backward, below=function):
-        if isinstance(above, cst.Try) and child is above.body:
-            if any(not isinstance(_last(each.body), cst.Raise) for each in above.handlers):
-                return True
         match above:
+            case cst.Try(body, handlers) if child is body:
+                if any(not isinstance(_last(each.body), cst.Raise) for each in handlers):
+                    return True
             case cst.If(cst.Comparison(cst.Name(name), [cst.ComparisonTarget(cst.IsNot(), cst.Name("None"))]), body):
                 if child is body and name in arguments:
                     return True
