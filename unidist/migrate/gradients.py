@@ -260,6 +260,10 @@ def _is_string(node: cst.BaseExpression, text: str) -> bool:
 
 
 def _of_lbfgs(tree: SyntaxTree) -> Iterator[Problem]:
+    """Where LBFGS is made, unless nothing here gives ``step()`` the closure that it needs."""
+    steps = [call for call in tree.method_calls("step") if not _is_schedule(call)]
+    if steps and not any(call.args for call in steps):
+        return
     for node in tree.all((cst.Name, cst.Attribute)):
         if in_import(tree, node) or isinstance(tree.parent(node), cst.Attribute):
             continue
