@@ -51,7 +51,7 @@ coverage: $(VENV)/test.stamp
 	$(BIN)/coverage erase
 	echo "import coverage; coverage.process_startup()" > $(STARTUP)
 	-COVERAGE_PROCESS_START=$(CURDIR)/setup.cfg COVERAGE_FILE=$(CURDIR)/.coverage \
-		$(BIN)/pytest -m "not variant" -n 3 --dist loadfile --no-loadscope-reorder
+		$(BIN)/pytest
 	rm $(STARTUP)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --sort=cover --skip-covered

@@ -91,6 +91,11 @@ def horovod_number(env: Mapping[str, str], name: str, default: float, *, whole: 
     return _number(env, name, default, whole=whole)
 
 
+def horovod_seconds(env: Mapping[str, str], name: str) -> float | None:
+    """A variable of Horovod in seconds, above 0; None where it is not set."""
+    return _seconds(env, name)
+
+
 def horovod_flag(env: Mapping[str, str], name: str) -> bool:
     """Whether a boolean variable of Horovod that the drop-in supports is on."""
     return _flag(env, name)

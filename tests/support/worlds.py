@@ -120,7 +120,8 @@ def environment(launcher: str, extra: Mapping[str, str]) -> dict[str, str]:
     env |= extra
     first = str(ROOT / "tests/support/site")
     others = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", first)]
-    return {**env, "PYTHONPATH": os.pathsep.join([first, *others])}
+    env["PYTHONPATH"] = os.pathsep.join([first, *others])
+    return env
 
 
 def mpich_for_mpi4py() -> Path:

@@ -74,10 +74,10 @@ def assigns_gradients(tree: SyntaxTree) -> bool:
 def _may_be_skipped(tree: SyntaxTree, backward: cst.Call, same: Collection[str]) -> bool:
     """Whether a condition or an exception may skip a backward pass, and not the step that follows it."""
     function = tree.function(backward)
-    steps = [call for call in tree.method_calls("step") if not _is_schedule(call)]
-    if steps and all(tree.function(call) is not function for call in steps):
+    all_steps = _steps(tree)
+    steps = [call for call in all_steps if tree.function(call) is function]
+    if all_steps and not steps:
         return _may_return_without(tree, backward)
-    steps = [call for call in steps if tree.function(call) is function]
     child: cst.CSTNode = backward
     for above in tree.parents(backward, below=function) if steps else ():
         if isinstance(above, (cst.For, cst.While)):
@@ -131,8 +131,9 @@ def _has_backward_otherwise(tree: SyntaxTree, branch: cst.If | cst.IfExp, taken:
     return other is not None and any(tree.method_calls("backward", other))
 
 
-def _is_schedule(call: cst.Call) -> bool:
-    return "sched" in full_name(call.func).lower()
+def _steps(tree: SyntaxTree) -> list[cst.Call]:
+    """Calls of ``step()`` that are not a schedule's."""
+    return [call for call in tree.method_calls("step") if "sched" not in full_name(call.func).lower()]
 
 
 # ------------------------------------------------------------------------------------ gradients that are assigned
@@ -261,7 +262,7 @@ def _is_string(node: cst.BaseExpression, text: str) -> bool:
 
 def _of_lbfgs(tree: SyntaxTree) -> Iterator[Problem]:
     """Where LBFGS is made, unless nothing here gives ``step()`` the closure that it needs."""
-    steps = [call for call in tree.method_calls("step") if not _is_schedule(call)]
+    steps = _steps(tree)
     if steps and not any(call.args for call in steps):
         return
     for node in tree.all((cst.Name, cst.Attribute)):

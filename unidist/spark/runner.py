@@ -83,7 +83,8 @@ def run(
     """
     context = _context()
     count = context.defaultParallelism if num_proc is None else num_proc
-    start_timeout = _seconds(start_timeout, "HOROVOD_SPARK_START_TIMEOUT")
+    if start_timeout is None:
+        start_timeout = settings.horovod_seconds(os.environ, "HOROVOD_SPARK_START_TIMEOUT")
     payload = _pickled(fn, args, kwargs or {})
     if (slots := _slots(context, count, _register_s(context, start_timeout))) < count:
         raise UnidistError(
@@ -148,8 +149,10 @@ def run_elastic(
     least = min_num_proc or min_np or min(wanted, most)
     if not 1 <= least <= most:
         raise ValueError(f"run_elastic: from {least} to {most} processes is not a range from 1 up.")
-    start_timeout = _seconds(start_timeout, "HOROVOD_SPARK_START_TIMEOUT")
-    elastic_timeout = _seconds(elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT")
+    if start_timeout is None:
+        start_timeout = settings.horovod_seconds(os.environ, "HOROVOD_SPARK_START_TIMEOUT")
+    if elastic_timeout is None:
+        elastic_timeout = settings.horovod_seconds(os.environ, "HOROVOD_ELASTIC_TIMEOUT") or 600.0
     payload = _pickled(fn, args, kwargs or {})
     write = _writer(stdout, stderr, verbose, prefix_output_with_timestamp)
     commit, resets, in_vain = b"", 0, 0
@@ -171,7 +174,7 @@ def run_elastic(
             if in_vain == _IN_VAIN or (reset_limit is not None and resets > reset_limit):
                 raise
             _log.warning("unidist.spark.run_elastic begins again, from the last commit: %s", error)
-        wait_s, wanted = 600.0 if elastic_timeout is None else elastic_timeout, least
+        wait_s, wanted = elastic_timeout, least
 
 
 class _RankFailed(UnidistError):
@@ -222,19 +225,6 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             ) from error
     data: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
     return data
-
-
-def _seconds(given: float | None, variable: str) -> float | None:
-    """An argument, or the variable that Horovod has for it.
-
-    Raises:
-        UnidistError: the variable is no number.
-    """
-    text = os.environ.get(variable)
-    try:
-        return given if given is not None or not text else float(text)
-    except ValueError:
-        raise UnidistError(f"{variable}={text!r} is not a number of seconds.") from None
 
 
 def _register_s(context: SparkContext, start_timeout: float | None) -> float:
