@@ -22,6 +22,8 @@ from unidist.launchers import table
 
 # A shell starts what is in its background with SIGINT ignored, and so would be the jobs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Ray's workers would yield to all other tests.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 #: What starts worlds, here and in the product.
 STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.run.spawn.start_processes")

@@ -327,16 +327,32 @@ OPTIMIZER_FILES = {
         ("    optimizer.synchronize()\n", "parts.py calls a method that only Horovod's optimizers have"),
         ("    p.grad = p.grad + noise\n", "parts.py, a file of the same program, assigns gradients by hand"),
         ("    torch.cuda.synchronize()\n    p.grad = None\n    x = p.grad == y\n", ""),
+        ("def uncalled(p):\n    p.grad = noise\n", ""),
+        ("def called(p):\n    p.grad = noise\n", "parts.py, a file of the same program, assigns gradients by hand"),
     ],
 )
 def test_what_other_files_do_with_an_optimizer(line: str, why: str, tmp_path: Path) -> None:
     for name, text in OPTIMIZER_FILES.items():
         (tmp_path / name).write_text(text + line * (name == "parts.py"))
     # Of another program.
-    (tmp_path / "other.py").write_text("def f(optimizer):\n    optimizer.synchronize()\n    p.grad = noise\n")
+    (tmp_path / "other.py").write_text("def f(optimizer):\n    optimizer.synchronize()\n    p.grad = noise\ncalled()\n")
     output = unidist_migrate("train.py", cwd=tmp_path)
     assert ("+unidist.replicate(model)" in output) == (not why)
     assert why in output
+
+
+def test_two_files_that_share_a_function_for_their_optimizers(tmp_path: Path) -> None:
+    """If one alone became native, the function would clip the other's gradients before they are averaged."""
+    wrapped = HEAD + OPTIMIZER
+    loop = "def loop(model, optimizer, x):\n    model(x).backward()\n    optimizer.synchronize()\n    clip(model)\n"
+    step = "    with optimizer.skip_synchronize():\n        optimizer.step()\n"
+    (tmp_path / "first.py").write_text(loop + step + wrapped + "loop(model, optimizer, data)\n")
+    (tmp_path / "second.py").write_text("from first import loop\n" + wrapped + "loop(model, optimizer, data)\n")
+    output = unidist_migrate(".", cwd=tmp_path)
+    assert "replicate" not in output and output.count("+import unidist.hvd as hvd") == 2
+    assert "second.py makes an optimizer, too, which this may be" in output
+    (tmp_path / "second.py").unlink()
+    assert "+unidist.replicate(model)" in unidist_migrate(".", cwd=tmp_path)
 
 
 def test_write(project: Path) -> None:

@@ -36,12 +36,16 @@ Arguments = dict[str, cst.BaseExpression]
 class Elsewhere(NamedTuple):
     """What other files of the same program do; each the name of a file, empty if there is none."""
 
+    #: It makes an optimizer of Horovod's.
+    optimizer: str = ""
     #: It calls a method that only Horovod's optimizers have.
     optimizer_method: str = ""
     #: It assigns gradients by hand.
     gradient: str = ""
     #: Why the process group that it uses is not started by unidist; no file's name.
     start: str = ""
+    #: Names of functions that assign gradients and that no file calls.
+    uncalled: frozenset[str] = frozenset()
 
 
 class Options(NamedTuple):

@@ -41,6 +41,8 @@ class Edits:
 
     def remove(self, statement: Statement) -> None:
         """Remove a statement; its comments stay."""
+        if statement in self._removed:
+            return
         self._removed.add(statement)
         if isinstance(statement, cst.SimpleStatementLine):
             self.keep_comments(statement, *statement.body)

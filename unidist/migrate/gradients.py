@@ -51,13 +51,18 @@ _MAKING = {
 _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
 
-def gradient_problems(tree: SyntaxTree, same: Collection[str] = ()) -> Iterator[Problem]:
+def gradient_problems(
+    tree: SyntaxTree, same: Collection[str] = (), uncalled: Collection[str] = ()
+) -> Iterator[Problem]:
     """Gradients that ``replicate`` would not average as Horovod does: both watch what ``backward()`` accumulates.
 
     Args:
         same: variables that are the same on all ranks.
+        uncalled: functions of this module that nothing calls.
     """
-    yield from _assigned_by_hand(tree)
+    for node, why in _assigned_by_hand(tree):
+        if _plain_function(tree, node) not in uncalled:
+            yield node, why
     yield from _of_lbfgs(tree)
     for call in tree.method_calls("backward"):
         if _is_given(call, "create_graph", 2 if _is_of_tensor(tree, call) else 3):
@@ -66,9 +71,17 @@ def gradient_problems(tree: SyntaxTree, same: Collection[str] = ()) -> Iterator[
             yield call, _SKIPPED
 
 
-def assigns_gradients(tree: SyntaxTree) -> bool:
-    """Whether a module assigns gradients by hand."""
-    return any(True for _ in _assigned_by_hand(tree))
+def functions_that_assign_gradients(tree: SyntaxTree) -> set[str]:
+    """The plain functions in which a module assigns gradients by hand; empty names for other places."""
+    return {_plain_function(tree, node) for node, _ in _assigned_by_hand(tree)}
+
+
+def _plain_function(tree: SyntaxTree, node: cst.CSTNode) -> str:
+    """The function of the module's top level around a node, which runs only if its name is used; else empty."""
+    match list(tree.parents(node)):
+        case [*_, cst.FunctionDef(cst.Name(name), decorators=[]), cst.Module()]:
+            return name
+    return ""
 
 
 def _may_be_skipped(tree: SyntaxTree, backward: cst.Call, same: Collection[str]) -> bool:
@@ -138,6 +151,18 @@ def _steps(tree: SyntaxTree) -> list[cst.Call]:
 
 # ------------------------------------------------------------------------------------ gradients that are assigned
 def _assigned_by_hand(tree: SyntaxTree) -> Iterator[Problem]:
+    return (problem for problem in _assigned_anywhere(tree) if not _is_in_step(tree, problem[0]))
+
+
+def _is_in_step(tree: SyntaxTree, node: cst.CSTNode) -> bool:
+    """Whether it is in ``step()`` of a class of optimizers, which Horovod calls when it has averaged."""
+    match [each for each in tree.parents(node) if isinstance(each, (cst.FunctionDef, cst.ClassDef))]:
+        case [cst.FunctionDef(cst.Name("step")), cst.ClassDef(bases=bases), *_]:
+            return any(name.startswith("torch.optim.") for base in bases for name in tree.imported(base.value))
+    return False
+
+
+def _assigned_anywhere(tree: SyntaxTree) -> Iterator[Problem]:
     values = {target: value for value, target in assignments(tree)}
     for node, base in _gradients(tree):
         whole = _whole_gradient(tree, node)

@@ -7,6 +7,7 @@ import os
 import sys
 
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # ranks print the same
+os.environ.setdefault("RAY_worker_niceness", "0")  # not 15, with which other processes come first
 
 import ray
 

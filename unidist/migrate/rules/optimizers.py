@@ -23,7 +23,13 @@ from unidist.migrate.gradients import gradient_problems, is_of_torch
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
 from unidist.migrate.rules.elastic import elastic_models, elastic_uses
 from unidist.migrate.rules.freezing import frozen_later
-from unidist.migrate.rules.replicating import COMPRESSION, METHODS, OptimizerPlan, horovod_method, replace_optimizer
+from unidist.migrate.rules.replicating import (
+    COMPRESSION,
+    METHODS,
+    OptimizerPlan,
+    horovod_method,
+    replace_optimizer,
+)
 from unidist.migrate.syntax import Statement, full_name, is_pure
 
 #: Methods that change a list.
@@ -35,6 +41,10 @@ _HIDDEN_ARGUMENTS = (
 _OTHER_ARGUMENTS = (
     "Horovod's DistributedOptimizer does not take these arguments, perhaps a changed Horovod's does",
     "remove those that Horovod does not have, then migrate again; or keep the changed Horovod, and do not migrate",
+)
+_TAKEN_FOR_OWN = (
+    "this is taken for an optimizer of this file, whose gradients are averaged when backward() returns",
+    "nothing, if it is one",
 )
 _AVERAGE = "keep it, or use a plain optimizer and unidist.all_reduce(p.grad, 'mean') for each gradient"
 
@@ -64,7 +74,12 @@ def change_optimizers(context: Context) -> None:
         context.kept.update(dict.fromkeys(elastic_rest, ("", "")))
         context.covered.update([*context.uses("broadcast_parameters", "broadcast_optimizer_state"), *elastic_rest])
         return
+    unknown = _unknown_uses(context, optimizers)
+    for use in unknown:
+        if context.tree.called_method(use) == "skip_synchronize":
+            context.remark(use, *_TAKEN_FOR_OWN)
     for index, optimizer in enumerate(optimizers):
+        optimizer.flow.uses += unknown
         is_first = not any(_is_same_model(context, other, optimizer) for other in optimizers[:index])
         places: list[tuple[Statement, str | None]] = [(optimizer.before, None)]
         if elastic:
@@ -364,11 +379,12 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
             raise Refusal(use, "DistributedOptimizer is used without being called")
     if not optimizers:
         return
-    known = {use for each in optimizers for use in each.flow.uses}
+    known = {use for each in optimizers for use in each.flow.uses} | set(_unknown_uses(context, optimizers))
     averages_before = _averages_before_steps(context, known)
-    for node, why in gradient_problems(context.tree, _deciding(context, optimizers)) if not averages_before else ():
+    problems = gradient_problems(context.tree, _deciding(context, optimizers), context.elsewhere.uncalled)
+    for node, why in problems if not averages_before else ():
         raise Refusal(node, why, _AVERAGE)
-    _check_methods(context, known)
+    _check_methods(context, optimizers, known)
     for each in optimizers:
         if context.elsewhere.optimizer_method and _is_reachable(context, each):
             raise Refusal(
@@ -390,13 +406,34 @@ def _deciding(context: Context, optimizers: list[OptimizerPlan]) -> set[str]:
     return {each for each in found if each is not None and len(targets_of(tree, each)) < 2}
 
 
-def _check_methods(context: Context, known: set[cst.BaseExpression]) -> None:
+def _unknown_uses(context: Context, optimizers: list[OptimizerPlan]) -> list[cst.BaseExpression]:
+    """The uses of optimizers of Horovod's that come from where they cannot be followed, as out of a dictionary.
+
+    They have ``skip_synchronize()``, or stand in the same function as a use of the same text that has it.
+    """
+    tree = context.tree
+    followed = {use for each in optimizers for use in each.flow.uses}
+    methods = [node for node in tree.all(cst.Attribute) if node.attr.value in ("skip_synchronize", "synchronize")]
+    skipping = {_place(context, node.value) for node in methods if node.attr.value == "skip_synchronize"}
+    return [node.value for node in methods if node.value not in followed and _place(context, node.value) in skipping]
+
+
+def _place(context: Context, node: cst.BaseExpression) -> tuple[cst.CSTNode, str]:
+    return context.tree.function(node), context.text(node)
+
+
+def _check_methods(context: Context, optimizers: list[OptimizerPlan], known: set[cst.BaseExpression]) -> None:
     """
     Raises:
         Refusal: a method of Horovod's optimizers is used in a way that cannot be removed.
     """
     for node in context.tree.all(cst.Attribute):
-        if node.attr.value not in ("skip_synchronize", "synchronize") or node.value in known:
+        if node.attr.value not in ("skip_synchronize", "synchronize"):
+            continue
+        if node.value in known:
+            if context.elsewhere.optimizer and _may_come_from_elsewhere(context, optimizers, node.value):
+                why = f"{context.elsewhere.optimizer} makes an optimizer, too, which this may be"
+                raise Refusal(node, why, "write a function of its own for each file's optimizer, then migrate again")
             continue
         if isinstance(node.value, cst.Name) and context.tree.is_unbound(node.value):
             continue
@@ -407,6 +444,19 @@ def _check_methods(context: Context, known: set[cst.BaseExpression]) -> None:
             raise Refusal(text, f"{text.value} names a method of Horovod's optimizer")
     for use in known:
         _check_method(context, use)
+
+
+def _may_come_from_elsewhere(context: Context, optimizers: list[OptimizerPlan], use: cst.BaseExpression) -> bool:
+    """Whether a use of an optimizer may be of one that another file has made: anything but a variable to which this
+    file's calls are assigned.
+    """
+    tree, made = context.tree, {each.call for each in optimizers}
+    values = values_of(tree, use)
+    return (
+        not values
+        or is_parameter(tree, tree.variable(use))
+        or not all(value in made or (isinstance(value, cst.Call) and is_of_torch(tree, value)) for value in values)
+    )
 
 
 def _averages_before_steps(context: Context, uses: set[cst.BaseExpression]) -> bool:

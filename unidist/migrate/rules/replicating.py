@@ -9,7 +9,7 @@ import libcst as cst
 from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.flow import Flow
 from unidist.migrate.rules.accumulation import change_accumulation
-from unidist.migrate.syntax import Statement, dotted, full_name, keyword
+from unidist.migrate.syntax import Statement, dotted, full_name, is_pure, keyword
 
 _ADASUM_BRANCH = (
     "unidist has no Adasum: the script raises an error where it is asked for",
@@ -60,7 +60,7 @@ def replace_optimizer(context: Context, each: OptimizerPlan, places: list[tuple[
         test = context.text(each.adasum)
         context.remark(each.call, *_ADASUM_BRANCH)
         edits.insert(each.statement, f'if {test}:\n    raise ValueError("{_NO_ADASUM}")\n')
-    if each.target is not None and context.text(inner) == context.text(each.target):
+    if _is_assigned_to(context, each, inner):
         edits.remove(each.statement)
     else:
         edits.keep_comments(each.statement, each.call, but=[inner])
@@ -83,6 +83,14 @@ def replace_optimizer(context: Context, each: OptimizerPlan, places: list[tuple[
         _change_method(context, use)
         _remark_on_use(context, each, use)
     _remark_on_others(context, each)
+
+
+def _is_assigned_to(context: Context, each: OptimizerPlan, inner: cst.BaseExpression) -> bool:
+    """Whether the plain optimizer, too, is what the optimizer is assigned to."""
+    match each.statement:
+        case cst.SimpleStatementLine([cst.Assign([target], value)]) if value is each.call and is_pure(inner):
+            return context.text(target.target) == context.text(inner)
+    return False
 
 
 def _remark_on_others(context: Context, each: OptimizerPlan) -> None:
