@@ -50,6 +50,15 @@ _BATCHES = (
     "for any number of processes",
     "nothing, if the batch size is a multiple of the number of processes; else the batches are smaller",
 )
+_ONE_GPU = (
+    "it chooses one GPU for all processes, and unidist.init() has chosen that of the local rank",
+    "remove it, or torch.cuda.set_device(unidist.local_rank())",
+)
+#: Functions that change files, by their full names.
+_FILES = re.compile(
+    r"torch\.save|wandb\.init|(\w+\.)*SummaryWriter|shutil\.(copy\w*|move|rmtree)|os\.(rename|replace|remove|unlink|symlink)"
+    r"|(np|numpy)\.save\w*"
+)
 _PLURAL = re.compile(r"^(torch\.cuda\.device_count\(\) *> *1|1 *< *torch\.cuda\.device_count\(\))$")
 
 
@@ -343,6 +352,8 @@ def _devices(context: TorchContext) -> Iterator[cst.CSTNode]:
             context.edits.replace(call, cst.Call(context.unidist_name(call, "device")))
             context.drop(call)
             yield call
+        elif full_name(call.func) == "torch.cuda.set_device":
+            context.remark(call, *_ONE_GPU)
         elif isinstance(call.func, cst.Attribute) and call.func.attr.value in ("to", "cuda") and len(call.args) == 1:
             first = call.args[0].value
             named = isinstance(first, cst.SimpleString) and first.evaluated_value in ("cuda:0", "cuda")
@@ -417,7 +428,7 @@ def _guard_files(context: TorchContext) -> None:
 
 
 def _writes_file(context: TorchContext, call: cst.Call, name: str) -> bool:
-    if name in ("torch.save", "wandb.init") or name.split(".")[-1] == "SummaryWriter":
+    if _FILES.fullmatch(name):
         return True
     if name.split(".")[-1] in ("makedirs", "mkdir") and not (
         name.endswith("dirs") and not is_constant(argument(call, "exist_ok"), None, False)
