@@ -73,7 +73,7 @@ class Call:
         tensor = tensor.detach()
         copy_back: Step | None = None
         if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            flat = tensor.view(-1)
+            flat = tensor if tensor.dim() == 1 else tensor.view(-1)
         elif tensor.device.type == "cuda" and tensor.is_contiguous() and _is_cuda_aware():
             torch.cuda.current_stream(tensor.device).synchronize()
             flat = tensor.view(-1)

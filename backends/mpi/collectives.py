@@ -58,9 +58,12 @@ _ROW_REDUCTIONS: dict[Reduction, Callable[[Tensor], Tensor]] = {
 
 def is_small(*tensors: Tensor) -> bool:
     """Whether an operation on these tensors uses nonblocking calls."""
-    return sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES and all(
-        t.dtype not in _HALF_PRECISION for t in tensors
-    )
+    nbytes = 0
+    for tensor in tensors:
+        if tensor.dtype in _HALF_PRECISION:
+            return False
+        nbytes += tensor.nbytes
+    return nbytes <= _SMALL_BYTES
 
 
 def check_supported(dtype: torch.dtype, op: Reduction) -> None:

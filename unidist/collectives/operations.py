@@ -83,7 +83,7 @@ def all_reduce(tensor: TensorOrBool, op: ReduceOp = "sum", group: Group | None =
     def run(data: Tensor) -> Tensor:
         sent = _widened(backend, data, op)
         if sent.numel():
-            backend.all_reduce(sent.view(-1), _backend_op(op), group)
+            backend.all_reduce(sent if sent.dim() == 1 else sent.view(-1), _backend_op(op), group)
         return _narrowed(sent, data, op)
 
     return _apply(tensor, run, lambda grad: all_reduce(grad, op, group))
@@ -235,7 +235,8 @@ def _broadcast(tensor: Tensor, src: int, group: Group | None) -> Tensor:
             end = sent[-_HEADER_BYTES:].zero_()  # where a shorter message does not reach
             backend.broadcast(sent, src, group)
             compare_received(backend, header, end.cpu(), src, text)
-        return sent[:-_HEADER_BYTES].view(data.dtype).view(data.shape).to(data.device)
+        received = sent[:-_HEADER_BYTES].view(data.dtype)
+        return (received if data.dim() == 1 else received.view(data.shape)).to(data.device)
 
     def transpose(grad: Tensor) -> Tensor:
         total = all_reduce(grad, "sum", group)
@@ -592,7 +593,11 @@ def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
                 f"{op!r} of {dtype} is not supported: convert it first, for example with .float() or .long()."
             )
         dtype = WIDER[dtype]
-    sent = torch.empty(tensor.shape, dtype=dtype, device=transport_device(backend, tensor)).copy_(tensor)
+    device = transport_device(backend, tensor)
+    if dtype == tensor.dtype and device == tensor.device and not tensor.is_conj() and not tensor.is_neg():
+        sent = tensor.clone(memory_format=torch.contiguous_format)
+    else:
+        sent = torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
     return to_ordered(sent, op) if dtype.is_floating_point and op in ("min", "max") else sent
 
 
