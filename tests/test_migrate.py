@@ -160,6 +160,15 @@ def test_counts_and_reasons_alone(project: Path) -> None:
     assert "@@" not in names
 
 
+def test_what_changes_is_no_reason_to_stay(tmp_path: Path) -> None:
+    loop = "for x in data:\n    model(x).sum().backward()\n    clip_grad_norm_(model.parameters(), 1)\n    o.step()\n"
+    (tmp_path / "train.py").write_text(HEAD + OPTIMIZER + loop + "hvd.allreduce_async(x)\n")
+    output = unidist_migrate("--partial", ".", cwd=tmp_path)
+    summary = unidist_migrate("--partial", "--summary", ".", cwd=tmp_path)
+    assert "Horovod may clip before it has averaged" in output and "Horovod may clip" not in summary
+    assert "1  unidist has no asynchronous calls" in summary
+
+
 def test_lines_of_the_new_text(tmp_path: Path) -> None:
     """After --write the report's lines are those of the file as it is now; what stays because of one is said there."""
     text = "import horovod.torch as hvd\nimport torch\n\n\nhvd.init()\nx = hvd.allreduce_async(torch.ones(1))\n"

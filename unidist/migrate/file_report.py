@@ -28,6 +28,8 @@ class Remark:
     remedy: str
     #: The notebook's cell, from 1.
     cell: int | None = None
+    #: Whether it is why something stays, in a file in which other remarks are on what changes.
+    stays: bool = False
 
 
 @dataclass
@@ -102,7 +104,9 @@ class FileReport:
             "status": self.status,
             "needs_horovod": self.needs_horovod,
             "uses_drop_in": self.uses_drop_in,
-            "findings": [asdict(remark) for remark in self.remarks],
+            "findings": [
+                {name: value for name, value in asdict(remark).items() if name != "stays"} for remark in self.remarks
+            ],
         }
 
 
@@ -154,7 +158,7 @@ def reasons(reports: Sequence[FileReport]) -> list[tuple[str, int]]:
         remark.why.split(" (line ")[0]
         for report in reports
         if report.is_code and not report.is_free
-        for remark in report.remarks
+        for remark in [each for each in report.remarks if each.stays] or report.remarks
     )
     return found.most_common()
 

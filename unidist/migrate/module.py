@@ -101,6 +101,7 @@ def _migrate_horovod(
         after, remarks, _ = migrate("hvd")
     elif level == "native" and after != text and not _names_horovod(after):
         after = rewrite_comments(after)
+    reasons = [replace(remark, stays=True) for remark in reasons]
     return after, sorted([*remarks, *reasons], key=lambda remark: remark.line)
 
 

@@ -276,6 +276,7 @@ def _drive(workers: ElasticWorkers, exchange: str) -> str:
         env={**env, **workers.env, "PYTHONPATH": path},
         ssh=Ssh(instead=["env", *without, sys.executable, "-m", "unidist.ray.shell", address, *resources]),
         start_timeout=settings.timeout_s,
+        start_timeout_option="create_settings(timeout_s=)",
         interfaces=settings.nics,
     )
     driver = ElasticDriver(job, settings.limits, _Nodes(workers.resources))

@@ -50,6 +50,8 @@ class Job:
     ssh: transport.Ssh = field(default_factory=transport.Ssh)
     #: Seconds for all hosts to answer.
     start_timeout: float = 30.0
+    #: What sets it, for errors.
+    start_timeout_option: str = "--start-timeout"
     #: Network interfaces that the ranks use; empty: those through which the hosts reach each other.
     interfaces: Sequence[str] = ()
     output_directory: str | None = None

@@ -250,8 +250,8 @@ class ElasticDriver(Driver):
         await asyncio.wait({asyncio.ensure_future(agent.answered.wait())}, timeout=self.job.start_timeout)
         if not agent.answered.is_set():
             raise LaunchError(
-                f"no answer of host {name} within {self.job.start_timeout:g} s: --start-timeout, or on Ray "
-                "create_settings(timeout_s=), gives slow hosts more time"
+                f"no answer of host {name} within {self.job.start_timeout:g} s: {self.job.start_timeout_option} gives "
+                "slow hosts more time"
             )
         if agent.host is None:
             raise LaunchError(agent.why_gone())
