@@ -4,6 +4,7 @@ rank.
 ``support`` has what is not a test, ``programs`` what tests run.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(VARIANTS):
             item.add_marker(pytest.mark.variant)
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector, which tests call, need not look at all that there is before the first one."""
+    gc.collect()
+    gc.freeze()
 
 
 #: Why it is not here, or None, for what tests/needs.txt names.
