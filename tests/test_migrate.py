@@ -304,6 +304,13 @@ def test_what_is_no_obstacle(before: str, after: str) -> None:
     assert "unidist.replicate(model)" in code and "hvd" not in code
 
 
+def test_the_process_group_that_horovod_does_not_start() -> None:
+    guard = "if torch.distributed.is_initialized():\n    torch.distributed.all_reduce(x, group=data_parallel)\n"
+    for level, said in (("native", True), ("hvd", False)):
+        _, remarks = migrate_module(HEAD + OPTIMIZER + guard, level)  # type: ignore[arg-type]
+        assert any("was False with Horovod" in each.why for each in remarks) == said
+
+
 @pytest.mark.parametrize("indent", ["", "    "])
 def test_no_sync_where_the_model_has_another_name(indent: str) -> None:
     """A global model has its name in the loop's function, too; one of another function does not."""

@@ -372,6 +372,10 @@ def _is_converted(tree: SyntaxTree, call: cst.Call) -> bool:
                 node = above
             case cst.Arg() if isinstance(whole := tree.parent(above), cst.Call):
                 return full_name(whole.func) in _CONVERSIONS | {"print", "str"}
+            case cst.Assign([cst.AssignTarget(cst.Name(name))]):
+                after = tree.siblings(tree.statement(above) or above)[1][:1]
+                text = tree.text(after[0]) if after else ""
+                return re.fullmatch(rf"{name} = (?:(?:float|int|bool)\({name}\)|{name}\.item\(\))", text) is not None
             case _:
                 return isinstance(above, cst.Expr)
 

@@ -17,6 +17,7 @@ from unidist.migrate.names import Names, find_names, in_import, is_horovod
 from unidist.migrate.reasons import remark_on
 from unidist.migrate.rules import NATIVE_RULES, RULES_OF_ALL_LEVELS
 from unidist.migrate.rules.imports import STAYS
+from unidist.migrate.rules.optimizers import CHANGED_HOROVOD
 from unidist.migrate.self_check import fault
 from unidist.migrate.syntax import SyntaxTree, module_of
 from unidist.migrate.torch_module import migrate_torch_module, names_torch
@@ -95,6 +96,8 @@ def _migrate_horovod(
         line = tree.text(tree.statement(other) or other).splitlines()[0]
         return after, [*remarks, Remark(tree.line(other), line, _NAME_IS_TAKEN, "rename it, then migrate again")]
     after, remarks, reasons = migrate(level)
+    if changed := [replace(remark, why=CHANGED_HOROVOD) for remark in reasons if CHANGED_HOROVOD in remark.why]:
+        return tree.module.code, changed
     if (reasons or imports_drop_in(after)) and not options.partial:
         reasons = reasons or [remark for remark in remarks if remark.why in STAYS] or _imported(tree, names)
         reasons = _with_count(reasons, _calls(tree, names) - _calls(left := SyntaxTree(after), find_names(left)))

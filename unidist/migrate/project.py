@@ -310,7 +310,8 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
         return None  # which --from leaves out
     report = FileReport(path, "unchanged", is_code=False, of_torch=of_torch)
     if _HOROVOD.search(data) or is_torch:
-        exported, elsewhere = exports.of(path), exports.elsewhere(path)
+        exported = exports.of(path) if what == "python" else set()
+        elsewhere = exports.elsewhere(path)
         rules = partial(migrate_module, level=level, exported=exported, elsewhere=elsewhere, options=options)
         report = _migrate_text(path, text, what, rules, of_torch=of_torch)
     report.encoding = encoding

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from unidist.migrate.context import Context
-from unidist.migrate.flow import Flow, callers, is_target
+from unidist.migrate.context import Context, is_constant
+from unidist.migrate.flow import Flow, callers, is_target, values_of
 from unidist.migrate.rules.loaders import training_loops
 from unidist.migrate.syntax import Statement, called_name
 
@@ -20,7 +20,7 @@ _NEW_TENSORS = {
     "zeros_like",
 }  # fmt: skip
 #: What a loop over parameters is over.
-_OF_MODEL = re.compile(r"param|module|children|layer|model|net", re.IGNORECASE)
+_OF_MODEL = re.compile(r"param|module|children|layer|model|net|weight|bias|embed", re.IGNORECASE)
 
 
 def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[tuple[cst.CSTNode, str, str]]:
@@ -39,6 +39,7 @@ def _changes(context: Context) -> Iterator[cst.Attribute]:
         is_set = node.attr.value == "requires_grad" and is_target(context.tree, node)
         made = isinstance(node.value, cst.Call) and called_name(node.value) in _NEW_TENSORS
         other = made or isinstance(node.value, cst.BinaryOperation) or _is_of_batch(context, node.value)
+        other = other or _is_input(context, node)
         if (is_set or node.attr.value == "requires_grad_") and not other:
             yield node
 
@@ -51,6 +52,30 @@ def _is_of_batch(context: Context, node: cst.BaseExpression) -> bool:
         if variable in targets and not _OF_MODEL.search(context.text(loop.iter)):
             return True
     return False
+
+
+def _is_input(context: Context, node: cst.Attribute) -> bool:
+    """Whether a gradient is asked for of a variable to which only computed values are assigned, and from nothing that
+    is named like a part of a model.
+    """
+    tree, values = context.tree, values_of(context.tree, node.value)
+    match tree.parent(node):
+        case cst.AssignTarget() as target:
+            wanted = is_constant(cst.ensure_type(tree.parent(target), cst.Assign).value, True)
+        case cst.Call(args=args):
+            wanted = all(is_constant(each.value, True) for each in args)
+        case _:
+            wanted = False
+    return wanted and bool(values) and all(_is_computed(context, value) for value in values)
+
+
+def _is_computed(context: Context, value: cst.BaseExpression) -> bool:
+    match value:
+        case cst.BinaryOperation():
+            return True
+        case cst.IfExp(body=first, orelse=second):
+            return not any(_OF_MODEL.search(context.text(each)) for each in (first, second))
+    return isinstance(value, cst.Call) and not _OF_MODEL.search(context.text(value))
 
 
 def _is_all_before(context: Context, node: cst.CSTNode, before: Statement) -> bool:

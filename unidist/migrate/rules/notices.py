@@ -37,8 +37,16 @@ _LIGHTNING_ARGUMENT = (
     'strategy="ddp" under torchrun, or keep Horovod',
 )
 _RAY_TRAIN = (
-    "Ray has removed HorovodTrainer and HorovodConfig",
+    "Ray has removed HorovodTrainer, HorovodConfig and ray.tune.integration.horovod",
     "`from ray.train.torch import TorchTrainer`: TorchTrainer(train, scaling_config=...), and unidist.init() in train",
+)
+_INITIALIZED = (
+    "it is True after unidist.init(), and was False with Horovod: what it guards now runs",
+    "`False` in its place, if that is not wanted",
+)
+_NCCL_BUILT = (
+    "nccl_built() became backend_name() == 'nccl', which is False on backend 'horovod', whatever Horovod is built with",
+    "the condition that is meant: torch.cuda.is_available(), say",
 )
 _COMPUTED_NAME = (
     "a module of Horovod's is imported by a computed name",
@@ -58,10 +66,15 @@ def report_surroundings(context: Context) -> None:
         if value == "horovod" and _is_for_lightning(context, text):
             context.remark(text, *_LIGHTNING_ARGUMENT)
     for call in context.tree.all(cst.Call):
+        if context.native and re.search(r"\bdist(ributed)?\.is_initialized$", full_name(call.func)):
+            context.remark(call, *_INITIALIZED)
+        around = (context.text(each.test) for each in context.tree.parents(call) if isinstance(each, cst.If))
+        if context.native and context.symbol(call.func) == "nccl_built" and "adasum" not in "".join(around).lower():
+            context.remark(call, *_NCCL_BUILT)
         if called_name(call) in IMPORTERS and call.args and _is_computed_horovod_name(call.args[0].value):
             context.remark(call, *_COMPUTED_NAME)
     for each in imports_of(context.tree):
-        if each.name.startswith("ray.train.horovod"):
+        if each.name.startswith(("ray.train.horovod", "ray.tune.integration.horovod")):
             context.remark(each.alias, *_RAY_TRAIN, what=each.name)
     for guard in _long_work(context):
         context.remark(guard, *_ALONE, what=f"if {context.text(guard.test)}:")

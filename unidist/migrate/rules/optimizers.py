@@ -38,8 +38,9 @@ _HIDDEN_ARGUMENTS = (
     "the arguments of DistributedOptimizer cannot be determined",
     "write them out, without * and **, then migrate again",
 )
+CHANGED_HOROVOD = "Horovod's DistributedOptimizer does not take these arguments, perhaps a changed Horovod's does"
 _OTHER_ARGUMENTS = (
-    "Horovod's DistributedOptimizer does not take these arguments, perhaps a changed Horovod's does",
+    CHANGED_HOROVOD,
     "remove those that Horovod does not have, then migrate again; or keep the changed Horovod, and do not migrate",
 )
 _TAKEN_FOR_OWN = (
@@ -517,7 +518,7 @@ def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
     for each in optimizers:
         if each.compression is None:
             continue
-        constants = _constants(context, each.call, each.compression)
+        constants = _constants(context, each.call, each.compression, [other.call for other in optimizers])
         if not _is_never_compressed(context, each.compression, constants):
             found += constants
             continue
@@ -560,7 +561,14 @@ def _is_never_compressed(
     )
 
 
-def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+def _constants(
+    context: Context, call: cst.Call, node: cst.BaseExpression, calls: list[cst.Call]
+) -> list[cst.BaseExpression]:
+    """The constants of Horovod's that may be the compression of a call; nothing but some calls uses them.
+
+    Raises:
+        Refusal: it may be something else.
+    """
     if context.symbol(node) in COMPRESSION:
         return [node]
     if isinstance(node, cst.IfExp):
@@ -570,14 +578,14 @@ def _constants(context: Context, call: cst.Call, node: cst.BaseExpression) -> li
                 "the compression depends on a call of Horovod's",
                 "assign that call's result to a variable before, then migrate again",
             )
-        return [*_constants(context, call, node.body), *_constants(context, call, node.orelse)]
+        return [constant for part in (node.body, node.orelse) for constant in _constants(context, call, part, calls)]
     variable = context.tree.variable(node)
     values = values_of(context.tree, node)
     values += _given(context, variable) if is_parameter(context.tree, variable) else []
     if isinstance(node, cst.Name) and values and variable and not any(value is call for value in values):
         uses = follow(context.tree, [variable]).uses
-        if all(context.tree.is_inside(use, call) for use in uses):
-            return [constant for value in values for constant in _constants(context, call, value)]
+        if all(any(context.tree.is_inside(use, each) for each in calls) for use in uses):
+            return [constant for value in values for constant in _constants(context, call, value, calls)]
     if is_parameter(context.tree, variable):
         chosen = f"hvd.Compression.fp16 if {context.text(node)} else hvd.Compression.none"
         raise Refusal(

@@ -9,7 +9,7 @@ import libcst as cst
 from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.flow import Flow
 from unidist.migrate.rules.accumulation import change_accumulation
-from unidist.migrate.syntax import Statement, dotted, full_name, is_pure, keyword
+from unidist.migrate.syntax import Statement, called_name, dotted, is_pure, keyword
 
 _ADASUM_BRANCH = (
     "unidist has no Adasum: the script raises an error where it is asked for",
@@ -20,6 +20,8 @@ _NO_ADASUM = "unidist has no Adasum: use the DistributedOptimizer of its drop-in
 COMPRESSION = {"Compression.none": "None", "Compression.fp16": '"fp16"'}
 #: Methods that only Horovod's optimizers have.
 METHODS = {"synchronize", "skip_synchronize", "set_backward_passes_per_step"}
+#: Functions that clip gradients, and what a GradScaler has for it.
+_CLIPPING = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad_value", "unscale_"}
 _CLIPPED = "without synchronize(), Horovod may clip before it has averaged; now it is the averages that are clipped"
 _CLOSURE = "Horovod averages before it calls the closure; now each backward pass in the closure averages"
 _PASSED_ON = "the optimizer is passed to a function of another file, and is now a plain one"
@@ -96,16 +98,25 @@ def _is_assigned_to(context: Context, each: OptimizerPlan, inner: cst.BaseExpres
 def _remark_on_others(context: Context, each: OptimizerPlan) -> None:
     """Remark on clipping before Horovod has averaged, and on state that is loaded before wrapping."""
     tree, inner = context.tree, each.arguments["optimizer"]
-    if not any(context.tree.called_method(use) == "synchronize" for use in each.flow.uses):
-        for call in tree.all(cst.Call):
-            if full_name(call.func).split(".")[-1] in ("clip_grad_norm_", "clip_grad_value_", "unscale_"):
-                context.remark(call, _CLIPPED, "nothing; the curves may differ from the legacy ones")
+    synchronized = [use for use in each.flow.uses if tree.called_method(use) == "synchronize"]
+    for call in tree.all(cst.Call):
+        if called_name(call) in _CLIPPING and not any(_is_on_the_way(context, use, call) for use in synchronized):
+            context.remark(call, _CLIPPED, "nothing; the curves may differ from the legacy ones")
     for loaded in tree.all(cst.Attribute):
         before = loaded.attr.value == "load_state_dict" and context.text(loaded.value) == context.text(inner)
         same = tree.function(loaded) is tree.function(each.call) and tree.position(loaded) < tree.position(each.call)
-        if before and same and isinstance(inner, cst.Name):
+        if before and same and is_pure(inner):
             why = "Horovod drops optimizer state that is loaded before wrapping (momentum restarts); now it is kept"
             context.remark(loaded, why, "nothing, if the state was meant to be loaded")
+
+
+def _is_on_the_way(context: Context, before: cst.CSTNode, node: cst.CSTNode) -> bool:
+    """Whether a call is made before a node, by the same function, and not in the other branch of an ``if``."""
+    tree = context.tree
+    if tree.function(before) is not tree.function(node) or tree.position(before) > tree.position(node):
+        return False
+    both = (above for above in tree.parents(before) if isinstance(above, cst.If) and tree.is_inside(node, above))
+    return all(tree.is_inside(before, above.body) == tree.is_inside(node, above.body) for above in both)
 
 
 def _replicate(context: Context, each: OptimizerPlan, model: cst.BaseExpression) -> cst.Call:
@@ -167,9 +178,11 @@ def _guard_of(context: Context, small: cst.Expr) -> cst.If | None:
     """``if self.averaged:`` around a statement alone; its condition has no effect, and it has no comments."""
     guard = next((each for each in context.tree.parents(small) if isinstance(each, cst.If)), None)
     match guard:
-        case cst.If(cst.Name() | cst.Attribute(), cst.BaseSuite(body=[one]), orelse=None) if one is small or (
-            isinstance(one, cst.SimpleStatementLine) and list(one.body) == [small]
-        ):
+        case cst.If(
+            cst.Name() | cst.Attribute() | cst.UnaryOperation(cst.Not(), cst.Name() | cst.Attribute()),
+            cst.BaseSuite(body=[one]),
+            orelse=None,
+        ) if one is small or (isinstance(one, cst.SimpleStatementLine) and list(one.body) == [small]):
             plain = context.tree.block(guard) is not None and not any(context.tree.all(cst.Comment, inside=guard))
             return guard if plain else None
     return None
