@@ -261,6 +261,7 @@ def test_where_replicate_comes(body: str, expected: list[str]) -> None:
             "    if x.mean() == 0:\n        loss.backward()\n    optimizer.step()\n",
             "a rank may skip this backward pass",
         ),
+        ("torch.distributed.init_process_group('nccl')\n" + OPTIMIZER, "also starts torch.distributed's process group"),
         (OPTIMIZER + LOOP + "def f(unidist=1):\n    return unidist\n", "uses the name unidist"),
     ],
 )
@@ -294,6 +295,11 @@ def test_conditions_that_are_the_same_on_all_ranks(body: str) -> None:
             "    optimizer.step()\n",
         ),
         ("if True:\n", "    loss.backward()\nprint(f'on {hvd}')\n"),
+        # A group of torch's in place of Horovod.
+        (
+            "if args.horovod:\n",
+            "    loss.backward()\nif not args.horovod:\n    torch.distributed.init_process_group('nccl')\n",
+        ),
         # A name that nothing sets holds no optimizer.
         ("if True:\n", "    loss.backward()\ndef unused():\n    absent.synchronize()\n"),
     ],

@@ -62,6 +62,14 @@ def follow(
     return flow
 
 
+def is_on_the_way(tree: SyntaxTree, before: cst.CSTNode, node: cst.CSTNode) -> bool:
+    """Whether one node is before another in the same function, and not in another branch of an ``if``."""
+    if tree.function(before) is not tree.function(node) or tree.position(before) > tree.position(node):
+        return False
+    both = (above for above in tree.parents(before) if isinstance(above, cst.If) and tree.is_inside(node, above))
+    return all(tree.is_inside(before, above.body) == tree.is_inside(node, above.body) for above in both)
+
+
 @of_tree
 def references(tree: SyntaxTree) -> dict[str, list[cst.BaseExpression]]:
     """All nodes that read or set a variable, by variable."""

@@ -4,7 +4,7 @@ It decides about some of Horovod's names and marks their uses as handled, so tha
 """
 
 from unidist.migrate.rules.barriers import change_barriers, keep_calls_beside_join
-from unidist.migrate.rules.calls import change_plain_calls, keep_replaced_calls
+from unidist.migrate.rules.calls import change_plain_calls, keep_calls
 from unidist.migrate.rules.collectives import change_allreduce, change_collectives
 from unidist.migrate.rules.elastic import change_elastic
 from unidist.migrate.rules.imports import change_imports
@@ -15,7 +15,7 @@ from unidist.migrate.rules.processes import change_run
 
 #: From Horovod's calls to unidist's own.
 NATIVE_RULES = (
-    keep_replaced_calls,
+    keep_calls,
     keep_calls_beside_join,
     change_optimizers,
     change_elastic,

@@ -8,6 +8,7 @@ import libcst as cst
 
 from unidist.horovod_names import PLAIN_CALLS
 from unidist.migrate.context import Context, is_constant
+from unidist.migrate.flow import is_on_the_way
 
 #: The other calls that become unidist's.
 _OTHER_CALLS = (
@@ -17,6 +18,10 @@ _OTHER_CALLS = (
 _REPLACED = (
     "the script replaces this call by a function of its own, which unidist's call would bypass",
     "keep it, or wrap unidist's call by hand",
+)
+_STARTS_TORCH = (
+    "the script also starts torch.distributed's process group, which unidist.init() does",
+    "remove init_process_group(), or what Horovod is used for, then migrate again",
 )
 _NOT_IMPORTED = (
     "the variable holds the drop-in for calls that stay, and this function does not import unidist",
@@ -31,14 +36,28 @@ _NO_PARENTHESES = (cst.If, cst.While, cst.BooleanOperation, cst.Assign, cst.Arg,
 _NO_SPACE = re.compile(r"\b(if|while|not|return|assert|and|or|in|else)\(")
 
 
-def keep_replaced_calls(context: Context) -> None:
-    """Calls that the script replaces stay (``hvd.allreduce = traced``), and those where unidist cannot be imported."""
+def keep_calls(context: Context) -> None:
+    """Calls that the script replaces stay (``hvd.allreduce = traced``), those where unidist cannot be imported, and
+    ``init()`` beside ``init_process_group()``.
+    """
+    for start in context.tree.all(cst.Call):
+        if "torch.distributed.init_process_group" in context.tree.imported(start.func):
+            both = (use for use in context.uses("init") if _are_both_made(context, use, start))
+            context.kept.update(dict.fromkeys(both, _STARTS_TORCH))
     if context.names.replaced:
         context.kept.update(dict.fromkeys(context.uses(*context.names.replaced), _REPLACED))
     if not context.aliases_are_native:
         for use in list(context.uses(*PLAIN_CALLS, *_OTHER_CALLS)):
             if context.is_through_alias(use) and not context.can_import(use):
                 context.kept[use] = _NOT_IMPORTED
+
+
+def _are_both_made(context: Context, one: cst.CSTNode, other: cst.CSTNode) -> bool:
+    """Whether one function makes two calls, under no condition or the same."""
+    tree = context.tree
+    choices = [[each for each in tree.parents(node) if isinstance(each, cst.If)] for node in (one, other)]
+    order = is_on_the_way(tree, one, other) or is_on_the_way(tree, other, one)
+    return order and choices[0] == choices[1]
 
 
 def change_plain_calls(context: Context) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from unidist.migrate.context import Arguments, Context, is_constant
-from unidist.migrate.flow import Flow
+from unidist.migrate.flow import Flow, is_on_the_way
 from unidist.migrate.rules.accumulation import change_accumulation
 from unidist.migrate.syntax import Statement, called_name, dotted, is_pure, keyword
 
@@ -100,7 +100,7 @@ def _remark_on_others(context: Context, each: OptimizerPlan) -> None:
     tree, inner = context.tree, each.arguments["optimizer"]
     synchronized = [use for use in each.flow.uses if tree.called_method(use) == "synchronize"]
     for call in tree.all(cst.Call):
-        if called_name(call) in _CLIPPING and not any(_is_on_the_way(context, use, call) for use in synchronized):
+        if called_name(call) in _CLIPPING and not any(is_on_the_way(tree, use, call) for use in synchronized):
             context.remark(call, _CLIPPED, "nothing; the curves may differ from the legacy ones")
     for loaded in tree.all(cst.Attribute):
         before = loaded.attr.value == "load_state_dict" and context.text(loaded.value) == context.text(inner)
@@ -108,15 +108,6 @@ def _remark_on_others(context: Context, each: OptimizerPlan) -> None:
         if before and same and is_pure(inner):
             why = "Horovod drops optimizer state that is loaded before wrapping (momentum restarts); now it is kept"
             context.remark(loaded, why, "nothing, if the state was meant to be loaded")
-
-
-def _is_on_the_way(context: Context, before: cst.CSTNode, node: cst.CSTNode) -> bool:
-    """Whether a call is made before a node, by the same function, and not in the other branch of an ``if``."""
-    tree = context.tree
-    if tree.function(before) is not tree.function(node) or tree.position(before) > tree.position(node):
-        return False
-    both = (above for above in tree.parents(before) if isinstance(above, cst.If) and tree.is_inside(node, above))
-    return all(tree.is_inside(before, above.body) == tree.is_inside(node, above.body) for above in both)
 
 
 def _replicate(context: Context, each: OptimizerPlan, model: cst.BaseExpression) -> cst.Call:
