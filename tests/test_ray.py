@@ -42,6 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pyte
         ({"num_hosts": 2, "num_workers_per_host": None}, "num_workers_per_host=None"),
         ({"num_workers": 1, "gpus_per_worker": 1}, "1 GPUs each with use_gpu=False"),
         ({"num_workers": 1, "use_gpu": True, "gpus_per_worker": 0}, "0 GPUs each with use_gpu=True"),
+        ({"num_workers": 1, "cpus_per_worker": 0}, "0 CPUs each with use_gpu=False"),
         ({"num_workers": 1, "max_workers": 2}, r"max_workers=2\) is for elastic jobs: pass min_workers"),
         ({"min_workers": 1, "override_discovery": False}, r"RayExecutor\(override_discovery=False\)"),
     ],
@@ -66,7 +67,10 @@ def test_a_discovery_of_ones_own() -> None:
 
 
 @pytest.mark.unit
-def test_ssh_is_not_used() -> None:
+def test_settings() -> None:
+    assert RayExecutor.create_settings(nics="eth0").nics == ("eth0",)
+    with pytest.raises(TypeError, match="its own create_settings"):
+        ElasticRayExecutor(RayExecutor.create_settings())  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="not ssh|ssh's key is not used"):
         RayExecutor.create_settings(ssh_identity_file="key.pem")
 
@@ -189,6 +193,10 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting(executor: RayExecut
     executor.start()
     with pytest.raises(BackendError, match=r"rank 1 of 2 on node .*: its process has ended"):
         executor.run(failing, [kill])
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'start'"):
+        executor.start(executable_cls=Counter)
+    with pytest.raises(UnidistError, match="there are no workers"):
+        executor.execute(where)
     executor.start()
     refs = executor.run_remote(failing, [kill])
     for ref in refs:

@@ -17,7 +17,7 @@ from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from unidist.errors import BackendError, LaunchError
-from unidist.ray.worker import gpus, put
+from unidist.ray.worker import interfaces, put, resources
 from unidist.run.driver import Job
 from unidist.run.elastic import Limits
 from unidist.run.elastic_driver import Discovery, ElasticDriver
@@ -126,8 +126,9 @@ class ElasticRayExecutor:
     ) -> None:
         refuse_own_discovery("ElasticRayExecutor", override_discovery)
         env = {name: str(value) for name, value in (env_vars or {}).items()}
-        resources = {"CPU": cpus_per_slot, "GPU": gpus(use_gpu, gpus_per_slot)}
-        self._workers = ElasticWorkers(settings, resources, env)
+        if not isinstance(settings, ElasticSettings):
+            raise TypeError(f"ElasticRayExecutor({settings!r}): pass what its own create_settings() returns.")
+        self._workers = ElasticWorkers(settings, resources(cpus_per_slot, use_gpu, gpus_per_slot), env)
 
     @staticmethod
     def create_settings(
@@ -164,7 +165,7 @@ class ElasticRayExecutor:
             warnings.warn(f"create_settings: {', '.join(unused)}: of no effect here, leave it out", stacklevel=2)
         least, most = min_np or min_num_proc, max_np or max_num_proc
         wanted = limits(least, most, reset_limit, elastic_timeout, cooldown_range)
-        return ElasticSettings(wanted, timeout_s, tuple(nics or ()))
+        return ElasticSettings(wanted, timeout_s, interfaces(nics))
 
     def start(self) -> None:
         """Nothing: workers are started by ``run``."""

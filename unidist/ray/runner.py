@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from unidist.errors import BackendError, UnidistError
 from unidist.ray.elastic import ElasticSettings, ElasticWorkers, limits, refuse_own_discovery
-from unidist.ray.worker import BaseHorovodWorker, gpus, put
+from unidist.ray.worker import BaseHorovodWorker, interfaces, put, resources
 from unidist.run.hosts import rank_order, worker_variables
 
 #: Seconds that the other ranks have for their end when one has failed, and all at ``shutdown``.
@@ -98,7 +98,7 @@ class RayExecutor:
         self.settings = RaySettings() if settings is None else settings
         self.num_workers = num_workers if num_workers is not None else (num_hosts or 0) * (per_host or 0)
         self.num_hosts = num_hosts
-        self.resources = {"CPU": cpus_per_worker, "GPU": gpus(use_gpu, gpus_per_worker)}
+        self.resources = resources(cpus_per_worker, use_gpu, gpus_per_worker)
         self.use_current_placement_group = use_current_placement_group
         self._elastic: ElasticWorkers | None = None
         if min_workers is not None:
@@ -132,7 +132,7 @@ class RayExecutor:
         if ssh_identity_file or ssh_str:
             text = "create_settings: Ray starts the workers, so ssh's key is not used: leave it out"
             warnings.warn(text, stacklevel=2)
-        return RaySettings(timeout_s, placement_group_timeout_s, sorted(nics or ()))
+        return RaySettings(timeout_s, placement_group_timeout_s, interfaces(nics))
 
     def start(
         self,
@@ -185,8 +185,12 @@ class RayExecutor:
         ranks = worker_variables([each.node for each in locations], [each.gpus for each in locations], store)
         own = zip(self.workers, ranks, self._names)
         ray.get([worker.join.remote({**env, **extra}, name) for worker, env, name in own])
-        made = put("start", self._make)
-        self._results([worker.start_executable.remote(made) for worker in self.workers])
+        try:
+            made = put("start", self._make)
+            self._results([worker.start_executable.remote(made) for worker in self.workers])
+        except BaseException:
+            self.shutdown()
+            raise
 
     def run(
         self,

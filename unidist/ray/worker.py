@@ -103,15 +103,22 @@ class BaseHorovodWorker:
         return list(ray.get_gpu_ids())
 
 
-def gpus(use_gpu: bool, per_worker: int | None) -> int:
-    """The GPUs of each worker.
+def resources(cpus: int, use_gpu: bool, gpus: int | None) -> dict[str, int]:
+    """The CPUs and GPUs of each worker, by Ray's names.
 
     Raises:
-        ValueError: a number without ``use_gpu``, or one below 1 with it.
+        ValueError: neither CPUs nor GPUs, GPUs without ``use_gpu``, or none with it.
     """
-    if per_worker is not None and (per_worker < 1 if use_gpu else per_worker != 0):
-        raise ValueError(f"{per_worker} GPUs each with use_gpu={use_gpu}: give a number from 1 up, and use_gpu=True.")
-    return (per_worker or 1) if use_gpu else 0
+    if cpus < (0 if use_gpu else 1):
+        raise ValueError(f"{cpus} CPUs each with use_gpu={use_gpu}: give a number from 1 up, or from 0 up with GPUs.")
+    if gpus is not None and (gpus < 1 if use_gpu else gpus != 0):
+        raise ValueError(f"{gpus} GPUs each with use_gpu={use_gpu}: give a number from 1 up, and use_gpu=True.")
+    return {"CPU": cpus, "GPU": (gpus or 1) if use_gpu else 0}
+
+
+def interfaces(nics: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names of network interfaces."""
+    return (nics,) if isinstance(nics, str) else tuple(sorted(nics or ()))
 
 
 def put(call: str, value: object) -> Any:
