@@ -319,6 +319,7 @@ def error_of(*arguments):
     except Exception as error:
         print("SAID", " ".join(str(error).split()))
 error_of(threading.Lock, 1)
+error_of(sys.exit, 1, (0,))
 sys.modules["cloudpickle"] = None
 error_of(cell, 2, (7,))
 """
@@ -327,8 +328,9 @@ error_of(cell, 2, (7,))
 def test_spawn_returns_the_results_and_takes_a_notebooks_function() -> None:
     result = run_world("python", 1, ["-c", CELL], backend="gloo")
     assert result.returncode == 0 and "RETURNED [(7, 2.0), (17, 2.0)]" in result.output, result.output
-    _, of_result, of_function = result.output.split("SAID")
+    _, of_result, of_exit, of_function = result.output.split("SAID")
     assert "rank 0 returned a lock, which does not pickle" in of_result and "state_dict()" in of_result
+    assert "rank 0 ended before its function returned, with status 0" in of_exit
     assert "spawn(cell): new processes cannot have this function" in of_function
     assert "pip install cloudpickle" in of_function
 

@@ -144,6 +144,12 @@ def test_what_cannot_be_sent_is_named(spark: Any) -> None:
         unidist.spark.run(train, kwargs={"other": lock}, num_proc=2)
 
 
+def test_another_python(spark: Any) -> None:
+    options: Any = {"env": {"ONE": 1}, "executable": "/no/python"}
+    with pytest.raises(UnidistError, match="failed first: /no/python cannot be started: No such file"):
+        unidist.spark.run(train, (1,), num_proc=2, **options)
+
+
 def test_a_stream_that_cannot_be_written(spark: Any) -> None:
     closed = io.StringIO()
     closed.close()
@@ -156,6 +162,10 @@ def test_too_few_slots(spark: Any) -> None:
     start = time.monotonic()
     with pytest.raises(UnidistError, match=r"num_proc=5\) needs 5 slots at once, and the cluster .* has 4: pass"):
         unidist.spark.run(train, (1,), num_proc=5)
+    with pytest.raises(ValueError, match=r"num_proc=0.* is not a number of processes from 1 up"):
+        unidist.spark.run(train, (1,), num_proc=0)
+    with pytest.raises(ValueError, match="from 0 to 2 processes is not a range"):
+        unidist.spark.run_elastic(train, (1,), num_proc=2, min_num_proc=0)
     assert time.monotonic() - start < 2
 
 

@@ -34,6 +34,11 @@ class Host(NamedTuple):
     addresses: tuple[str, ...]
 
 
+def interface_names(nics: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The names of network interfaces: one, several or none."""
+    return (nics,) if isinstance(nics, str) else tuple(sorted(nics or ()))
+
+
 def this_host() -> Host:
     """The host of this process."""
     every = [ip_address(address) for addresses in _addresses().values() for address in addresses]

@@ -17,7 +17,8 @@ from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from unidist.errors import BackendError, LaunchError
-from unidist.ray.worker import interfaces, put, resources
+from unidist.network.addresses import interface_names
+from unidist.ray.worker import put, resources
 from unidist.run.driver import Job
 from unidist.run.elastic import Limits
 from unidist.run.elastic_driver import Discovery, ElasticDriver
@@ -165,7 +166,7 @@ class ElasticRayExecutor:
             warnings.warn(f"create_settings: {', '.join(unused)}: of no effect here, leave it out", stacklevel=2)
         least, most = min_np or min_num_proc, max_np or max_num_proc
         wanted = limits(least, most, reset_limit, elastic_timeout, cooldown_range)
-        return ElasticSettings(wanted, timeout_s, interfaces(nics))
+        return ElasticSettings(wanted, timeout_s, interface_names(nics))
 
     def start(self) -> None:
         """Nothing: workers are started by ``run``."""

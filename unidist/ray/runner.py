@@ -17,8 +17,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from unidist.errors import BackendError, UnidistError
+from unidist.network.addresses import interface_names
 from unidist.ray.elastic import ElasticSettings, ElasticWorkers, limits, refuse_own_discovery
-from unidist.ray.worker import BaseHorovodWorker, interfaces, put, resources
+from unidist.ray.worker import BaseHorovodWorker, put, resources
 from unidist.run.hosts import rank_order, worker_variables
 
 #: Seconds that the other ranks have for their end when one has failed, and all at ``shutdown``.
@@ -95,6 +96,8 @@ class RayExecutor:
         for name, number in numbers.items():
             if (number is None and name == "num_workers_per_host") or (number is not None and number < 1):
                 raise ValueError(f"RayExecutor({name}={number}) is not a number from 1 up.")
+        if isinstance(settings, ElasticSettings):
+            raise TypeError(f"RayExecutor({settings!r}): pass what its own create_settings() returns.")
         self.settings = RaySettings() if settings is None else settings
         self.num_workers = num_workers if num_workers is not None else (num_hosts or 0) * (per_host or 0)
         self.num_hosts = num_hosts
@@ -103,7 +106,7 @@ class RayExecutor:
         self._elastic: ElasticWorkers | None = None
         if min_workers is not None:
             wanted = limits(min_workers, max_workers, reset_limit, elastic_timeout, cooldown_range)
-            elastic = ElasticSettings(wanted, self.settings.timeout_s, tuple(self.settings.nics or ()))
+            elastic = ElasticSettings(wanted, self.settings.timeout_s, interface_names(self.settings.nics))
             self._elastic = ElasticWorkers(elastic, self.resources)
         self._make: Callable[[], Any] = partial(_make, None, (), {})
         self.workers: list[Any] = []
@@ -132,7 +135,7 @@ class RayExecutor:
         if ssh_identity_file or ssh_str:
             text = "create_settings: Ray starts the workers, so ssh's key is not used: leave it out"
             warnings.warn(text, stacklevel=2)
-        return RaySettings(timeout_s, placement_group_timeout_s, interfaces(nics))
+        return RaySettings(timeout_s, placement_group_timeout_s, interface_names(nics))
 
     def start(
         self,
@@ -175,7 +178,7 @@ class RayExecutor:
         self.workers, locations = [self.workers[i] for i in order], [locations[i] for i in order]
         port = ray.get(self.workers[0].serve.remote())
         if self.settings.nics:
-            named = ",".join(sorted(self.settings.nics))
+            named = ",".join(interface_names(self.settings.nics))
             extra = {"GLOO_SOCKET_IFNAME": named, "NCCL_SOCKET_IFNAME": named, **extra}
         self._names = [
             f"rank {rank} of {self.num_workers} on node {location.address} ({location.node[:8]})"

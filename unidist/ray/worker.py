@@ -116,11 +116,6 @@ def resources(cpus: int, use_gpu: bool, gpus: int | None) -> dict[str, int]:
     return {"CPU": cpus, "GPU": (gpus or 1) if use_gpu else 0}
 
 
-def interfaces(nics: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The names of network interfaces."""
-    return (nics,) if isinstance(nics, str) else tuple(sorted(nics or ()))
-
-
 def put(call: str, value: object) -> Any:
     """A reference to what all workers get.
 

@@ -133,6 +133,8 @@ def _pickled(value: object) -> bytes:
 
 
 def _result(path: Path) -> Any:
+    if not path.exists():
+        raise UnidistError(f"spawn: rank {path.name} ended before its function returned, with status 0: sys.exit(0)?")
     try:
         return pickle.loads(path.read_bytes())
     except Exception as error:

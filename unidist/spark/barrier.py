@@ -107,11 +107,15 @@ def _run_rank(job: SparkJob, env: Mapping[str, str], driver: Connection) -> byte
     """Start the process, pass on what it prints, and return what its function returned, pickled."""
     outcome, write = os.pipe()
     command = [job.executable or sys.executable, "-m", "unidist.hvd", "-m", "unidist.spark.rank", str(write)]
-    process = subprocess.Popen(
-        command, env=dict(env), pass_fds=[write], start_new_session=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    os.close(write)
+    try:
+        process = subprocess.Popen(
+            command, env=dict(env), pass_fds=[write], start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    except OSError as error:
+        _fail(driver, f" {command[0]} cannot be started: {error.strerror}.", vanished=False)
+    finally:
+        os.close(write)
     assert process.stdin and process.stdout and process.stderr
     try:
         with suppress(BrokenPipeError):  # it has ended, and is asked why below
@@ -175,7 +179,7 @@ class _Rank:
         status = self._process.wait()
         if status or not self._is_complete():
             last = f" Its last lines:\n\n{self._last_lines.rstrip()}" if self._last_lines else ""
-            self._fail(f" its process of {self._python} {_ended(status)}.{last}", vanished=True)
+            _fail(self._driver, f" its process of {self._python} {_ended(status)}.{last}", vanished=True)
         self._send(done=True)
         return bytes(self._outcome[HEAD.size :])
 
@@ -197,7 +201,7 @@ class _Rank:
         while self._is_complete() and (kind := data[0]) != RETURNED:
             end = HEAD.size + HEAD.unpack_from(data)[1]
             if kind == FAILED:
-                self._fail(f"\n\n{data[HEAD.size : end].decode()}", vanished=False)
+                _fail(self._driver, f"\n\n{data[HEAD.size : end].decode()}", vanished=False)
             self._send_commit(bytes(data[HEAD.size : end]))
             del data[:end]
         return bool(chunk)
@@ -216,14 +220,19 @@ class _Rank:
         self._send(committed=True)
 
     def _send(self, **message: Any) -> None:
-        self._driver.send(frame(json.dumps(message).encode()))
+        _send(self._driver, **message)
 
-    def _fail(self, why: str, vanished: bool) -> NoReturn:
-        """Tell the driver, which ends the job and closes the connection."""
-        self._send(failed=why, vanished=vanished)
-        while True:
-            self._driver.flush()
-            self._driver.receive_some(_CONNECT_S)
+
+def _send(driver: Connection, **message: Any) -> None:
+    driver.send(frame(json.dumps(message).encode()))
+
+
+def _fail(driver: Connection, why: str, *, vanished: bool) -> NoReturn:
+    """Tell the driver, which ends the job and closes the connection."""
+    _send(driver, failed=why, vanished=vanished)
+    while True:
+        driver.flush()
+        driver.receive_some(_CONNECT_S)
 
 
 def _ended(status: int) -> str:

@@ -21,7 +21,7 @@ from pyspark import SparkContext
 from unidist import settings
 from unidist.errors import UnidistError
 from unidist.launch.topology import EXPORTED, RUN_ID
-from unidist.network.addresses import INTERFACES, LOOPBACK, Host, create_server
+from unidist.network.addresses import INTERFACES, LOOPBACK, Host, create_server, interface_names
 from unidist.network.connection import Accepted, Acceptor, Connection, new_secret
 from unidist.run.hosts import rank_order, worker_variables
 from unidist.spark.barrier import PIECE_OF_COMMIT, PURPOSE, SparkJob, own_path, run_task
@@ -78,11 +78,14 @@ def run(
         What each rank returned, in rank order.
 
     Raises:
+        ValueError: ``num_proc`` is no number from 1 up.
         UnidistError: no SparkContext, too few slots, ``fn`` or an argument does not pickle, the tasks did not start in
             time, or a rank failed: the message has the rank that failed first, and its traceback.
     """
     context = _context()
     count = context.defaultParallelism if num_proc is None else num_proc
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"unidist.spark.run(num_proc={num_proc!r}) is not a number of processes from 1 up.")
     if start_timeout is None:
         start_timeout = settings.horovod_seconds(os.environ, "HOROVOD_SPARK_START_TIMEOUT")
     payload = _pickled(fn, args, kwargs or {})
@@ -144,10 +147,12 @@ def run_elastic(
             in between.
     """
     context = _context()
-    wanted = num_proc or context.defaultParallelism
-    most = max_num_proc or max_np or max(wanted, min_num_proc or min_np or 0)
-    least = min_num_proc or min_np or min(wanted, most)
-    if not 1 <= least <= most:
+    wanted = context.defaultParallelism if num_proc is None else num_proc
+    min_num_proc = min_np if min_num_proc is None else min_num_proc
+    max_num_proc = max_np if max_num_proc is None else max_num_proc
+    most = max(wanted, min_num_proc or 0) if max_num_proc is None else max_num_proc
+    least = min(wanted, most) if min_num_proc is None else min_num_proc
+    if wanted < 1 or not 1 <= least <= most:
         raise ValueError(f"run_elastic: from {least} to {most} processes is not a range from 1 up.")
     if start_timeout is None:
         start_timeout = settings.horovod_seconds(os.environ, "HOROVOD_SPARK_START_TIMEOUT")
@@ -156,13 +161,13 @@ def run_elastic(
     payload = _pickled(fn, args, kwargs or {})
     write = _writer(stdout, stderr, verbose, prefix_output_with_timestamp)
     commit, resets, in_vain = b"", 0, 0
-    wait_s, wanted = _register_s(context, start_timeout), max(least, min(wanted, most))
+    wait_s, option, wanted = _register_s(context, start_timeout), "start_timeout", max(least, min(wanted, most))
     while True:
         if (count := min(_slots(context, wanted, wait_s), most)) < least:
             raise UnidistError(
                 f"unidist.spark.run_elastic(min_num_proc={least}) needs {least} slots at once, and the cluster "
                 f"({context.master}) had {count} for {wait_s:.0f} s: give the application more executors or cores, or "
-                "pass elastic_timeout=SECONDS."
+                f"pass {option}=SECONDS."
             )
         ranks = _Ranks(_driver_address(context), count, write, start_timeout)
         job = SparkJob(ranks.address, ranks.secret, payload, _variables(env, nics), None, own_path(), commit)
@@ -174,7 +179,7 @@ def run_elastic(
             if in_vain == _IN_VAIN or (reset_limit is not None and resets > reset_limit):
                 raise
             _log.warning("unidist.spark.run_elastic begins again, from the last commit: %s", error)
-        wait_s, wanted = elastic_timeout, least
+        wait_s, option, wanted = elastic_timeout, "elastic_timeout", least
 
 
 class _RankFailed(UnidistError):
@@ -201,13 +206,15 @@ def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) ->
         found: list[tuple[int, bytes]] = tasks.mapPartitions(functools.partial(run_task, job)).collect()
         return [cloudpickle.loads(result) for _, result in sorted(found)]
     except BaseException as error:  # KeyboardInterrupt, too
-        context.cancelJobsWithTag(tag)
+        with suppress(Exception):  # the driver's JVM has ended, as when results are larger than its memory
+            context.cancelJobsWithTag(tag)
         ranks.close()
         if ranks.failure and isinstance(error, Exception):
             raise (_RankFailed if ranks.reports else UnidistError)(ranks.failure) from None
         raise
     finally:
-        context.removeJobTag(tag)
+        with suppress(Exception):
+            context.removeJobTag(tag)
         ranks.close()
 
 
@@ -244,9 +251,9 @@ def _slots(context: SparkContext, least: int, seconds: float) -> int:
 
 
 def _variables(env: Mapping[str, str] | None, nics: Iterable[str] | None) -> dict[str, str]:
-    interfaces = ",".join(nics or ())
+    interfaces = ",".join(interface_names(nics))
     named = {name: interfaces if name != INTERFACES[2] else f"={interfaces}" for name in INTERFACES if interfaces}
-    return {**named, **(env or {})}
+    return {**named, **{name: str(value) for name, value in (env or {}).items()}}
 
 
 def _driver_address(context: SparkContext) -> str:
