@@ -79,13 +79,14 @@ def test_settings() -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes with two CPUs each."""
-    os.environ["PYTHONPATH"] = str(ROOT)
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    nodes.add_node(num_cpus=2)
-    ray.init(address=nodes.address, log_to_driver=False)
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        nodes.add_node(num_cpus=2)
+        ray.init(address=nodes.address, log_to_driver=False)
+        yield nodes
+        ray.shutdown()
+        nodes.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,10 @@ def where() -> tuple[Any, ...]:
 def test_every_call(executor: RayExecutor) -> None:
     assert executor.run(lambda a, b: (a, b, os.environ["OWN"]), [1], {"b": 2}) == [(1, 2, "1")] * 2
     assert ray.get(executor.run_remote(lambda: int(os.environ["RANK"]))) == [0, 1]
+    # What a worker starts finds the drop-in, too, where Horovod is installed.
+    code = "import horovod.torch as hvd; print(hvd.__name__)"
+    inside = executor.run(lambda: subprocess.check_output([PYTHON, "-c", code], text=True))
+    assert inside == ["unidist.hvd\n"] * 2
     assert executor.execute(lambda counter: counter.add()) == [11, 11]
     assert executor.execute_single(lambda counter: counter.add()) == 12
     assert executor.execute(lambda counter: counter.add()) == [13, 12]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 #: Longer names first.
@@ -56,6 +58,14 @@ def directory() -> str:
     and the processes that they start.
     """
     return str(Path(__file__).parent / "hvd" / "as_horovod")
+
+
+def export_directory() -> None:
+    """Let the processes that this one starts find it: by their environment, those of multiprocessing by sys.path."""
+    path = directory()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
+    if path not in sys.path:
+        sys.path.insert(1, path)
 
 
 def drop_in_name(name: str) -> str | None:

@@ -5,10 +5,10 @@ Under a launcher: ``torchrun --nproc-per-node 2 -m unidist.hvd train.py``.
 
 from __future__ import annotations
 
-import os
 import sys
 
-from unidist.hvd import alias, names
+from unidist.horovod_names import export_directory
+from unidist.hvd import alias
 from unidist.launch.scripts import run
 
 USAGE = "usage: python -m unidist.hvd [-m] SCRIPT [ARGUMENT ...]"
@@ -20,10 +20,7 @@ def main(argv: list[str]) -> None:
         print(USAGE)
         return
     alias.install()
-    # Processes that the script starts have this environment, and those of multiprocessing this sys.path.
-    path = names.directory()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
-    sys.path.insert(1, path)
+    export_directory()
     run(argv, USAGE)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import ray
 from ray.util import inspect_serializability
 
 from unidist.errors import UnidistError
-from unidist.horovod_names import directory
+from unidist.horovod_names import export_directory
 
 
 class Location(NamedTuple):
@@ -48,8 +47,7 @@ class BaseHorovodWorker:
         from unidist.hvd import alias  # it imports torch, and who starts workers needs none
 
         alias.install()
-        if directory() not in sys.path:
-            sys.path.insert(1, directory())  # for processes that this one starts
+        export_directory()
         return Location(self.node_id(), ray.util.get_node_ip_address(), tuple(map(str, self.get_gpu_ids())))
 
     def serve(self) -> int:
