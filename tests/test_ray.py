@@ -27,6 +27,8 @@ from ray.util.placement_group import placement_group, remove_placement_group  # 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
 from unidist.ray import ElasticRayExecutor, RayExecutor, ray_logger  # noqa: E402
+from unidist.run.elastic import Elastic  # noqa: E402
+from unidist.run.hosts import HostSlots  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -55,6 +57,19 @@ def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:
 @pytest.mark.unit
 def test_no_gpus() -> None:
     assert RayExecutor(num_workers=1, gpus_per_worker=0).resources == {"CPU": 1, "GPU": 0}
+
+
+@pytest.mark.unit
+def test_errors_of_elastic_jobs_name_the_arguments() -> None:
+    """Those of ``unidist run`` name its options."""
+    settings = ElasticRayExecutor.create_settings(min_num_proc=2, elastic_timeout=10)
+    elastic = Elastic(settings.limits)
+    elastic.set_hosts([HostSlots("a", 1)])
+    for worker in elastic.start(now=0):
+        elastic.ask(worker.number, now=0, failed=False)
+    assert elastic.form(now=0) is None
+    said = str(elastic.why_over(now=11))
+    assert "2 workers are needed (min_num_proc)" in said and "elastic_timeout is how long" in said
 
 
 @pytest.mark.unit

@@ -20,7 +20,7 @@ from unidist.errors import BackendError, LaunchError
 from unidist.network.addresses import interface_names
 from unidist.ray.worker import put, resources
 from unidist.run.driver import Job
-from unidist.run.elastic import Limits
+from unidist.run.elastic import Limits, OptionNames
 from unidist.run.elastic_driver import Discovery, ElasticDriver
 from unidist.run.hosts import HostSlots
 from unidist.run.transport import Ssh
@@ -196,16 +196,21 @@ def refuse_own_discovery(executor: str, override_discovery: bool) -> None:
 
 
 def limits(
-    least: int, most: int | None, reset_limit: int | None, timeout: float, cooldown: tuple[float, float] | None
-) -> Limits:
+    least: int, most: int | None, reset_limit: int | None, timeout: float, cooldown: tuple[float, float] | None,
+    option: str = "min_num_proc",
+) -> Limits:  # fmt: skip
     """The limits of an elastic job.
+
+    Args:
+        option: what sets ``least``, for errors.
 
     Raises:
         ValueError: no range from 1 up.
     """
     if least < 1 or (most is not None and most < least):
         raise ValueError(f"from {least} to {most} workers is not a range from 1 up.")
-    return Limits(least, most, reset_limit=reset_limit, timeout=timeout, cooldown=cooldown)
+    options = OptionNames(option, option, "elastic_timeout", "reset_limit")
+    return Limits(least, most, reset_limit=reset_limit, timeout=timeout, cooldown=cooldown, options=options)
 
 
 class Exchange:

@@ -105,7 +105,7 @@ class RayExecutor:
         self.use_current_placement_group = use_current_placement_group
         self._elastic: ElasticWorkers | None = None
         if min_workers is not None:
-            wanted = limits(min_workers, max_workers, reset_limit, elastic_timeout, cooldown_range)
+            wanted = limits(min_workers, max_workers, reset_limit, elastic_timeout, cooldown_range, "min_workers")
             elastic = ElasticSettings(wanted, self.settings.timeout_s, interface_names(self.settings.nics))
             self._elastic = ElasticWorkers(elastic, self.resources)
         self._make: Callable[[], Any] = partial(_make, None, (), {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from unidist.run.hosts import HostSlots, Place
 
@@ -17,6 +18,15 @@ FAILURES = 3
 FAILURES_WITHIN_S = 600.0
 #: Seconds for which newcomers that are ready wait for others that are starting.
 GATHER_S = 10.0
+
+
+class OptionNames(NamedTuple):
+    """What sets the limits, for errors."""
+
+    num_proc: str = "-np"
+    min_np: str = "--min-np"
+    timeout: str = "--elastic-timeout"
+    reset_limit: str = "--reset-limit"
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Limits:
     grace: float = 60.0
     #: The shortest and the longest time in seconds that a host stays blacklisted; None: for ever.
     cooldown: tuple[float, float] | None = None
+    options: OptionNames = field(default_factory=OptionNames)
 
 
 @dataclass(eq=False)
@@ -214,14 +225,14 @@ class Elastic:
             return "all workers have failed"
         if not self._over:
             return None
+        options = self.limits.options
         if not self._may_reset:
             return (
-                f"generation {self.generation} is over, and --reset-limit {self.limits.reset_limit} allows no further "
-                "change of the workers"
+                f"generation {self.generation} is over, and {options.reset_limit} {self.limits.reset_limit} allows no "
+                "further change of the workers"
             )
-        need = (
-            f"{self._needed} workers are needed ({'--min-np' if self.generation else '-np'}), and {len(left)} are left"
-        )
+        option = options.min_np if self.generation else options.num_proc
+        need = f"{self._needed} workers are needed ({option}), and {len(left)} are left"
         if len(left) < self._needed and self._hosts and all(map(self._is_for_ever, self._hosts)):
             return f"all hosts are blacklisted after {FAILURES} failures of a slot: {need}"
         ready = self._ready()
@@ -231,7 +242,7 @@ class Elastic:
         if stuck and self._waiting_since is not None and now - self._waiting_since > self.limits.timeout:
             return (
                 f"{need}: {len(ready)} were ready within {self.limits.timeout:g} s. Are there enough hosts and "
-                "slots? --elastic-timeout is how long they are waited for, --min-np how many are needed"
+                f"slots? {options.timeout} is how long they are waited for, {options.min_np} how many are needed"
             )
         return None
 
