@@ -160,6 +160,45 @@ def test_counts_and_reasons_alone(project: Path) -> None:
     assert "@@" not in names
 
 
+UNFORMATTED = """import horovod.torch as hvd
+import torch
+
+hvd.init()
+rate = torch.tensor([hvd.size() * 0.1, hvd.rank(), 0])
+"""
+FORMATTED = """import torch
+import unidist
+
+unidist.init()
+rate = torch.tensor(
+    [unidist.world_size() * 0.1, unidist.rank(), 0]
+)
+"""
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"pyproject.toml": "[tool.ruff]\nline-length = 60\n"},
+        {"pyproject.toml": "[tool.isort]\nprofile = 'black'\n\n[tool.black]\nline-length = 60\n"},
+        {".isort.cfg": "[settings]\n", "pyproject.toml": "[tool.black]\nline-length = 60\n"},
+        {".pre-commit-config.yaml": "  - id: ruff\n  - id: ruff-format\n", "ruff.toml": "line-length = 60\n"},
+    ],
+    ids=["ruff", "isort and black", "files of their own", "pre-commit"],
+)
+def test_the_repositorys_own_formatters(configuration: dict[str, str], tmp_path: Path) -> None:
+    """They format a file that they would have left as it was, and no other."""
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "src").mkdir()
+    for name, text in configuration.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "src/train.py").write_text(UNFORMATTED)
+    (tmp_path / "src/other.py").write_text(UNFORMATTED.replace("import horovod", "import  horovod"))
+    unidist_migrate("--write", "--force", ".", cwd=tmp_path)
+    assert (tmp_path / "src/train.py").read_text() == FORMATTED
+    assert (tmp_path / "src/other.py").read_text().startswith("import unidist\nimport torch\n")
+
+
 def test_what_changes_is_no_reason_to_stay(tmp_path: Path) -> None:
     loop = "for x in data:\n    model(x).sum().backward()\n    clip_grad_norm_(model.parameters(), 1)\n    o.step()\n"
     (tmp_path / "train.py").write_text(HEAD + OPTIMIZER + loop + "hvd.allreduce_async(x)\n")

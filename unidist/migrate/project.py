@@ -19,6 +19,7 @@ from unidist.migrate import files
 from unidist.migrate.context import Elsewhere, Options
 from unidist.migrate.file_report import FileReport, Remark
 from unidist.migrate.files import FileKind
+from unidist.migrate.formatting import formatted
 from unidist.migrate.gradients import functions_that_assign_gradients
 from unidist.migrate.launch_lines import LONGEST, ImportsHorovod, launch_lines, launch_lines_of_python
 from unidist.migrate.module import DEFAULT_OPTIONS, Level, imports_drop_in, migrate_module
@@ -370,6 +371,8 @@ def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate, *, of_t
     except Exception as error:  # one file must not end a run over thousands
         report = _failed(path, 1, f"it cannot be migrated: {type(error).__name__}: {error}", "migrate it by hand")
     else:
+        if after != text and what == "python":
+            after = formatted(path, text, after)
         report = FileReport(path, "changed" if after != text else "unchanged", remarks, before=text, after=after)
     code = _code_of(report.after or text, what)
     report.of_torch = of_torch
