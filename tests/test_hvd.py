@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -20,6 +21,7 @@ import unidist.hvd
 from docs import tables
 from tests.support import hvd_programs, migrate_scripts
 from tests.support.worlds import LEGACY, PROJECTS, PYTHON, ROOT, Result, distance, run_suite, run_world, shown
+from unidist import horovod_names
 from unidist.hvd.execution import scale_
 from unidist.hvd.names import directory
 
@@ -569,3 +571,12 @@ def test_every_public_name_and_signature() -> None:
     assert not [
         name for name, verdict, why in rows if verdict == "same" and why != "module" and f"| `{name}` |" not in page
     ]
+
+
+@pytest.mark.unit
+def test_processes_that_are_started_find_the_drop_in_before_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/with/horovod")
+    monkeypatch.setattr(sys, "path", ["", "/with/horovod", directory()])
+    horovod_names.export_directory()
+    assert sys.path == ["", directory(), "/with/horovod"]
+    assert os.environ["PYTHONPATH"] == os.pathsep.join([directory(), "/with/horovod"])

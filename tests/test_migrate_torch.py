@@ -139,7 +139,8 @@ def test_mutations_parse() -> None:
         assert migrate_module(code, "native")[0] == code, (seed, path)
 
 
-def test_the_page_shows_the_diff() -> None:
+def test_the_page_shows_the_diff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # where no formatter is
     assert unidist_migrate("examples/digits_ddp.py", cwd=ROOT).strip() == blocks(
         "unidist migrate examples/digits_ddp.py"
     )

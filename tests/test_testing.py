@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import unidist
+import unidist.hvd
 import unidist.testing
 from unidist import context
 
@@ -177,6 +178,8 @@ def test_an_initialized_process_stays_so() -> None:
 
 
 def test_bad_worlds() -> None:
+    with unidist.testing.world(2) as w, pytest.raises(unidist.BackendError, match="a process for each rank"):
+        w.run(unidist.hvd.init)
     with pytest.raises(ValueError, match="at least one rank"), unidist.testing.world(0):
         pass
     with unidist.testing.world(1), pytest.raises(unidist.UnidistError, match="one at a time"), unidist.testing.world(1):

@@ -64,8 +64,8 @@ def export_directory() -> None:
     """Let the processes that this one starts find it: by their environment, those of multiprocessing by sys.path."""
     path = directory()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
-    if path not in sys.path:
-        sys.path.insert(1, path)
+    sys.path[:] = [entry for entry in sys.path if entry != path]
+    sys.path.insert(1, path)  # before Horovod
 
 
 def drop_in_name(name: str) -> str | None:

@@ -51,6 +51,8 @@ def open_control(
     if size == 1:
         return CoordinatorThread(endpoint, options, {}, [Process.current()], coordinator)
     processes = backend.processes
+    if len(processes) < size:
+        raise BackendError(f"unidist.hvd needs a process for each rank, and backend {backend.name!r} has threads.")
     hosts = [process.host for process in processes]
     parent = parents(processes)
     children = [child for child in range(1, size) if parent[child] == rank]

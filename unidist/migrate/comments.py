@@ -9,27 +9,28 @@ import tokenize
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 #: A number, the name, and the rest.
 _COMMENT = re.compile(r"#+[ \t]*((?:\d+[.)][ \t]*)?)(Horovod[ \t]*:[ \t]*)?(.*)", re.IGNORECASE | re.DOTALL)
-#: Comments by their first words, and a word that the statement has if they still fit; "" if they never do. The first
-#: are found without Horovod's name before them, too.
+#: Horovod's own sentences, and a word that the statement has if they still fit; "" if they never do. The first are
+#: found without Horovod's name before them, too.
 _OF_HOROVOD = [
-    (r"(import|initiali[sz]e) (the )?horovod\b", ""),
-    (r"(wrap|add) (the )?(optimizer with |horovod )*distributed *optimizer", ""),
+    (r"(import|initiali[sz]e) (the )?horovod( library)?", ""),
+    (r"(wrap|add) (the )?(horovod |optimizer with |horovod )?distributed *optimizer", ""),
     (r"wrap (the )?optimizer for distributed allreduce", ""),
-    (r"use distributed *sampler to partition", "DistributedSampler("),
-    (r"partition .*\bdistributed *sampler", "DistributedSampler("),
+    (r"use distributed *sampler to partition (the )?(\w+ )?data(set)? among workers(\. manually specify)?", "Sampler("),
+    (r"partition (the )?(\w+ )?data(set)? among workers using distributed *sampler", "Sampler("),
     (r"make sure all async allreduces are done", "synchronize"),
 ]
 _STALE = [
     *_OF_HOROVOD,
     (r"initiali[sz]e library", ""),
-    (r"broadcast (initial variable|parameters)", "broadcast"),
-    (r"set epoch to sampler", "set_epoch"),
-    (r"use (train|test|val)\w* *sampler to determine", "sampler"),
-    (r"\(optional\) compression", "compression"),
+    (r"wrap optimizer with distributed *optimizer,", ""),
+    (r"broadcast (initial variable states|parameters)( and optimizer state| & optimizer state)?", "broadcast"),
+    (r"broadcast parameters from rank 0 to all other processes", "broadcast"),
+    (r"set epoch to sampler( for shuffling)?", "set_epoch"),
+    (r"use (train|test|val)\w* *sampler to determine the number of examples in", "sampler"),
+    (r"\(optional\) compression algorithm", "compression"),
 ]
-#: Second lines of Horovod's own comments, and commented-out code, which is none.
+#: Second lines of these.
 _CONTINUED = re.compile(r"`num_replicas=|this worker's partition")
-_CODE = re.compile(r"\w\(|\w *=|^\w+\.\w+|^@|^(import|from|if|for|with|def|return)\b")
 
 
 def rewrite_comments(text: str) -> str:
@@ -49,13 +50,13 @@ def rewrite_comments(text: str) -> str:
                 removed = rest if alone else ""
                 line = "" if alone else content.rstrip() + end
             elif alone and name:
-                removed, line = "", f"{content}# {count}{rest}{end}"
+                removed, line = "", f"{content}# {count}{rest}" + end
             elif alone and removed and _continues(removed.rstrip(), rest):
                 removed, line = rest, ""
             else:
                 removed = ""
         elif removed and not body.strip():
-            line = "" if not found or not found[-1].strip() else line
+            removed, line = "", "" if not found or not found[-1].strip() else line
         else:
             removed = ""
         if line:
@@ -79,13 +80,13 @@ def _statement_below(lines: list[str], number: int) -> str:
 
 
 def _is_stale(comment: str, named: bool, statement: str) -> bool:
-    for start, word in _STALE if named else _OF_HOROVOD:
-        if re.match(start, comment, re.IGNORECASE):
+    sentence = comment.strip().rstrip(".:!")
+    for known, word in _STALE if named else _OF_HOROVOD:
+        if re.fullmatch(known, sentence, re.IGNORECASE):
             return not word or word not in statement
     return False
 
 
 def _continues(comment: str, following: str) -> bool:
     """Whether a comment is the rest of the sentence before it."""
-    prose = not comment.endswith((".", ":", "!")) and following[:1].islower() and not _CODE.search(following)
-    return prose or _CONTINUED.match(following) is not None
+    return comment.endswith(",") or _CONTINUED.match(following) is not None

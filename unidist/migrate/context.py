@@ -44,8 +44,6 @@ class Elsewhere(NamedTuple):
     gradient: str = ""
     #: Why the process group that it uses is not started by unidist; no file's name.
     start: str = ""
-    #: Names of functions that assign gradients and that no file calls.
-    uncalled: frozenset[str] = frozenset()
 
 
 class Options(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -31,7 +30,7 @@ _CONFIGURATIONS = ("pyproject.toml", "setup.cfg", "tox.ini", ".pre-commit-config
 
 
 def formatted(path: Path, before: str, after: str) -> str:
-    """A file's new text as the formatters leave it that leave its old text unchanged, and are installed."""
+    """A file's new text as the formatters leave it that leave its old text unchanged, and are on PATH."""
     for command in _commands(path.resolve().parent):
         if _output(command, path, before) == before:
             after = _output(command, path, after) or after
@@ -56,10 +55,9 @@ def _configured(directory: Path) -> Iterator[list[str]]:
     with suppress(OSError):
         own = [each.name for each in directory.iterdir()]
     for command, file, line in _FORMATTERS.values():
-        if any(re.fullmatch(file, name) for name in own) or any(re.search(line, text, re.M) for text in texts):
-            program = shutil.which(command[0]) or shutil.which(command[0], path=str(Path(sys.executable).parent))
-            if program is not None:
-                yield [program, *command[1:]]
+        named = any(re.fullmatch(file, name) for name in own) or any(re.search(line, text, re.M) for text in texts)
+        if named and shutil.which(command[0]) is not None:
+            yield command
 
 
 def _output(command: list[str], path: Path, text: str) -> str:

@@ -48,21 +48,19 @@ _MAKING = {
     "linspace", "eye", "Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "IntTensor", "ByteTensor",
     "zeros_like", "ones_like", "rand_like", "randn_like", "empty_like",
 }  # fmt: skip
+#: Classes of optimizers, and what the ``step()`` of one that wraps another calls.
+_OF_OPTIMIZERS = re.compile(r"torch\.optim\.(?!lr_scheduler|swa_utils)")
+_STEPS_OR_GRADIENTS = re.compile(r"(?<!super\(\))\.step$|\.backward$|\bgrad$")
 _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
 
-def gradient_problems(
-    tree: SyntaxTree, same: Collection[str] = (), uncalled: Collection[str] = ()
-) -> Iterator[Problem]:
+def gradient_problems(tree: SyntaxTree, same: Collection[str] = ()) -> Iterator[Problem]:
     """Gradients that ``replicate`` would not average as Horovod does: both watch what ``backward()`` accumulates.
 
     Args:
         same: variables that are the same on all ranks.
-        uncalled: functions of this module that nothing calls.
     """
-    for node, why in _assigned_by_hand(tree):
-        if _plain_function(tree, node) not in uncalled:
-            yield node, why
+    yield from _assigned_by_hand(tree)
     yield from _of_lbfgs(tree)
     for call in tree.method_calls("backward"):
         if _is_given(call, "create_graph", 2 if _is_of_tensor(tree, call) else 3):
@@ -71,23 +69,15 @@ def gradient_problems(
             yield call, _SKIPPED
 
 
-def functions_that_assign_gradients(tree: SyntaxTree) -> set[str]:
-    """The plain functions in which a module assigns gradients by hand; empty names for other places."""
-    return {_plain_function(tree, node) for node, _ in _assigned_by_hand(tree)}
-
-
-def _plain_function(tree: SyntaxTree, node: cst.CSTNode) -> str:
-    """The function of the module's top level around a node, which runs only if its name is used; else empty."""
-    match list(tree.parents(node)):
-        case [*_, cst.FunctionDef(cst.Name(name), decorators=[]), cst.Module()]:
-            return name
-    return ""
+def assigns_gradients(tree: SyntaxTree) -> bool:
+    """Whether a module assigns gradients by hand."""
+    return any(True for _ in _assigned_by_hand(tree))
 
 
 def _may_be_skipped(tree: SyntaxTree, backward: cst.Call, same: Collection[str]) -> bool:
     """Whether a condition or an exception may skip a backward pass, and not the step that follows it."""
     function = tree.function(backward)
-    all_steps = _steps(tree)
+    all_steps = steps_of(tree)
     steps = [call for call in all_steps if tree.function(call) is function]
     if all_steps and not steps:
         return _may_return_without(tree, backward)
@@ -144,7 +134,7 @@ def _has_backward_otherwise(tree: SyntaxTree, branch: cst.If | cst.IfExp, taken:
     return other is not None and any(tree.method_calls("backward", other))
 
 
-def _steps(tree: SyntaxTree) -> list[cst.Call]:
+def steps_of(tree: SyntaxTree) -> list[cst.Call]:
     """Calls of ``step()`` that are not a schedule's."""
     return [call for call in tree.method_calls("step") if "sched" not in full_name(call.func).lower()]
 
@@ -155,10 +145,16 @@ def _assigned_by_hand(tree: SyntaxTree) -> Iterator[Problem]:
 
 
 def _is_in_step(tree: SyntaxTree, node: cst.CSTNode) -> bool:
-    """Whether it is in ``step()`` of a class of optimizers, which Horovod calls when it has averaged."""
+    """Whether it is in ``step()`` of an optimizer's class that calls no other optimizer, nor computes gradients.
+
+    Horovod calls that when it has averaged.
+    """
     match [each for each in tree.parents(node) if isinstance(each, (cst.FunctionDef, cst.ClassDef))]:
-        case [cst.FunctionDef(cst.Name("step")), cst.ClassDef(bases=bases), *_]:
-            return any(name.startswith("torch.optim.") for base in bases for name in tree.imported(base.value))
+        case [cst.FunctionDef(cst.Name("step")) as step, cst.ClassDef(bases=bases), *_]:
+            names = [name for base in bases for name in tree.imported(base.value)]
+            calls = (tree.text(call.func) for call in tree.all(cst.Call, inside=step.body))
+            is_optimizer = any(_OF_OPTIMIZERS.match(name) for name in names)
+            return is_optimizer and not any(_STEPS_OR_GRADIENTS.search(call) for call in calls)
     return False
 
 
@@ -272,8 +268,13 @@ def _is_same_on_all_ranks(tree: SyntaxTree, value: cst.BaseExpression, base: str
     names = [node for node in tree.all(cst.Name, inside=value) if not tree.is_attribute_name(node)]
     if not names:
         return True
-    if not re.search(rf"(?<![\w.]){re.escape(base)}(?!\w)", text):
+    of_base = re.compile(rf"(?<![\w.]){re.escape(base)}(?!\w)")
+    if not of_base.search(text):
         return False
+    if any(of_base.search(tree.text(each.slice[0])) for each in tree.all(cst.Subscript, inside=value)):
+        return False  # residual[p]
+    if any(tree.text(each.value) == base and each.attr.value not in _DECAY for each in tree.all(cst.Attribute, value)):
+        return False  # p.residual
     return all(called_name(call) in _DECAY for call in tree.all(cst.Call, inside=value))
 
 
@@ -287,7 +288,7 @@ def _is_string(node: cst.BaseExpression, text: str) -> bool:
 
 def _of_lbfgs(tree: SyntaxTree) -> Iterator[Problem]:
     """Where LBFGS is made, unless nothing here gives ``step()`` the closure that it needs."""
-    steps = _steps(tree)
+    steps = steps_of(tree)
     if steps and not any(call.args for call in steps):
         return
     for node in tree.all((cst.Name, cst.Attribute)):

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
 
 import libcst as cst
 
@@ -20,7 +19,7 @@ from unidist.migrate.context import Elsewhere, Options
 from unidist.migrate.file_report import FileReport, Remark
 from unidist.migrate.files import FileKind
 from unidist.migrate.formatting import formatted
-from unidist.migrate.gradients import functions_that_assign_gradients
+from unidist.migrate.gradients import assigns_gradients
 from unidist.migrate.launch_lines import LONGEST, ImportsHorovod, launch_lines, launch_lines_of_python
 from unidist.migrate.module import DEFAULT_OPTIONS, Level, imports_drop_in, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
@@ -28,8 +27,6 @@ from unidist.migrate.self_check import parsed
 from unidist.migrate.syntax import SyntaxTree
 from unidist.migrate.torch_module import names_torch
 from unidist.migrate.workers import results_in_order
-
-T = TypeVar("T")
 
 _HOROVOD = re.compile(
     rb"horovod|unidist\.hvd|from unidist import .*hvd|Horovod(?:Strategy|Plugin|Accelerator)|HOROVOD_\w*(?:RANK|SIZE)"
@@ -43,7 +40,7 @@ _IMPORT = re.compile(r"^[ \t]*import\s+([.\w]+)", re.MULTILINE)
 #: Packages whose modules are not the program's own.
 _LIBRARIES = {"torch", "horovod", "unidist", "torchvision", "numpy"}
 #: Optimizers of Horovod's, their methods, and gradients that are assigned, as they look like.
-_OPTIMIZER = re.compile(r"\bDistributedOptimizer\s*\(")
+_OPTIMIZER = re.compile(r"\bDistributedOptimizer\b")
 _OF_OPTIMIZER = re.compile(r"(?i:opt\w*)\.synchronize\(\)|\.(?:skip_synchronize|set_backward_passes_per_step)\(")
 _GRADIENT = re.compile(r"\.grad\b.*(?:=|_\()|setattr\(.*grad|_foreach_")
 _OF_MODULE = re.compile(r"\b(\w+)\.hvd\b")
@@ -78,8 +75,6 @@ class Exports:
     optimizer_methods: set[Path] = field(default_factory=set)
     #: Files that assign gradients by hand.
     gradients: set[Path] = field(default_factory=set)
-    #: Functions that do so and that no file calls: their gradients are not counted.
-    uncalled: frozenset[str] = frozenset()
     #: Files that start the process group, or unidist.
     starts: set[Path] = field(default_factory=set)
     #: Whether those of them start unidist once they are migrated, as far as that has been asked.
@@ -100,7 +95,7 @@ class Exports:
         kinds = (self.optimizers, self.optimizer_methods, self.gradients)
         program = self._program(own) if set().union(*kinds) - {own} else set()
         optimizer, method, gradient = (min(paths & program).name if paths & program else "" for paths in kinds)
-        return Elsewhere(optimizer, method, gradient, self._why_not_started(own), self.uncalled)
+        return Elsewhere(optimizer, method, gradient, self._why_not_started(own))
 
     def _why_not_started(self, path: Path) -> str:
         """Why the world in which a file runs is not unidist's; empty if it is, or if the file starts it itself."""
@@ -234,12 +229,13 @@ def _died(path: Path) -> FileReport:
 def find_exports(paths: Iterable[Path]) -> Exports:
     """The names for Horovod that the Python files among some paths use of each other."""
     found = Exports()
-    paths, assigning = list(paths), dict[Path, set[str]]()
     for path in paths:
-        if files.kind(path) != "python" or files.vendored_horovod(path) is not None:
+        what = files.kind(path)
+        if what not in ("python", "notebook") or files.vendored_horovod(path) is not None:
             continue
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             text = path.read_bytes().decode("latin-1")
+            text = source_of_notebook(text) if what == "notebook" else text
             own = path.resolve()
             found.imports[own] = {match[1] for match in _IMPORT.finditer(text)}
             for match in _FROM.finditer(text):
@@ -250,34 +246,23 @@ def find_exports(paths: Iterable[Path]) -> Exports:
                 found.starts.add(own)
             if _OPTIMIZER.search(text) and ("horovod" in text or "hvd" in text):
                 found.optimizers.add(own)
-            if _OF_OPTIMIZER.search(text) and _read(text, _calls_methods, True):
+            if _OF_OPTIMIZER.search(text) and _has(text, _calls_methods):
                 found.optimizer_methods.add(own)
-            if _GRADIENT.search(text):
-                assigning[own] = _read(text, functions_that_assign_gradients, {""})
+            if _GRADIENT.search(text) and _has(text, assigns_gradients):
+                found.gradients.add(own)
             for match in _OF_MODULE.finditer(text):
                 found.names[match[1]].add("hvd")
             for match in _OF_ATTRIBUTE.finditer(text):
                 found.attributes[match[1]].add(own)
-    found.uncalled = _unused(paths, set().union(*assigning.values()) - {""})
-    found.gradients = {path for path, functions in assigning.items() if functions - found.uncalled}
     return found
 
 
-def _unused(paths: Iterable[Path], functions: set[str]) -> frozenset[str]:
-    """Those functions of which no file has the name, but for their definitions."""
-    names = re.compile(rf"(def\s+)?\b({'|'.join(functions)})\b".encode())
-    for path in paths if functions else ():
-        with suppress(OSError):
-            functions = functions - {match[2].decode() for match in names.finditer(path.read_bytes()) if not match[1]}
-    return frozenset(functions)
-
-
-def _read(text: str, what: Callable[[SyntaxTree], T], otherwise: T) -> T:
-    """What a module has; something else if it cannot be read."""
+def _has(text: str, what: Callable[[SyntaxTree], bool]) -> bool:
+    """Whether a module has something; also if it cannot be read."""
     try:
         return what(SyntaxTree(text))
     except Exception:
-        return otherwise
+        return True
 
 
 def _calls_methods(tree: SyntaxTree) -> bool:

@@ -54,7 +54,7 @@ class ElasticWorkers:
 
     settings: ElasticSettings
     #: CPUs and GPUs of each.
-    resources: Mapping[str, int]
+    resources: Mapping[str, float]
     #: Environment variables of theirs.
     env: dict[str, str] = field(default_factory=dict)
 
@@ -253,14 +253,14 @@ def host_name(node: Mapping[str, Any]) -> str:
     return f"{node['NodeManagerAddress']}-{node['NodeID'][:8]}"
 
 
-def slots(node: Mapping[str, Any], resources: Mapping[str, int]) -> int:
+def slots(node: Mapping[str, Any], resources: Mapping[str, float]) -> int:
     """How many workers of some CPUs and GPUs a node takes."""
     has = node["Resources"] if node["Alive"] else {}
     return min(int(has.get(name, 0) // count) for name, count in resources.items() if count)
 
 
 class _Nodes(Discovery):
-    def __init__(self, resources: Mapping[str, int]) -> None:
+    def __init__(self, resources: Mapping[str, float]) -> None:
         super().__init__([])
         self._resources = resources
 

@@ -52,7 +52,7 @@ def main(address: str, cpus: str, gpus: str, host: str, command: str) -> None:
     node = next((each for each in ray.nodes() if host_name(each) == host and each["Alive"]), None)
     if node is None:
         raise LaunchError(f"the node {host} has left the cluster")
-    resources = {"CPU": int(cpus), "GPU": int(gpus)}
+    resources = {"CPU": float(cpus), "GPU": float(gpus)}
     count = slots(node, resources)
     shell = (
         ray.remote(Shell)

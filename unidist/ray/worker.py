@@ -101,13 +101,13 @@ class BaseHorovodWorker:
         return list(ray.get_gpu_ids())
 
 
-def resources(cpus: int, use_gpu: bool, gpus: int | None) -> dict[str, int]:
+def resources(cpus: float, use_gpu: bool, gpus: int | None) -> dict[str, float]:
     """The CPUs and GPUs of each worker, by Ray's names.
 
     Raises:
         ValueError: neither CPUs nor GPUs, GPUs without ``use_gpu``, or none with it.
     """
-    if cpus < (0 if use_gpu else 1):
+    if cpus < 0 or (cpus == 0 and not use_gpu):
         raise ValueError(f"{cpus} CPUs each with use_gpu={use_gpu}: give a number from 1 up, or from 0 up with GPUs.")
     if gpus is not None and (gpus < 1 if use_gpu else gpus != 0):
         raise ValueError(f"{gpus} GPUs each with use_gpu={use_gpu}: give a number from 1 up, and use_gpu=True.")

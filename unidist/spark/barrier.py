@@ -113,7 +113,11 @@ def _run_rank(job: SparkJob, env: Mapping[str, str], driver: Connection) -> byte
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
     except OSError as error:
-        _fail(driver, f" {command[0]} cannot be started: {error.strerror}.", vanished=False)
+        os.close(outcome)
+        with suppress(EOFError, OSError):
+            _fail(driver, f" {command[0]} cannot be started: {error.strerror}.", vanished=False)
+        time.sleep(_CANCEL_S)
+        raise
     finally:
         os.close(write)
     assert process.stdin and process.stdout and process.stderr

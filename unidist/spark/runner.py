@@ -13,7 +13,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TextIO
+from operator import index
+from typing import Any, NamedTuple, SupportsIndex, TextIO
 
 import cloudpickle
 from pyspark import SparkContext
@@ -84,7 +85,7 @@ def run(
     """
     context = _context()
     count = context.defaultParallelism if num_proc is None else num_proc
-    if not isinstance(count, int) or count < 1:
+    if not isinstance(count, SupportsIndex) or index(count) < 1:
         raise ValueError(f"unidist.spark.run(num_proc={num_proc!r}) is not a number of processes from 1 up.")
     if start_timeout is None:
         start_timeout = settings.horovod_seconds(os.environ, "HOROVOD_SPARK_START_TIMEOUT")

@@ -8,7 +8,6 @@ import libcst as cst
 
 from unidist.horovod_names import PLAIN_CALLS
 from unidist.migrate.context import Context, is_constant
-from unidist.migrate.flow import is_on_the_way
 
 #: The other calls that become unidist's.
 _OTHER_CALLS = (
@@ -53,11 +52,10 @@ def keep_calls(context: Context) -> None:
 
 
 def _are_both_made(context: Context, one: cst.CSTNode, other: cst.CSTNode) -> bool:
-    """Whether one function makes two calls, under no condition or the same."""
-    tree = context.tree
-    choices = [[each for each in tree.parents(node) if isinstance(each, cst.If)] for node in (one, other)]
-    order = is_on_the_way(tree, one, other) or is_on_the_way(tree, other, one)
-    return order and choices[0] == choices[1]
+    """Whether two calls are made by statements of one block."""
+    statements = [context.tree.statement(node) for node in (one, other)]
+    blocks = [context.tree.block(each) if isinstance(each, cst.SimpleStatementLine) else None for each in statements]
+    return blocks[0] is not None and blocks[0] is blocks[1]
 
 
 def change_plain_calls(context: Context) -> None:

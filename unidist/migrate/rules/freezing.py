@@ -19,7 +19,9 @@ _NEW_TENSORS = {
     "clone", "detach", "tensor", "as_tensor", "from_numpy", "zeros", "ones", "rand", "randn", "rand_like",
     "zeros_like",
 }  # fmt: skip
-#: What a loop over parameters is over.
+#: Calls whose result is an input, unless their text names a part of a model.
+_COMPUTING = _NEW_TENSORS | {"cat", "stack", "interpolate", "cuda", "to", "float", "contiguous", "view", "choice"}
+#: What a loop over parameters is over, and a part of a model is called.
 _OF_MODEL = re.compile(r"param|module|children|layer|model|net|weight|bias|embed", re.IGNORECASE)
 
 
@@ -74,8 +76,10 @@ def _is_computed(context: Context, value: cst.BaseExpression) -> bool:
         case cst.BinaryOperation():
             return True
         case cst.IfExp(body=first, orelse=second):
-            return not any(_OF_MODEL.search(context.text(each)) for each in (first, second))
-    return isinstance(value, cst.Call) and not _OF_MODEL.search(context.text(value))
+            return all(isinstance(each, cst.Name) or _is_computed(context, each) for each in (first, second))
+        case cst.Call():
+            return called_name(value) in _COMPUTING and not _OF_MODEL.search(context.text(value))
+    return False
 
 
 def _is_all_before(context: Context, node: cst.CSTNode, before: Statement) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import takewhile
 
 import libcst as cst
@@ -12,14 +11,16 @@ from unidist.migrate.flow import (
     INSPECTING,
     assignments,
     follow,
+    is_on_the_way,
     is_parameter,
     passed_to,
     references,
     result_variables,
     targets_of,
+    uses_of,
     values_of,
 )
-from unidist.migrate.gradients import gradient_problems, is_of_torch
+from unidist.migrate.gradients import gradient_problems, is_of_torch, steps_of
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
 from unidist.migrate.rules.elastic import elastic_models, elastic_uses
 from unidist.migrate.rules.freezing import frozen_later
@@ -77,8 +78,7 @@ def change_optimizers(context: Context) -> None:
         return
     unknown = _unknown_uses(context, optimizers)
     for use in unknown:
-        if context.tree.called_method(use) == "skip_synchronize":
-            context.remark(use, *_TAKEN_FOR_OWN)
+        context.remark(use, *_TAKEN_FOR_OWN)
     for index, optimizer in enumerate(optimizers):
         optimizer.flow.uses += unknown
         is_first = not any(_is_same_model(context, other, optimizer) for other in optimizers[:index])
@@ -382,10 +382,12 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
         return
     known = {use for each in optimizers for use in each.flow.uses} | set(_unknown_uses(context, optimizers))
     averages_before = _averages_before_steps(context, known)
-    problems = gradient_problems(context.tree, _deciding(context, optimizers), context.elsewhere.uncalled)
-    for node, why in problems if not averages_before else ():
+    for node, why in gradient_problems(context.tree, _deciding(context, optimizers)) if not averages_before else ():
         raise Refusal(node, why, _AVERAGE)
     _check_methods(context, optimizers, known)
+    methods = {context.tree.called_method(use): use for use in known}
+    if "skip_synchronize" in methods and "synchronize" not in methods:
+        raise Refusal(methods["skip_synchronize"], "it makes steps with gradients that are not averaged", _AVERAGE)
     for each in optimizers:
         if context.elsewhere.optimizer_method and _is_reachable(context, each):
             raise Refusal(
@@ -413,10 +415,25 @@ def _unknown_uses(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
     They have ``skip_synchronize()``, or stand in the same function as a use of the same text that has it.
     """
     tree = context.tree
+    if any(each.name.value in METHODS for each in tree.all(cst.FunctionDef)):
+        return []  # a class of the script's own
     followed = {use for each in optimizers for use in each.flow.uses}
-    methods = [node for node in tree.all(cst.Attribute) if node.attr.value in ("skip_synchronize", "synchronize")]
+    methods = [
+        node
+        for node in tree.all(cst.Attribute)
+        if node.attr.value in ("skip_synchronize", "synchronize") and node.value not in followed
+    ]
     skipping = {_place(context, node.value) for node in methods if node.attr.value == "skip_synchronize"}
-    return [node.value for node in methods if node.value not in followed and _place(context, node.value) in skipping]
+    return [node.value for node in methods if _place(context, node.value) in skipping and _is_held(context, node.value)]
+
+
+def _is_held(context: Context, use: cst.BaseExpression) -> bool:
+    """Whether it comes out of something that holds optimizers, as far as can be seen, and is made by no call here."""
+    tree = context.tree
+    loops = [loop for loop in tree.all(cst.For) if isinstance(loop.iter, (cst.Tuple, cst.List))]
+    targets = [name for loop in loops for name in tree.all(cst.Name, inside=loop.target)]
+    listed = tree.variable(use) in {tree.variable(name) for name in targets}
+    return not listed and not any(isinstance(value, cst.Call) for value in values_of(tree, use))
 
 
 def _place(context: Context, node: cst.BaseExpression) -> tuple[cst.CSTNode, str]:
@@ -429,7 +446,7 @@ def _check_methods(context: Context, optimizers: list[OptimizerPlan], known: set
         Refusal: a method of Horovod's optimizers is used in a way that cannot be removed.
     """
     for node in context.tree.all(cst.Attribute):
-        if node.attr.value not in ("skip_synchronize", "synchronize"):
+        if node.attr.value not in METHODS:
             continue
         if node.value in known:
             if context.elsewhere.optimizer and _may_come_from_elsewhere(context, optimizers, node.value):
@@ -449,29 +466,27 @@ def _check_methods(context: Context, optimizers: list[OptimizerPlan], known: set
 
 def _may_come_from_elsewhere(context: Context, optimizers: list[OptimizerPlan], use: cst.BaseExpression) -> bool:
     """Whether a use of an optimizer may be of one that another file has made: anything but a variable to which this
-    file's calls are assigned.
+    file's calls are assigned. An attribute may be set by a class that is derived from this file's.
     """
     tree, made = context.tree, {each.call for each in optimizers}
     values = values_of(tree, use)
     return (
-        not values
+        isinstance(use, cst.Attribute)
+        or not values
         or is_parameter(tree, tree.variable(use))
         or not all(value in made or (isinstance(value, cst.Call) and is_of_torch(tree, value)) for value in values)
     )
 
 
 def _averages_before_steps(context: Context, uses: set[cst.BaseExpression]) -> bool:
-    """Whether each step of some optimizers is in ``skip_synchronize()``, after ``synchronize()`` in the same function.
+    """Whether each step of a module is in ``skip_synchronize()``, after ``synchronize()`` in the same function.
 
     Horovod averages nothing there either, so that gradients may have been changed in between, as K-FAC does.
     """
-    tree = context.tree
-    synchronized = {tree.function(use): tree.position(use) for use in uses if tree.called_method(use) == "synchronize"}
-    steps: list[cst.CSTNode] = [use for use in uses if tree.called_method(use) == "step"]
-    steps += [call for call in tree.method_calls("step") if any(arg.value in uses for arg in call.args)]
+    tree, steps = context.tree, steps_of(context.tree)
+    synchronized = [use for use in uses if tree.called_method(use) == "synchronize"]
     return bool(steps) and all(
-        synchronized.get(tree.function(step), (sys.maxsize, 0)) < tree.position(step) and _is_in_skip(context, step)
-        for step in steps
+        any(is_on_the_way(tree, use, step) for use in synchronized) and _is_in_skip(context, step) for step in steps
     )
 
 
@@ -519,7 +534,8 @@ def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
         if each.compression is None:
             continue
         constants = _constants(context, each.call, each.compression, [other.call for other in optimizers])
-        if not _is_never_compressed(context, each.compression, constants):
+        taken = [other.compression for other in optimizers]
+        if not _is_never_compressed(context, each.compression, constants, taken):
             found += constants
             continue
         each.compression = None
@@ -548,9 +564,17 @@ def _given(context: Context, variable: str | None) -> list[cst.BaseExpression]:
 
 
 def _is_never_compressed(
-    context: Context, compression: cst.BaseExpression, constants: list[cst.BaseExpression]
+    context: Context,
+    compression: cst.BaseExpression,
+    constants: list[cst.BaseExpression],
+    taken: list[cst.BaseExpression | None],
 ) -> bool:
-    """Whether it is a variable to which statements assign ``Compression.none`` and nothing else."""
+    """Whether it is a variable to which statements assign ``Compression.none`` and nothing else, and that is read only
+    where it is what optimizers take.
+    """
+    read = uses_of(context.tree, context.tree.variable(compression))
+    if any(use not in taken for use in read):
+        return False
     none = all(context.names.symbols[each] == "Compression.none" for each in constants)
     return (
         none
@@ -584,6 +608,13 @@ def _constants(
     values += _given(context, variable) if is_parameter(context.tree, variable) else []
     if isinstance(node, cst.Name) and values and variable and not any(value is call for value in values):
         uses = follow(context.tree, [variable]).uses
+        first = min(map(context.tree.position, calls))
+        if any(context.tree.position(target) > first for target in targets_of(context.tree, variable)):
+            raise Refusal(
+                call,
+                f"`{context.text(node)}` is assigned again after the first DistributedOptimizer that takes it",
+                "use another name for the second compression, then migrate again",
+            )
         if all(any(context.tree.is_inside(use, each) for each in calls) for use in uses):
             return [constant for value in values for constant in _constants(context, call, value, calls)]
     if is_parameter(context.tree, variable):
