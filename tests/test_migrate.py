@@ -327,10 +327,17 @@ def test_what_looks_harmless(body: str, why: str) -> None:
     assert any(why in each.why for each in remarks) and "replicate" not in code, (code, remarks)
 
 
-def test_a_compression_that_is_assigned_again() -> None:
-    second = OPTIMIZER.replace("optimizer", "other").replace("model.", "head.")
-    first, second = (each.replace("())\n", "(), compression=c)\n", 2) for each in (OPTIMIZER, second))
-    first, second = (each.replace("parameters(), compression=c), lr", "parameters(), lr") for each in (first, second))
+def test_an_optimizer_of_another_module_is_left_alone() -> None:
+    body = "from parts import local\nlocal.synchronize()\nwith local.skip_synchronize():\n    local.step()\n"
+    code, _ = migrate_module(HEAD + OPTIMIZER + body, "native")
+    assert "replicate(model)" in code and code.endswith(body)
+
+
+def test_a_compression_of_two_optimizers() -> None:
+    first = OPTIMIZER.replace("named_parameters())", "named_parameters(), compression=c)")
+    second = first.replace("optimizer", "other").replace("model.", "head.")
+    code, _ = migrate_module(HEAD + "c = hvd.Compression.none\n" + first + second, "native")
+    assert "replicate(model)" in code and "replicate(head)" in code and "c =" not in code
     body = "c = hvd.Compression.none\n" + first + "c = hvd.Compression.fp16\n" + second + BROADCAST
     code, remarks = migrate_module(HEAD + body, "native")
     assert "replicate" not in code and any("`c` is assigned again" in each.why for each in remarks), (code, remarks)

@@ -430,6 +430,8 @@ def _unknown_uses(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
 def _is_held(context: Context, use: cst.BaseExpression) -> bool:
     """Whether it comes out of something that holds optimizers, as far as can be seen, and is made by no call here."""
     tree = context.tree
+    if tree.imported(use):
+        return False
     loops = [loop for loop in tree.all(cst.For) if isinstance(loop.iter, (cst.Tuple, cst.List))]
     targets = [name for loop in loops for name in tree.all(cst.Name, inside=loop.target)]
     listed = tree.variable(use) in {tree.variable(name) for name in targets}
@@ -530,11 +532,11 @@ def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
     if not optimizers:
         return []
     found: list[cst.BaseExpression] = []
+    taken = [each.compression for each in optimizers]
     for each in optimizers:
         if each.compression is None:
             continue
         constants = _constants(context, each.call, each.compression, [other.call for other in optimizers])
-        taken = [other.compression for other in optimizers]
         if not _is_never_compressed(context, each.compression, constants, taken):
             found += constants
             continue
