@@ -213,6 +213,12 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting(executor: RayExecut
     executor.start()
     with pytest.raises(BackendError, match=r"rank 1 of 2 on node .*: its process has ended"):
         executor.run(failing, [kill])
+    executor.start()
+    threading.Timer(3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        executor.run(time.sleep, [100])
+    with pytest.raises(UnidistError, match="as a call was interrupted"):
+        executor.run(where)
     with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'start'"):
         executor.start(executable_cls=Counter)
     with pytest.raises(UnidistError, match="there are no workers"):

@@ -216,6 +216,7 @@ class RayExecutor:
             BackendError: the process of a worker has ended.
             Exception: what the first rank raised that failed, with rank and node in its text. The others get 5 s to
                 end; then all workers are ended, and ``start`` is needed.
+            KeyboardInterrupt: likewise, at once.
         """
         return self._run("run", partial(_call, fn, tuple(args or ()), dict(kwargs or {})), callbacks)
 
@@ -294,6 +295,13 @@ class RayExecutor:
 
     def _results(self, refs: Sequence[Any]) -> list[Any]:
         """The results in rank order, or the first failure; the workers are ended if some do not end by themselves."""
+        try:
+            return self._waited(refs)
+        except KeyboardInterrupt:  # they would go on
+            self._end_all("the workers have been ended, as a call was interrupted")
+            raise
+
+    def _waited(self, refs: Sequence[Any]) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
         pending, end = list(refs), float("inf")
@@ -312,9 +320,7 @@ class RayExecutor:
         ended = [rank for rank, error in failures.items() if isinstance(error, RayActorError)]
         first = ended[0] if ended else next(iter(failures))
         if ended or pending:
-            workers, self.workers = self.workers, []
-            self._ended = f"the workers have been ended, as {self._names[first]} had failed"
-            self._end(workers, kill=True)
+            self._end_all(f"the workers have been ended, as {self._names[first]} had failed")
         if ended:
             raise BackendError(
                 f"{self._names[first]}: its process has ended, and the others were ended with it: {failures[first]}"
@@ -325,6 +331,11 @@ class RayExecutor:
         """End all ranks when one fails; who waits for the references gets the error."""
         with suppress(Exception):
             self._results(refs)
+
+    def _end_all(self, why: str) -> None:
+        """Kill the workers; later calls say why."""
+        workers, self.workers, self._ended = self.workers, [], why
+        self._end(workers, kill=True)
 
     def _end(self, workers: Sequence[Any], *, kill: bool = False) -> None:
         if not kill:
