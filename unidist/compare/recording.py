@@ -102,7 +102,8 @@ def read(directory: Path, ranks: int) -> Recording:
     if without_steps:
         raise ValueError(
             f"no training step was recorded on rank {', '.join(map(str, without_steps))}: compare records step() of "
-            "torch.optim.Optimizer outside of backward(), in the processes that the launcher starts"
+            "torch.optim.Optimizer outside of backward(), in the processes that the launcher starts. Has the script "
+            "resumed from the other side's checkpoint? Give each side a directory of its own: `-- --out runs/{side}`"
         )
     return Recording(whole, torch.load(directory / "final.pt") if (directory / "final.pt").exists() else ())
 
