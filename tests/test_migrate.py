@@ -333,6 +333,12 @@ def test_an_optimizer_of_another_module_is_left_alone() -> None:
     assert "replicate(model)" in code and code.endswith(body)
 
 
+def test_a_file_that_makes_no_optimizer_has_no_finding_on_those_of_others() -> None:
+    body = "def step(o):\n    o.synchronize()\n    with o.skip_synchronize():\n        o.step(hvd.rank())\n"
+    code, remarks = migrate_module("import horovod.torch as hvd\n" + body, "native")
+    assert "o.synchronize()" in code and not remarks
+
+
 def test_a_compression_of_two_optimizers() -> None:
     first = OPTIMIZER.replace("named_parameters())", "named_parameters(), compression=c)")
     second = first.replace("optimizer", "other").replace("model.", "head.")

@@ -12,20 +12,16 @@ from pathlib import Path
 
 #: Each formatter's command, which reads the code from its standard input, and how its configuration is recognised: by
 #: a file of its own, or by a line of another.
-_FORMATTERS: dict[str, tuple[list[str], str, str]] = {
-    "isort": (["isort", "-q", "-", "--filename"], r"\.isort\.cfg", r"^\[(tool\.|tool:)?isort\]|id: isort\b"),
-    "ruff check": (
+_FORMATTERS = [
+    (["isort", "-q", "-", "--filename"], r"\.isort\.cfg", r"^\[(tool\.|tool:)?isort\]|id: isort\b"),
+    (
         ["ruff", "check", "-q", "--fix-only", "--select", "I", "-", "--stdin-filename"],
         r"\.?ruff\.toml",
         r"^\[tool\.ruff|id: ruff(-check)?\b",
     ),
-    "black": (["black", "-q", "-", "--stdin-filename"], "", r"^\[tool\.black\]|id: black\b"),
-    "ruff format": (
-        ["ruff", "format", "-q", "-", "--stdin-filename"],
-        r"\.?ruff\.toml",
-        r"^\[tool\.ruff|id: ruff-format\b",
-    ),
-}
+    (["black", "-q", "-", "--stdin-filename"], "", r"^\[tool\.black\]|id: black\b"),
+    (["ruff", "format", "-q", "-", "--stdin-filename"], r"\.?ruff\.toml", r"^\[tool\.ruff|id: ruff-format\b"),
+]
 _CONFIGURATIONS = ("pyproject.toml", "setup.cfg", "tox.ini", ".pre-commit-config.yaml")
 
 
@@ -54,7 +50,7 @@ def _configured(directory: Path) -> Iterator[list[str]]:
             texts.append((directory / name).read_text())
     with suppress(OSError):
         own = [each.name for each in directory.iterdir()]
-    for command, file, line in _FORMATTERS.values():
+    for command, file, line in _FORMATTERS:
         named = any(re.fullmatch(file, name) for name in own) or any(re.search(line, text, re.M) for text in texts)
         if named and shutil.which(command[0]) is not None:
             yield command

@@ -22,6 +22,10 @@ _STARTS_TORCH = (
     "the script also starts torch.distributed's process group, which unidist.init() does",
     "remove init_process_group(), or what Horovod is used for, then migrate again",
 )
+_NCCL_BUILT = (
+    "nccl_built() became backend_name() == 'nccl', which is False on backend 'horovod', whatever Horovod is built with",
+    "the condition that is meant: torch.cuda.is_available(), say",
+)
 _NOT_IMPORTED = (
     "the variable holds the drop-in for calls that stay, and this function does not import unidist",
     "import unidist where it is used, then migrate again",
@@ -67,6 +71,9 @@ def change_plain_calls(context: Context) -> None:
         alone = isinstance(context.tree.parent(built), _NO_PARENTHESES) and not built.lpar
         context.edits.replace(built, new.with_changes(lpar=[], rpar=[]) if alone else new)
         context.mark_handled(built.func)
+        around = (context.text(each.test) for each in context.tree.parents(built) if isinstance(each, cst.If))
+        if "adasum" not in "".join(around).lower():
+            context.remark(built, *_NCCL_BUILT)
     for use in list(context.uses(*PLAIN_CALLS)):
         call = context.tree.call_of(use)
         if call is not None and call.args:

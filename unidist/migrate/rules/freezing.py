@@ -40,8 +40,8 @@ def _changes(context: Context) -> Iterator[cst.Attribute]:
     for node in context.tree.all(cst.Attribute):
         is_set = node.attr.value == "requires_grad" and is_target(context.tree, node)
         made = isinstance(node.value, cst.Call) and called_name(node.value) in _NEW_TENSORS
-        other = made or isinstance(node.value, cst.BinaryOperation) or _is_of_batch(context, node.value)
-        other = other or _is_input(context, node)
+        computed = made or isinstance(node.value, cst.BinaryOperation)
+        other = computed or _is_of_batch(context, node.value) or _is_input(context, node)
         if (is_set or node.attr.value == "requires_grad_") and not other:
             yield node
 

@@ -44,10 +44,6 @@ _INITIALIZED = (
     "it is True after unidist.init(), and was False with Horovod: what it guards now runs",
     "`False` in its place, if that is not wanted",
 )
-_NCCL_BUILT = (
-    "nccl_built() became backend_name() == 'nccl', which is False on backend 'horovod', whatever Horovod is built with",
-    "the condition that is meant: torch.cuda.is_available(), say",
-)
 _COMPUTED_NAME = (
     "a module of Horovod's is imported by a computed name",
     "import each module that it can be by its literal name, then migrate again",
@@ -68,9 +64,6 @@ def report_surroundings(context: Context) -> None:
     for call in context.tree.all(cst.Call):
         if context.native and re.search(r"\bdist(ributed)?\.is_initialized$", full_name(call.func)):
             context.remark(call, *_INITIALIZED)
-        around = (context.text(each.test) for each in context.tree.parents(call) if isinstance(each, cst.If))
-        if context.native and context.symbol(call.func) == "nccl_built" and "adasum" not in "".join(around).lower():
-            context.remark(call, *_NCCL_BUILT)
         if called_name(call) in IMPORTERS and call.args and _is_computed_horovod_name(call.args[0].value):
             context.remark(call, *_COMPUTED_NAME)
     for each in imports_of(context.tree):

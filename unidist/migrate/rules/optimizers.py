@@ -24,13 +24,7 @@ from unidist.migrate.gradients import gradient_problems, is_of_torch, steps_of
 from unidist.migrate.rules.broadcasts import broadcast_model, change_broadcasts, owner
 from unidist.migrate.rules.elastic import elastic_models, elastic_uses
 from unidist.migrate.rules.freezing import frozen_later
-from unidist.migrate.rules.replicating import (
-    COMPRESSION,
-    METHODS,
-    OptimizerPlan,
-    horovod_method,
-    replace_optimizer,
-)
+from unidist.migrate.rules.replicating import COMPRESSION, METHODS, OptimizerPlan, horovod_method, replace_optimizer
 from unidist.migrate.syntax import Statement, full_name, is_pure
 
 #: Methods that change a list.
@@ -59,6 +53,9 @@ def change_optimizers(context: Context) -> None:
     """
     try:
         optimizers = [_plan(context, call) for call in context.calls("DistributedOptimizer")]
+        unknown = _unknown_uses(context, optimizers)
+        for each in optimizers:
+            each.flow.uses += unknown
         elastic = elastic_models(context, [each.model for each in optimizers])
         for each in optimizers if elastic else ():
             _check_compression(context, each, elastic[context.text(each.model)])
@@ -76,11 +73,9 @@ def change_optimizers(context: Context) -> None:
         context.kept.update(dict.fromkeys(elastic_rest, ("", "")))
         context.covered.update([*context.uses("broadcast_parameters", "broadcast_optimizer_state"), *elastic_rest])
         return
-    unknown = _unknown_uses(context, optimizers)
     for use in unknown:
         context.remark(use, *_TAKEN_FOR_OWN)
     for index, optimizer in enumerate(optimizers):
-        optimizer.flow.uses += unknown
         is_first = not any(_is_same_model(context, other, optimizer) for other in optimizers[:index])
         places: list[tuple[Statement, str | None]] = [(optimizer.before, None)]
         if elastic:
@@ -380,7 +375,7 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
             raise Refusal(use, "DistributedOptimizer is used without being called")
     if not optimizers:
         return
-    known = {use for each in optimizers for use in each.flow.uses} | set(_unknown_uses(context, optimizers))
+    known = {use for each in optimizers for use in each.flow.uses}
     averages_before = _averages_before_steps(context, known)
     for node, why in gradient_problems(context.tree, _deciding(context, optimizers)) if not averages_before else ():
         raise Refusal(node, why, _AVERAGE)
@@ -415,8 +410,8 @@ def _unknown_uses(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
     They have ``skip_synchronize()``, or stand in the same function as a use of the same text that has it.
     """
     tree = context.tree
-    if any(each.name.value in METHODS for each in tree.all(cst.FunctionDef)):
-        return []  # a class of the script's own
+    if not optimizers or any(each.name.value in METHODS for each in tree.all(cst.FunctionDef)):
+        return []  # the methods are those of a class of the script's own
     followed = {use for each in optimizers for use in each.flow.uses}
     methods = [
         node
