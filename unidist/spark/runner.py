@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import index
-from typing import Any, NamedTuple, SupportsIndex, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import cloudpickle
 from pyspark import SparkContext
@@ -84,8 +84,8 @@ def run(
             time, or a rank failed: the message has the rank that failed first, and its traceback.
     """
     context = _context()
-    count = context.defaultParallelism if num_proc is None else num_proc
-    if not isinstance(count, SupportsIndex) or index(count) < 1:
+    count: int = context.defaultParallelism if num_proc is None else num_proc
+    if not hasattr(count, "__index__") or index(count) < 1:
         raise ValueError(f"unidist.spark.run(num_proc={num_proc!r}) is not a number of processes from 1 up.")
     if start_timeout is None:
         start_timeout = settings.horovod_seconds(os.environ, "HOROVOD_SPARK_START_TIMEOUT")
