@@ -16,7 +16,7 @@ PINS ?= -c constraints.txt
 PYTHON ?= python3
 BIN := $(VENV)/bin
 APT_PACKAGES := g++ cmake make openmpi-bin libopenmpi-dev mpich slurm-wlm munge openssh-server openssh-client iproute2 \
-	default-jre-headless
+	default-jre-headless python3-dev
 PROGRAMS := sshd ip java g++ cmake mpicxx.openmpi mpirun.openmpi mpiexec.mpich srun slurmctld slurmd munged
 # Engines, their process groups, the drop-in, weights, data, checkpoints, comparisons: all that calls PyTorch's own parts.
 TORCH_TESTS := tests/contract $(patsubst %,tests/test_%.py,contract mpi c10d hvd parity data checkpoint checkpoint_files \
@@ -132,6 +132,8 @@ $(VENV)/clusters.stamp: $(VENV)/pip.stamp
 # Debian and Ubuntu: what the launchers' tests need, if it is missing.
 system:
 	@missing=; for program in $(PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	include=$$($(PYTHON) -c "import sysconfig; print(sysconfig.get_path('include'))"); \
+	[ -e $$include/Python.h ] || missing="$$missing Python.h"; \
 	[ -z "$$missing" ] && exit 0; echo "installing what provides:$$missing"; \
 	sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
 	$$sudo apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -y -qq --no-install-recommends $(APT_PACKAGES)
