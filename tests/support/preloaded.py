@@ -72,6 +72,8 @@ def begin() -> None:
         argv = argv[1:]
     if not argv or (argv[0] not in ("-m", "-c") and not os.path.isfile(argv[0])):
         return
+    if "--multiprocessing-fork" in argv:  # it may call setsid(), which a copy has done
+        return
     with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ[SERVER])
         if early(os.environ) == json.loads(server.makefile().readline()):
