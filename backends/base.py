@@ -135,9 +135,9 @@ class Backend(ABC):
         """Start the backend. Collective. Raises ``BackendError`` where it cannot."""
 
     @classmethod
-    @abstractmethod
     def adopt(cls, start: Start) -> Backend | None:
         """The backend that this process has started without unidist, or None. ``shutdown`` leaves it running."""
+        return None
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -185,9 +185,9 @@ class Backend(ABC):
         """Return once every rank of the group has called it. Collective."""
         self.start_all_reduce(torch.zeros(1), "sum", group, call="barrier")()
 
-    @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> None:
         """Reduce ``tensor`` over the ranks, in place; ``mean`` for floating dtypes only. Collective."""
+        self.start_all_reduce(tensor, op, group)()
 
     @abstractmethod
     def start_all_reduce(

@@ -142,12 +142,6 @@ class HorovodBackend(Backend):
             time.sleep(_POLL_S)
         return hvd.synchronize(handle)
 
-    def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
-        with self.errors_of("all_reduce", tensor, group):
-            self.wait(
-                hvd.allreduce_async_(tensor, name=_name("all_reduce", group), op=_OPS[op], process_set=_set(group))
-            )
-
     def start_all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce") -> Wait:
         # Horovod does not reduce bfloat16.
         sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor

@@ -64,9 +64,6 @@ class Joined(Backend):
         self._exchange(_BARRIER)
         self._backend.barrier(group)
 
-    def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
-        self.start_all_reduce(tensor, op, group)()
-
     def start_all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce") -> Wait:
         self._check(call, group)
         self._exchange(_ALL_REDUCE, tensor, op=op)
@@ -99,10 +96,6 @@ class Joined(Backend):
     @classmethod
     def start(cls, name: str, start: Start) -> NoReturn:
         raise NotImplementedError("it is made on top of a running backend")
-
-    @classmethod
-    def adopt(cls, start: Start) -> None:
-        return None
 
     def shutdown(self) -> None:
         self._backend.shutdown()

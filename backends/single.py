@@ -22,10 +22,6 @@ class SingleBackend(Backend):
         slots = [Slot("", launch.local_rank, launch.node_rank)] * launch.world_size
         return cls(name, locate(launch, slots), default_device(start.device, 0))
 
-    @classmethod
-    def adopt(cls, start: Start) -> None:
-        return None
-
     def shutdown(self) -> None:
         pass
 
@@ -37,12 +33,6 @@ class SingleBackend(Backend):
 
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         return Group(ranks, None)
-
-    def barrier(self, group: Group | None = None) -> None:
-        pass
-
-    def all_reduce(self, tensor: torch.Tensor, op: Op, group: Group | None = None) -> None:
-        pass
 
     def start_all_reduce(
         self, tensor: torch.Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce"

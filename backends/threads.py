@@ -173,9 +173,6 @@ class ThreadsBackend(Backend):
     def new_group(self, ranks: tuple[int, ...]) -> Group:
         return Group(ranks, None)
 
-    def all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None) -> None:
-        self.start_all_reduce(tensor, op, group)()
-
     def start_all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce") -> Wait:
         return self._start_in_place(call, f"all_reduce {op}", tensor, lambda given: _reduced(given, op), group)
 

@@ -85,7 +85,6 @@ def test_what_is_a_script_and_what_a_command(tmp_path: Path) -> None:
     for argv, status, said in [
         (["here/train.py", "--help"], 0, "RAN ['here/train.py', '--help'] __main__ here False"),
         (["train", "-m"], 0, f"RAN ['train', '-m'] __main__ {tmp_path.name} False"),
-        (["exec", "train", "-m"], 0, f"RAN ['train', '-m'] __main__ {tmp_path.name} False"),
         (["-m", "here.train"], 0, f"train.py'] __main__ {tmp_path.name} False"),
         (["bench", "--help"], 0, "Usage: unidist bench"),  # a command wins
         (["trian"], 2, "'trian' is neither a file nor a command: run, "),

@@ -38,33 +38,6 @@ def test_a_file_that_another_one_starts(files: dict[str, str], why: str, tmp_pat
     assert why in output
 
 
-HELPER = """\
-import torch.distributed as dist
-
-
-def reduced(tensor, n):
-    result = tensor.clone()
-    dist.all_reduce(result)
-    result /= n
-    return result
-
-
-def start():
-    dist.init_process_group("nccl")
-    print(reduced(x, dist.get_world_size()))
-"""
-
-
-@pytest.mark.parametrize("other", ["", "from helper import reduced\n\nreduced(x, 7)\n"])
-def test_what_other_files_pass(other: str, tmp_path: Path) -> None:
-    """The sum is divided by what a caller says, which is the number of processes if all callers are visible."""
-    (tmp_path / "helper.py").write_text(HELPER)
-    (tmp_path / "train.py").write_text(other)
-    output = unidist_migrate("helper.py", cwd=tmp_path)
-    assert ("+    result = unidist.allreduce_metric(tensor)" in output) == (not other)
-    assert ("+    result.detach().copy_(unidist.all_reduce(result.detach()))" in output) == bool(other)
-
-
 MIXED = """\
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

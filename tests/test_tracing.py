@@ -150,12 +150,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert done.exit_code == status, done.output
         return done.output
 
-    shown = unidist_timeline(*paths[:2], "--merge", "all.json", "--plot", "plot.png")
+    shown = unidist_timeline(*paths[:2], "--merge", "all.json")
     assert "1 (host1)" in shown and "these ranks are missing: 2" in shown and "files of all ranks" in shown
     assert len(json.loads((tmp_path / "all.json").read_text())) == 2
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     figures = json.loads(unidist_timeline(*paths, "--json"))
     assert figures["missing"] == [] and [row["host"] for row in figures["ranks"]] == ["host0", "host1", "host2"]
-    assert "must end in .png" in unidist_timeline(*paths, "--plot", "plot.txt", status=2)
     (tmp_path / "foreign.json").write_text("[]")
     assert "is neither a file" in unidist_timeline("foreign.json", status=1)

@@ -27,7 +27,6 @@ HELP = {
     "bench": "Measure unidist beside the raw libraries and its peers.",
     "compare": "Train on two backends, and show where they first differ.",
     "timeline": "Show where the time of each rank goes, and who waits for whom.",
-    "exec": "Run a script with torchrun's variables under any launcher.",
     "where": "Show what each rank of a running job does, and who keeps it waiting.",
     "doctor": "Show what this machine can run, and how to fix what it cannot.",
     "build-horovod": "Build Horovod for the installed PyTorch.",

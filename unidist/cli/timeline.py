@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -13,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from unidist.diagnosis.timeline.plot import plot
 from unidist.diagnosis.timeline.trace import merged, read_all
 from unidist.diagnosis.timeline.waiting import Waits, verdict, waits
 
@@ -25,18 +23,13 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--merge", "merge_path", type=FILE, help="Write all events to one file, for Perfetto or chrome://tracing."
 )
-@click.option("--plot", "plot_path", type=FILE, help="The file for a plot (.png, .svg, .pdf).")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def command(files: Sequence[Path], merge_path: Path | None, plot_path: Path | None, as_json: bool) -> None:
+def command(files: Sequence[Path], merge_path: Path | None, as_json: bool) -> None:
     """Print where the time of each rank went, and for whom the others waited.
 
     FILES are those that unidist.timeline wrote, one per rank, and for --merge also those of torch.profiler's
     export_chrome_trace.
     """
-    if plot_path and plot_path.suffix not in (".png", ".svg", ".pdf"):
-        raise click.UsageError(f"--plot {plot_path}: the name must end in .png, .svg or .pdf")
-    if plot_path and not find_spec("matplotlib"):
-        raise click.UsageError("--plot needs matplotlib: pip install 'unidist-torch[bench]'")
     traces, profiles = read_all(files)
     if not traces:
         raise click.UsageError("none of these files is of unidist.timeline: give one for each rank")
@@ -49,8 +42,6 @@ def command(files: Sequence[Path], merge_path: Path | None, plot_path: Path | No
         show(found, missing)
     if merge_path:
         merge_path.write_text(json.dumps(list(merged(traces, profiles))))
-    if plot_path:
-        plot(traces, found, plot_path)
 
 
 def show(found: Waits, missing: Sequence[int]) -> None:

@@ -1,17 +1,14 @@
 """The messages of the control plane, and their encoding.
 
 Most operations of a training loop come again in each step. The coordinator gives such an operation an id, and from then
-on a rank submits it as a bit of a mask (Horovod's response cache). Messages of a steady state are packed; the others,
-which are rare, are JSON: what is received can be nothing but a message. Tensors are never sent here, but for a few
-numbers (``Request.value``).
+on a rank submits it as a bit of a mask (Horovod's response cache). Messages are JSON: what is received can be nothing
+but a message. Tensors are never sent here, but for a few numbers (``Request.value``).
 """
 
 from __future__ import annotations
 
 import json
 import math
-import struct
-from array import array
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -174,39 +171,24 @@ class Shutdown(NamedTuple):
     abort_after: float = math.inf
 
 
-_JSON, _SUBMIT, _EXECUTE, _COMPLETE, _HEARTBEAT, _FORWARD = range(6)
-#: Those that travel as JSON, by their position here.
-_CLASSES = (
-    Join, Leave, Failure, Rounds, Execute, Complete, Failed, ProcessSetAdded, ProcessSetRemoved, AnnounceRounds,
-    AllJoined, Shutdown,
-)  # fmt: skip
-#: Characters of ``Heartbeat.activity`` that are sent.
-_MAX_ACTIVITY = 200
-_SUBMIT_HEAD = struct.Struct("<II")
-_NUMBERED = struct.Struct("<IQH")
-_EXECUTE_HEAD = struct.Struct("<II?")
-_COMPLETE_HEAD = struct.Struct("<IIQ")
-_FORWARD_HEAD = struct.Struct("<H")
+#: By their names, by which they travel.
+_CLASSES = {
+    each.__name__: each
+    for each in (
+        Submit, Join, Leave, Failure, Rounds, Heartbeat, Forward, Execute, Complete, Failed, ProcessSetAdded,
+        ProcessSetRemoved, AnnounceRounds, AllJoined, Shutdown,
+    )
+}  # fmt: skip
 
 
+# In a steady state each step has the same ones. By type: those without fields are equal to each other.
+@lru_cache(256, typed=True)
 def encode(message: Any) -> bytes:
-    """The bytes of a message."""
-    if isinstance(message, Submit):
-        return _encode_submit(message)
-    if isinstance(message, Execute) and not message.new:
-        return _encode_execute(message)
-    if isinstance(message, Complete) and not message.new:
-        return (
-            bytes((_COMPLETE,)) + _COMPLETE_HEAD.pack(message.set_id, message.operation[0], message.operation[1])
-        ) + message.value
-    if isinstance(message, Heartbeat):
-        return bytes((_HEARTBEAT,)) + message.activity[:_MAX_ACTIVITY].encode(errors="replace")
-    if isinstance(message, Forward):
-        ranks = _mask_bytes(message.ranks)
-        return bytes((_FORWARD,)) + _FORWARD_HEAD.pack(len(ranks)) + ranks + message.message
-    return bytes((_JSON,)) + _to_json([_CLASSES.index(type(message)), message])
+    """The bytes of a message: JSON, in which a named tuple is a list of its fields, and bytes are a text."""
+    return json.dumps([type(message).__name__, message], default=lambda data: data.decode("latin-1")).encode()
 
 
+@lru_cache(256)
 def decode(data: bytes) -> Any:
     """The message of ``encode``.
 
@@ -214,30 +196,10 @@ def decode(data: bytes) -> Any:
         ValueError: there is none.
     """
     try:
-        kind, body = data[0], data[1:]
-        if kind == _SUBMIT:
-            return _decode_submit(body)
-        if kind == _EXECUTE:
-            return _decode_execute(body)
-        if kind == _COMPLETE:
-            set_id, id_, number = _COMPLETE_HEAD.unpack_from(body)
-            return Complete(set_id, (id_, number), body[_COMPLETE_HEAD.size :])
-        if kind == _HEARTBEAT:
-            return Heartbeat(body.decode())
-        if kind == _FORWARD:
-            at = _FORWARD_HEAD.size + _FORWARD_HEAD.unpack_from(body)[0]
-            return Forward(int.from_bytes(body[_FORWARD_HEAD.size : at], "little"), body[at:])
-        if kind != _JSON:
-            raise ValueError(f"{kind} is no kind of message")
-        index, fields = json.loads(body)
-        return _reader(_CLASSES[index])(fields)
+        name, fields = json.loads(data)
+        return _reader(_CLASSES[name])(fields)
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def _to_json(value: object) -> bytes:
-    """A named tuple becomes a list of its fields, and bytes a text."""
-    return json.dumps(value, default=lambda data: data.decode("latin-1")).encode()
 
 
 @cache
@@ -266,59 +228,3 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return value
 
     return check
-
-
-def _mask_bytes(mask: int) -> bytes:
-    return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
-
-
-def _encode_submit(message: Submit) -> bytes:
-    cached = _mask_bytes(message.cached)
-    parts = [bytes((_SUBMIT,)), _SUBMIT_HEAD.pack(len(cached), len(message.numbered)), cached]
-    for id_, number, value in message.numbered:
-        parts += (_NUMBERED.pack(id_, number, len(value)), value)
-    if message.requests:
-        parts.append(_to_json(message.requests))
-    return b"".join(parts)
-
-
-def _decode_submit(body: bytes) -> Submit:
-    size, count = _SUBMIT_HEAD.unpack_from(body)
-    at = _SUBMIT_HEAD.size + size
-    cached = int.from_bytes(body[_SUBMIT_HEAD.size : at], "little")
-    numbered = []
-    for _ in range(count):
-        id_, number, length = _NUMBERED.unpack_from(body, at)
-        at += _NUMBERED.size + length
-        numbered.append((id_, number, body[at - length : at]))
-    requests = _reader(tuple[Request, ...])(json.loads(body[at:])) if len(body) > at else ()
-    return Submit(cached, tuple(numbered), requests)
-
-
-# In a steady state each step has the same ones.
-@lru_cache(256)
-def _encode_execute(message: Execute) -> bytes:
-    operations = [operation for group in message.groups for operation in group]
-    has_numbers = any(number for _, number in operations)
-    return b"".join(
-        (
-            bytes((_EXECUTE,)),
-            _EXECUTE_HEAD.pack(message.set_id, len(message.groups), has_numbers),
-            array("I", [len(group) for group in message.groups]).tobytes(),
-            array("I", [id_ for id_, _ in operations]).tobytes(),
-            array("Q", [number for _, number in operations]).tobytes() if has_numbers else b"",
-        )
-    )
-
-
-@lru_cache(256)
-def _decode_execute(body: bytes) -> Execute:
-    set_id, count, has_numbers = _EXECUTE_HEAD.unpack_from(body)
-    at = _EXECUTE_HEAD.size
-    lengths = array("I", body[at : at + 4 * count])
-    at += 4 * count
-    total = sum(lengths)
-    ids = array("I", body[at : at + 4 * total])
-    numbers = array("Q", body[at + 4 * total :]) if has_numbers else array("Q", bytes(8 * total))
-    operations = iter(zip(ids, numbers, strict=True))
-    return Execute(set_id, tuple(tuple(next(operations) for _ in range(length)) for length in lengths))

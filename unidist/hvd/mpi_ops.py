@@ -85,13 +85,17 @@ def allreduce(
         A new tensor. Its gradient is reduced in the same way.
     """
     compressed, ctx = compression.compress(tensor)
-    how = (average, name, op, prescale_factor, postscale_factor, process_set)
-    if compressed.requires_grad and torch.is_grad_enabled():
-        reduced = _Allreduce.apply(compressed, *how)  # type: ignore[no-untyped-call]
-    else:
-        handle = _submit_allreduce([compressed], [torch.empty_like(compressed)], *how, _first, True)
-        reduced = current_session().wait(handle)
-    return compression.decompress(reduced, ctx)
+    how = (op, prescale_factor, postscale_factor, process_set)
+
+    def run(sent: Tensor) -> Tensor:
+        handle = _submit_allreduce([sent], [torch.empty_like(sent)], average, name, *how, _first, True)
+        result: Tensor = current_session().wait(handle)
+        return result
+
+    def transpose(grads: list[Tensor]) -> list[Tensor]:
+        return [allreduce(grads[0], average, None, Compression.none, *how)]
+
+    return compression.decompress(_differentiable(run, transpose, compressed), ctx)
 
 
 def allreduce_async(
@@ -154,8 +158,11 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """``allreduce`` of several tensors in one operation; a list of new tensors. Differentiable."""
     compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors))
-    reduced = _GroupedAllreduce.apply(  # type: ignore[no-untyped-call]
-        average, name, op, prescale_factor, postscale_factor, process_set, *compressed
+    how = (op, prescale_factor, postscale_factor, process_set)
+    reduced = _differentiable(
+        lambda *sent: synchronize(grouped_allreduce_async(sent, average, name, *how)),
+        lambda grads: grouped_allreduce(grads, average, None, Compression.none, *how),
+        *compressed,
     )
     return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, ctxs)]
 
@@ -238,7 +245,12 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     Returns:
         A new tensor. The gradient of a rank's part is averaged over the ranks.
     """
-    result: Tensor = _Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
+    rows = list(tensor.shape[:1])
+    result: Tensor = _differentiable(
+        lambda sent: synchronize(allgather_async(sent, name, process_set)),
+        lambda grads: _own_parts(grads, rows, process_set),
+        tensor,
+    )
     return result
 
 
@@ -251,7 +263,12 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """``allgather`` of several tensors in one operation; a tuple of new tensors. Differentiable."""
-    return _GroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]
+    rows = [tensor.shape[0] for tensor in tensors]
+    return _differentiable(
+        lambda *sent: synchronize(grouped_allgather_async(sent, name, process_set)),
+        lambda grads: _own_parts(grads, rows, process_set),
+        *tensors,
+    )
 
 
 def grouped_allgather_async(
@@ -270,7 +287,14 @@ def broadcast(
     Returns:
         A new tensor. Gradients flow, averaged over the ranks, to the root.
     """
-    result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+
+    def transpose(grads: list[Tensor]) -> list[Tensor]:
+        averaged = allreduce(grads[0], process_set=process_set)
+        return [averaged if rank() == root_rank else averaged.zero_()]
+
+    result: Tensor = _differentiable(
+        lambda sent: synchronize(broadcast_async(sent, root_rank, name, process_set)), transpose, tensor
+    )
     return result
 
 
@@ -313,7 +337,22 @@ def alltoall(
         A new tensor of the received rows, in rank order; with ``splits`` a pair of it and the number of rows received
         from each rank, an int32 tensor.
     """
-    return _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    shape = tensor.shape
+    counts: list[Tensor] = []
+
+    def run(sent: Tensor) -> Any:
+        received, found = synchronize(alltoall_async(sent, splits, name, process_set))
+        counts.append(found)
+        return received
+
+    def transpose(grads: list[Tensor]) -> list[Tensor]:
+        back = alltoall(grads[0], counts[0].cpu(), None, process_set)[0]
+        if len(back) < shape[0]:  # rows that went to nobody
+            back = torch.cat([back, back.new_zeros(shape[0] - len(back), *shape[1:])])
+        return [back]
+
+    result = _differentiable(run, transpose, tensor)
+    return result if splits is None else (result, counts[0])
 
 
 def alltoall_async(
@@ -370,7 +409,12 @@ def reducescatter(
         prescale_factor, postscale_factor: factors before and after the reduction.
     """
     compressed, ctx = compression.compress(tensor)
-    part = _Reducescatter.apply(compressed, name, op, process_set, prescale_factor, postscale_factor)  # type: ignore[no-untyped-call]
+    factor = _scatter_factor(op, process_set, prescale_factor, postscale_factor)
+    part = _differentiable(
+        lambda sent: synchronize(reducescatter_async(sent, name, op, process_set, prescale_factor, postscale_factor)),
+        lambda grads: [allgather(grads[0] * factor, None, process_set)],
+        compressed,
+    )
     return compression.decompress(part, ctx)
 
 
@@ -397,8 +441,12 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """``reducescatter`` of several tensors in one operation; a list of new tensors. Differentiable."""
     compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors))
-    parts = _GroupedReducescatter.apply(  # type: ignore[no-untyped-call]
-        name, op, process_set, prescale_factor, postscale_factor, *compressed
+    how = (name, op, process_set, prescale_factor, postscale_factor)
+    factor = _scatter_factor(op, process_set, prescale_factor, postscale_factor)
+    parts = _differentiable(
+        lambda *sent: synchronize(grouped_reducescatter_async(sent, *how)),
+        lambda grads: grouped_allgather([grad * factor for grad in grads], None, process_set),
+        *compressed,
     )
     return [compression.decompress(part, ctx) for part, ctx in zip(parts, ctxs)]
 
@@ -631,57 +679,23 @@ def _check_adasum(session: Session, set_id: int, tensors: Sequence[Tensor]) -> N
 
 
 # ------------------------------------------------------------------------------------ gradients
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, average: Any, name: Any, op: Any, pre: float, post: float, process_set: ProcessSet
-    ) -> Any:
-        ctx.how = (average, None, op, pre, post, process_set)
-        output = torch.empty_like(tensor)
-        handle = _submit_allreduce([tensor], [output], average, name, op, pre, post, process_set, _first, True)
-        return synchronize(handle)
+class _Differentiable(torch.autograd.Function):
+    """A linear operation: ``run`` forward, its transpose, of contiguous gradients, backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        average, name, op, pre, post, process_set = ctx.how
-        reduced = allreduce(grad.contiguous(), average, name, Compression.none, op, pre, post, process_set)
-        return reduced, None, None, None, None, None, None
-
-
-class _GroupedAllreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, average: Any, name: Any, op: Any, pre: float, post: float, process_set: ProcessSet, *tensors: Tensor
-    ) -> Any:
-        ctx.how = (average, None, Compression.none, op, pre, post, process_set)
-        return synchronize(grouped_allreduce_async(list(tensors), average, name, op, pre, post, process_set))
+    def forward(ctx: Any, run: Callable[..., Any], transpose: Callable[[list[Tensor]], Any], *tensors: Tensor) -> Any:
+        ctx.transpose = transpose
+        return run(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (None,) * 6 + tuple(grouped_allreduce([grad.contiguous() for grad in grads], *ctx.how))
+        return (None, None, *ctx.transpose([grad.contiguous() for grad in grads]))
 
 
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: Any, process_set: ProcessSet) -> Any:
-        ctx.rows, ctx.process_set = tensor.shape[:1], process_set
-        return synchronize(allgather_async(tensor, name, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (part,) = _own_parts([grad], [ctx.rows[0]], ctx.process_set)
-        return part, None, None
-
-
-class _GroupedAllgather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: Any, process_set: ProcessSet, *tensors: Tensor) -> Any:
-        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
-        return synchronize(grouped_allgather_async(list(tensors), name, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (None, None, *_own_parts(grads, ctx.rows, ctx.process_set))
+def _differentiable(run: Callable[..., Any], transpose: Callable[[list[Tensor]], Any], *tensors: Tensor) -> Any:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _Differentiable.apply(run, transpose, *tensors)  # type: ignore[no-untyped-call]
+    return run(*tensors)
 
 
 def _own_parts(grads: Sequence[Tensor], rows: Sequence[int], process_set: ProcessSet) -> list[Tensor]:
@@ -690,61 +704,6 @@ def _own_parts(grads: Sequence[Tensor], rows: Sequence[int], process_set: Proces
     counts = allgather(torch.tensor([list(rows)]), process_set=process_set)
     me = process_set.rank()
     return [grad.narrow(0, int(counts[:me, i].sum()), count) for i, (grad, count) in enumerate(zip(averaged, rows))]
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root: int, name: Any, process_set: ProcessSet) -> Any:
-        ctx.root, ctx.process_set = root, process_set
-        return synchronize(broadcast_async(tensor, root, name, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        averaged = allreduce(grad.contiguous(), process_set=ctx.process_set)
-        return (averaged if rank() == ctx.root else averaged.zero_()), None, None, None
-
-
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, splits: Any, name: Any, process_set: ProcessSet) -> Any:
-        received, counts = synchronize(alltoall_async(tensor, splits, name, process_set))
-        ctx.counts, ctx.process_set, ctx.rest = counts, process_set, tensor.shape
-        if splits is None:
-            return received
-        ctx.mark_non_differentiable(counts)
-        return received, counts
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
-        back = alltoall(grad.contiguous(), ctx.counts.cpu(), None, ctx.process_set)[0]
-        if len(back) < ctx.rest[0]:  # rows that went to nobody
-            back = torch.cat([back, back.new_zeros(ctx.rest[0] - len(back), *ctx.rest[1:])])
-        return back, None, None, None
-
-
-class _Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: Any, op: int, process_set: ProcessSet, pre: float, post: float) -> Any:
-        ctx.factor, ctx.process_set = _scatter_factor(op, process_set, pre, post), process_set
-        return synchronize(reducescatter_async(tensor, name, op, process_set, pre, post))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return (allgather((grad * ctx.factor).contiguous(), None, ctx.process_set), None, None, None, None, None)
-
-
-class _GroupedReducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, name: Any, op: int, process_set: ProcessSet, pre: float, post: float, *tensors: Tensor
-    ) -> Any:
-        ctx.factor, ctx.process_set = _scatter_factor(op, process_set, pre, post), process_set
-        return synchronize(grouped_reducescatter_async(list(tensors), name, op, process_set, pre, post))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        whole = grouped_allgather([(grad * ctx.factor).contiguous() for grad in grads], None, ctx.process_set)
-        return (None, None, None, None, None, *whole)
 
 
 def _scatter_factor(op: int, process_set: ProcessSet, pre: float, post: float) -> float:

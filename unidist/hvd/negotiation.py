@@ -32,8 +32,9 @@ from unidist.hvd.messages import (
     Submit,
 )
 
-#: Ids that are given at most, and operations without one that are remembered.
-_MAX_IDS = 2**16
+#: Ids that are given at most (the mask of ``Submit`` is a number of so many bits, and Python reads 4,300 digits), and
+#: operations without one that are remembered.
+_MAX_IDS = 2**13
 _MAX_SEEN = 2**14
 #: Messages that are kept: in a steady state each step has the same ones.
 _MAX_STEADY = 256

@@ -15,7 +15,7 @@ from unidist.migrate.drop_in import bound_arguments
 from unidist.migrate.edits import Edits
 from unidist.migrate.flow import is_parameter, values_of
 from unidist.migrate.names import Names, in_import, is_in_class, symbol_of
-from unidist.migrate.syntax import Statement, SyntaxTree, dotted, full_name
+from unidist.migrate.syntax import Statement, SyntaxTree, dotted, full_name, keyword
 
 
 @dataclass
@@ -285,6 +285,29 @@ class Context:
         statement = self.tree.statement(call)
         if statement is not None:
             self.edits.keep_comments(statement, call, but=but)
+
+    def drop(self, *nodes: cst.CSTNode | None) -> None:
+        """Note that nodes are not in the new text; the uses in them are handled."""
+        for node in nodes:
+            if node is not None:
+                self.gone.append(node)
+                self.mark_handled(node)
+
+    def rebuild(self, call: cst.Call, name: str, values: Collection[tuple[str, cst.BaseExpression]]) -> None:
+        """Replace a call by one of unidist's; values that are arguments of the call keep the edits inside them."""
+        kept = [value for _, value in values]
+        self.keep_comments(call, *kept)
+        # Not within the edit, which is applied after the imports are changed: they must know that it needs unidist.
+        function = self.unidist_name_for(call.func, name)
+
+        def change(updated: cst.Call) -> cst.Call:
+            new = {before.value: after.value for before, after in zip(call.args, updated.args)}
+            args = [keyword(each, new.get(value, value)) for each, value in values]
+            return cst.Call(function, args, lpar=updated.lpar, rpar=updated.rpar)
+
+        self.edits.replace(call, change)
+        self.mark_handled(call.func)
+        self.drop(*(arg.value for arg in call.args if all(arg.value is not each for each in kept)))
 
     def remove(self, statement: Statement) -> None:
         """Remove a statement; the uses in it are handled."""

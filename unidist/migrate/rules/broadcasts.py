@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import libcst as cst
 
-from unidist.migrate.context import Arguments, Context, is_constant
+from unidist.migrate.context import Context, is_constant
 from unidist.migrate.flow import values_of
-from unidist.migrate.syntax import argument, called_name, keyword
+from unidist.migrate.syntax import argument, called_name
 
 FIRST_STEP = (
     "on a new optimizer, Horovod's call takes a step with zero gradients (Adam's step count starts at 1, weight decay "
@@ -32,28 +30,14 @@ def change_broadcasts(context: Context) -> None:
             state, name = arguments["optimizer"], "broadcast_optimizer_state"
         if state is None or (name == "broadcast_model_state" and "optim" in context.text(state).lower()):
             continue
-        context.keep_comments(call)
-        context.edits.replace(call, _rewritten(context, call, name, arguments))
-        context.mark_handled(call.func)
+        if name == "broadcast_model_state":  # of model.state_dict()
+            context.edits.replace(arguments["params"], lambda updated: updated.func.value)
+        root = arguments.get("root_rank")
+        source = [] if is_constant(root, 0) else [("src", arguments["root_rank"])]
+        context.rebuild(call, name, [("", arguments["params" if "params" in arguments else "optimizer"]), *source])
         if name == "broadcast_optimizer_state" and not is_plain_sgd(context, state):
-            root = context.text(arguments["root_rank"]) if "root_rank" in arguments else "0"
-            context.remark(call, FIRST_STEP, OLD_NUMBERS.format(context.text(state), root))
-
-
-def _rewritten(context: Context, call: cst.Call, name: str, arguments: Arguments) -> Callable[[cst.Call], cst.Call]:
-    """A function that makes unidist's broadcast of the updated call, for ``Edits.replace``."""
-
-    def change(updated: cst.Call) -> cst.Call:
-        updated_arguments = {before.value: after.value for before, after in zip(call.args, updated.args)}
-        state = updated_arguments[arguments["params" if name == "broadcast_model_state" else "optimizer"]]
-        if isinstance(state, cst.Call) and isinstance(state.func, cst.Attribute) and name == "broadcast_model_state":
-            state = state.func.value
-        values = [cst.Arg(state)]
-        if not is_constant(arguments.get("root_rank"), 0):
-            values.append(keyword("src", updated_arguments[arguments["root_rank"]]))
-        return cst.Call(context.unidist_name_for(call.func, name), values)
-
-    return change
+            of = context.text(arguments["root_rank"]) if "root_rank" in arguments else "0"
+            context.remark(call, FIRST_STEP, OLD_NUMBERS.format(context.text(state), of))
 
 
 def is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:

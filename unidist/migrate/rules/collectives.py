@@ -10,7 +10,6 @@ from unidist.migrate.context import Arguments, Context, is_constant
 from unidist.migrate.dtypes import is_floating
 from unidist.migrate.flow import is_parameter, values_of
 from unidist.migrate.gradients import may_carry_gradient, may_require_gradient
-from unidist.migrate.syntax import keyword
 
 #: Collectives with the same arguments in unidist: the name there, and the first argument.
 COLLECTIVES = {
@@ -44,8 +43,8 @@ def change_collectives(context: Context) -> None:
         if has_other_gradient(context, call, arguments):
             continue
         root = arguments.get("root_rank")
-        source = [] if is_constant(root, 0, None) else [keyword("src", arguments["root_rank"])]
-        _replace_call(context, call, name, [arguments[first], root], [cst.Arg(arguments[first]), *source])
+        source = [] if is_constant(root, 0, None) else [("src", arguments["root_rank"])]
+        context.rebuild(call, name, [("", arguments[first]), *source])
 
 
 def has_other_gradient(context: Context, call: cst.Call, arguments: Arguments) -> bool:
@@ -75,15 +74,15 @@ def change_allreduce(context: Context) -> None:
             continue
         in_place = context.symbol(call.func) == "allreduce_"
         if not in_place and isinstance(context.tree.parent(call), cst.Expr):
-            _replace_call(context, call, "barrier", [], [])  # its result is not used: ranks wait for each other
+            context.rebuild(call, "barrier", [])  # its result is not used: ranks wait for each other
             continue
         metric = op == "mean" and not in_place and _is_metric(context, call, tensor)
         floating = is_floating(context.tree, tensor)
         if (op == "mean" and floating is False) or (not metric and _may_be_bool(context, tensor)):
             continue
         name = "allreduce_metric" if metric else "all_reduce_" if in_place else "all_reduce"
-        options = [] if op == ("mean" if metric else "sum") else [keyword("op", cst.SimpleString(f'"{op}"'))]
-        _replace_call(context, call, name, [tensor], [cst.Arg(tensor), *options])
+        options = [] if op == ("mean" if metric else "sum") else [("op", cst.SimpleString(f'"{op}"'))]
+        context.rebuild(call, name, [("", tensor), *options])
         if op == "mean" and not floating:
             context.remark(call, *(_TRUNCATED if metric else _ASSUMED))
 
@@ -133,27 +132,3 @@ def _is_metric(context: Context, call: cst.Call, tensor: cst.BaseExpression) -> 
 
 def _may_be_bool(context: Context, tensor: cst.BaseExpression) -> bool:
     return isinstance(tensor, cst.Comparison) or ".bool()" in context.text(tensor)
-
-
-def _replace_call(
-    context: Context, call: cst.Call, name: str, kept: list[cst.BaseExpression | None], values: list[cst.Arg]
-) -> None:
-    """Replace a call by one of unidist's; edits inside its arguments apply too."""
-    context.keep_comments(call, *(each for each in kept if each is not None))
-    # Not within the edit, which is applied after the imports are changed: they must know that it needs unidist.
-    new = cst.Call(context.unidist_name_for(call.func, name), values)
-    context.edits.replace(call, lambda updated: _rebuilt(context, call, updated, new))
-    context.mark_handled(call.func)
-    for argument in call.args:
-        if all(argument.value is not each for each in kept):
-            context.mark_handled(argument)
-
-
-def _rebuilt(context: Context, original: cst.Call, updated: cst.Call, new: cst.Call) -> cst.Call:
-    """The new call, with each argument of the original one replaced by its updated form."""
-    updated_values = {before.value: after.value for before, after in zip(original.args, updated.args)}
-    args = [
-        arg.with_changes(value=updated_values.get(arg.value, arg.value), comma=cst.MaybeSentinel.DEFAULT)
-        for arg in new.args
-    ]
-    return new.with_changes(args=args, lpar=updated.lpar, rpar=updated.rpar)

@@ -12,7 +12,7 @@ from unidist.migrate.context import Arguments, Context, Elsewhere, Options, is_c
 from unidist.migrate.file_report import Remark
 from unidist.migrate.flow import callers, is_parameter, passed_to, targets_of, values_of
 from unidist.migrate.names import Names, in_import
-from unidist.migrate.syntax import Statement, SyntaxTree, full_name, keyword
+from unidist.migrate.syntax import Statement, SyntaxTree, full_name
 
 Place = Literal["rank", "world_size", "local_rank"]
 _VARIABLES: dict[str, Place] = {"RANK": "rank", "WORLD_SIZE": "world_size", "LOCAL_RANK": "local_rank"}
@@ -138,13 +138,6 @@ class TorchContext(Context):
         """Leave the file as it is, because of a node that is no use of a name."""
         self.refusals.append(Remark(self.tree.line(node), self.first_line(node), why, remedy))
 
-    def drop(self, *nodes: cst.CSTNode | None) -> None:
-        """Note that nodes are not in the new text; the uses in them are handled."""
-        for node in nodes:
-            if node is not None:
-                self.gone.append(node)
-                self.mark_handled(node)
-
     def cut(self, statement: Statement) -> None:
         """Remove a statement; its nodes are not in the new text."""
         self.edits.remove(statement)
@@ -157,21 +150,6 @@ class TorchContext(Context):
     def is_world(self, group: cst.BaseExpression | None) -> bool:
         """Whether a ``group`` argument is that of all ranks."""
         return is_constant(group, None) or self.symbol(group) in ("group.WORLD", "GroupMember.WORLD")
-
-    def rebuild(self, call: cst.Call, name: str, values: Collection[tuple[str, cst.BaseExpression]]) -> None:
-        """Replace a call by one of unidist's; values that are arguments of the call keep the edits inside them."""
-        kept = [value for _, value in values]
-        self.keep_comments(call, *kept)
-        function = self.unidist_name(call, name)
-
-        def change(updated: cst.Call) -> cst.Call:
-            new = {before.value: after.value for before, after in zip(call.args, updated.args)}
-            args = [keyword(each, new.get(value, value)) for each, value in values]
-            return cst.Call(function, args, lpar=updated.lpar, rpar=updated.rpar)
-
-        self.edits.replace(call, change)
-        self.mark_handled(call.func)
-        self.drop(*(arg.value for arg in call.args if all(arg.value is not each for each in kept)))
 
     def can_import(self, node: cst.CSTNode) -> bool:
         """Whether ``import unidist`` can serve a node: it is at the top of the module."""
