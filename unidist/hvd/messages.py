@@ -175,8 +175,8 @@ class Shutdown(NamedTuple):
 _CLASSES = {
     each.__name__: each
     for each in (
-        Submit, Join, Leave, Failure, Rounds, Heartbeat, Forward, Execute, Complete, Failed, ProcessSetAdded,
-        ProcessSetRemoved, AnnounceRounds, AllJoined, Shutdown,
+        Submit, Join, Leave, Failure, Rounds, Heartbeat, Execute, Complete, Failed, ProcessSetAdded, ProcessSetRemoved,
+        AnnounceRounds, AllJoined, Shutdown,
     )
 }  # fmt: skip
 
@@ -184,7 +184,11 @@ _CLASSES = {
 # In a steady state each step has the same ones. By type: those without fields are equal to each other.
 @lru_cache(256, typed=True)
 def encode(message: Any) -> bytes:
-    """The bytes of a message: JSON, in which a named tuple is a list of its fields, and bytes are a text."""
+    """The bytes of a message: JSON, in which a named tuple is a list of its fields, and bytes are a text. The ranks of
+    ``Forward`` come before its message, which is encoded already.
+    """
+    if isinstance(message, Forward):
+        return b"%x " % message.ranks + message.message
     return json.dumps([type(message).__name__, message], default=lambda data: data.decode("latin-1")).encode()
 
 
@@ -196,6 +200,9 @@ def decode(data: bytes) -> Any:
         ValueError: there is none.
     """
     try:
+        if not data.startswith(b"["):
+            ranks, _, message = data.partition(b" ")
+            return Forward(int(ranks, 16), message)
         name, fields = json.loads(data)
         return _reader(_CLASSES[name])(fields)
     except Exception as error:
