@@ -560,8 +560,6 @@ def test_json(project: Path) -> None:
     assert files["train.py"]["status"] == files["pkg/elastic.py"]["status"] == "changed"
     assert files["pkg/elastic.py"]["findings"][0].keys() == {"line", "what", "why", "remedy", "cell"}
     assert report["summary"]["files"] == 4 and report["to"] == "native" and not report["written"]
-    result = CliRunner().invoke(main, ["migrate", "--assume-average", "--summary", str(project)])
-    assert "--assume-average is not needed any more" in result.stderr
 
 
 def test_variables_that_other_files_use(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ from unidist.migrate.file_report import FileReport, Remark, as_markdown, headlin
 )
 @click.option("--summary", "brief", is_flag=True, help="Print the counts and the reasons, and neither diff nor lines.")
 @click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write the report, as Markdown.")
-@click.option("--assume-average", is_flag=True, hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object, and no diff.")
 def command(
     paths: tuple[Path, ...],
@@ -54,7 +53,6 @@ def command(
     partial: bool,
     brief: bool,
     report: Path | None,
-    assume_average: bool,
     as_json: bool,
 ) -> None:
     """Migrate code that uses horovod.torch, torch.distributed, DataParallel or apex.
@@ -68,8 +66,6 @@ def command(
     """
     if missing := [name for name in ("libcst",) if not find_spec(name)]:
         raise click.ClickException(f"unidist migrate needs {', '.join(missing)}: pip install 'unidist-torch[cli]'")
-    if assume_average:
-        click.echo("unidist migrate: --assume-average is not needed any more, and has no effect", err=True)
     from unidist.migrate import files
     from unidist.migrate.context import ORIGINS, Options
     from unidist.migrate.project import find_exports, migrate_files

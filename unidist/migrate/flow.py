@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -32,14 +32,8 @@ class Flow:
     assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = field(default_factory=list)
 
 
-def follow(
-    tree: SyntaxTree, variables: Iterable[str], skip: Callable[[cst.CSTNode], bool] = lambda node: False
-) -> Flow:
-    """Follow what some variables hold.
-
-    Args:
-        skip: whether to leave a use out.
-    """
+def follow(tree: SyntaxTree, variables: Iterable[str]) -> Flow:
+    """Follow what some variables hold."""
     flow = Flow()
     waiting = list(variables)
     by_variable = references(tree)
@@ -49,7 +43,7 @@ def follow(
             continue
         flow.variables.add(variable)
         for node in by_variable.get(variable, ()):
-            if is_target(tree, node) or skip(node):
+            if is_target(tree, node):
                 continue
             flow.uses.append(node)
             found = destinations(tree, node)

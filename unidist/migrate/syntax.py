@@ -81,9 +81,9 @@ class SyntaxTree:
         """The statements that may end an iteration, or the whole loop, early."""
         return self.all((cst.Break, cst.Continue, cst.Return, cst.Raise), inside)
 
-    def strings(self, inside: cst.CSTNode | None = None) -> Iterator[tuple[cst.SimpleString, str]]:
+    def strings(self) -> Iterator[tuple[cst.SimpleString, str]]:
         """The strings, each with its value."""
-        return ((node, str(node.evaluated_value)) for node in self.all(cst.SimpleString, inside))
+        return ((node, str(node.evaluated_value)) for node in self.all(cst.SimpleString))
 
     def method_calls(self, method: str, inside: cst.CSTNode | None = None) -> Iterator[cst.Call]:
         """The calls of a method of any object."""
