@@ -3,18 +3,21 @@
 To import torch, and what its optimizers import, takes longer than most programs of the tests. So a server imports both
 once. Where a process of Python begins with the server's address in its environment (``site/sitecustomize.py`` calls
 ``begin``), its program runs in a copy of the server, made by fork(), with its directory, environment and files; the
-process itself passes on signals and ends as the copy does. Programs whose start, parent or death is tested run without
-the server.
+process itself passes on signals and ends as the copy does. A copy ends after its atexit functions: to free all of
+torch's objects one by one would take longer than most programs, too. Programs whose start, parent or death is tested
+run without the server.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import NoReturn
@@ -206,11 +209,16 @@ def execute(argv: list[str]) -> None:
 
 
 def run(argv: list[str]) -> None:
-    """``execute``, with an exception's end as Python has it."""
+    """``execute``, with its end as Python has it."""
+    status = 0
     try:
         execute(argv)
-    except SystemExit:
-        raise
+    except SystemExit as error:
+        if isinstance(error.code, int):
+            status = error.code
+        elif error.code is not None:
+            print(error.code, file=sys.stderr)
+            status = 1
     except BaseException as error:
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
@@ -219,7 +227,15 @@ def run(argv: list[str]) -> None:
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
-        sys.exit(1)
+        status = 1
+    if "mpi4py.MPI" in sys.modules:  # MPI is finalized when Python is
+        sys.exit(status)
+    threading._shutdown()  # waits for the threads, as Python does
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # it is closed
+            file.flush()
+    os._exit(status & 0xFF)
 
 
 if __name__ == "__main__":
