@@ -49,6 +49,8 @@ def _source(arguments: Arguments) -> list[tuple[str, cst.BaseExpression]]:
 
 def _in_place(context: TorchContext, call: cst.Call, symbol: str, arguments: Arguments) -> tuple[str, str] | None:
     """``unidist.all_reduce_(x)``, of ``x.detach()`` where a gradient may be recorded, which torch's call ignores."""
+    if not isinstance(context.tree.parent(call), cst.Expr):  # it returns the tensor, and torch's None
+        return _NOT_ALONE
     op, tensor = arguments.get("op"), arguments.get("tensor")
     kind, _, name = (context.symbol(op) or "").rpartition(".")
     found = "sum" if op is None else _OPS.get(name) if kind.lower() in ("reduceop", "reduce_op") else None
@@ -81,7 +83,8 @@ def _into_list(context: TorchContext, call: cst.Call, symbol: str, arguments: Ar
             row = cst.Subscript(method(new, "detach") if recorded else new, [_element(cst.Index(cst.Name("None")))])
             loop = cst.ensure_type(cst.parse_statement(_ROWS), cst.For)
             pairs = cst.Call(cst.Name("zip"), [cst.Arg(target), cst.Arg(cst.Call(function, [cst.Arg(row)]))])
-            return loop.with_changes(iter=pairs, leading_lines=updated.leading_lines)
+            body = cst.ensure_type(loop.body, cst.IndentedBlock).with_changes(header=updated.trailing_whitespace)
+            return loop.with_changes(iter=pairs, body=body, leading_lines=updated.leading_lines)
         whole = cst.Subscript(target, [_element(cst.Slice(None, None))])
         assigned = cst.Assign([cst.AssignTarget(whole)], cst.Call(function, [cst.Arg(new), *source]))
         return updated.with_changes(body=[assigned])
