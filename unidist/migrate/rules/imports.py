@@ -114,9 +114,7 @@ class _Imports:
         }
         #: Imports that need ``import unidist`` beside them for code elsewhere.
         self._imports_to_extend = {each for node in context.needs_unidist for each in context.imports_for(node)}
-        self._native = bool(set(context.names.symbols) - set(context.remaining_uses())) or (
-            context.names.modules != [] and context.aliases_are_native
-        )
+        self._native = bool(set(context.names.symbols) - set(context.remaining_uses()))
 
     # -------------------------------------------------------------------------------- statements
     def import_statement(self, node: cst.Import) -> None:
