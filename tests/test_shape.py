@@ -237,10 +237,10 @@ def test_links_lead_somewhere(doc: Path) -> None:
 
 
 def test_every_module_is_in_the_architecture_page() -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
-    for path in SOURCES:
-        if not path.name.startswith("__") and path.parent.name != "cli":
-            assert path.name in page, path
+    words = re.findall(r"[\w./]+", (ROOT / "docs/architecture.md").read_text())
+    names = [path.name for path in SOURCES if not path.name.startswith("__") and path.parent.name != "cli"]
+    for name in names:
+        assert len([word for word in words if Path(word).name == name]) >= names.count(name), name
 
 
 def test_readme_names_every_public_call() -> None:

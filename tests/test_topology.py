@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from unidist.errors import LaunchError
 from unidist.launch.topology import LAUNCHERS, Launch, Slot, Topology, detect, first_host, locate
 from unidist.launchers.table import COMMANDS
+from unidist.launchers.world import OUTER
 
 pytestmark = pytest.mark.unit
 
@@ -108,6 +109,8 @@ def test_a_launcher_is_tested_and_documented() -> None:
     page = (Path(__file__).parents[1] / "docs/launchers.md").read_text()
     for row in LAUNCHERS:
         known = row.name in COMMANDS or row.name in [name for _, name, _ in EACH]
+        variables = (row.rank, row.world_size, row.local_rank, row.local_size, row.node_rank, row.num_nodes)
+        assert all(OUTER.fullmatch(name) for name in variables if name), f"OUTER of unidist/launchers: {variables}"
         assert known, f"{row.name} is no row of unidist/launchers/table.py, and none of EACH above"
         assert re.search(rf"\b{row.name.replace('-', '.')}\b", page), f"docs/launchers.md has no word on {row.name}"
 

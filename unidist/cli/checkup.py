@@ -180,7 +180,9 @@ def here(env: Mapping[str, str]) -> Iterator[Finding]:
         forced = f", forced by {settings.LAUNCHER}" if env.get(settings.LAUNCHER) else ""
         yield Finding("launched by", "ok", f"{launch.launcher.name}: {rank} ({launch.evidence}{forced})")
         others = [
-            row.name for row in LAUNCHERS if row.name != "env" and row.rank != launch.launcher.rank and row.started(env)
+            row.name
+            for row in LAUNCHERS
+            if row.name not in ("env", "pmi", "pmix") and row.rank != launch.launcher.rank and row.started(env)
         ]
         if others and not forced:
             yield Finding(

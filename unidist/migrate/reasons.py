@@ -53,7 +53,6 @@ _REASONS: dict[str, Reason] = {
         "unidist converts all BatchNorm layers of a model at once",
         "use torch's BatchNorm layers, and wrap_model(sync_bn=True)",
     ),
-    "broadcast_object_fn": ("unidist has no equivalent of this call", "unidist.broadcast_object"),
     "": ("unidist has no equivalent of this call", "keep it on the drop-in, or rewrite what needs it"),
 }
 _INTEGERS = (

@@ -13,6 +13,7 @@ from unidist.migrate.context import Context, is_constant
 _OTHER_CALLS = (
     "allreduce", "allreduce_", "allgather", "allgather_object", "alltoall", "broadcast", "broadcast_",
     "broadcast_object", "broadcast_parameters", "broadcast_optimizer_state", "DistributedOptimizer", "join",
+    "nccl_built",
 )  # fmt: skip
 _REPLACED = (
     "the script replaces this call by a function of its own, which unidist's call would bypass",
