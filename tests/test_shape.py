@@ -42,7 +42,7 @@ BY_NAME = {
     "unidist/hvd/as_horovod/sparkdl/__init__.py": "sparkdl, the same",
 }
 #: Of other libraries, and beginning with "_" though they are documented.
-DOCUMENTED = {"_asdict", "_exit", "_fields", "_fields_", "_getframe", "_current_frames", "_replace"}
+DOCUMENTED = {"_asdict", "_exit", "_fields_", "_getframe", "_current_frames", "_replace"}
 #: Names of other modules, by which a private name is theirs whatever this package has.
 FOREIGN = ("torch", "dist.", "cst.", "hvd.")
 SOURCES = [*(ROOT / "unidist").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar, overload
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
-from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider, QualifiedNameSource, Scope, ScopeProvider
 
 Node = TypeVar("Node", bound=cst.CSTNode)
 Fact = TypeVar("Fact")
@@ -20,6 +21,15 @@ Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 Block = cst.Module | cst.IndentedBlock
 #: Where and why a rule does not apply.
 Problem = tuple[cst.CSTNode, str]
+#: Values of fields that are no nodes, and nodes that contain none.
+_NO_NODES = {type(None), str, int, bool, cst.MaybeSentinel, cst.SimpleWhitespace, cst.Newline}
+#: White space that is left out unless it has a comment.
+_LINES = {cst.TrailingWhitespace, cst.EmptyLine}
+#: Signs that are left out unless there is a comment beside them.
+_PUNCTUATION = {
+    cst.Comma, cst.Dot, cst.Colon, cst.Semicolon, cst.AssignEqual, cst.LeftParen, cst.RightParen,
+    cst.LeftSquareBracket, cst.RightSquareBracket, cst.LeftCurlyBrace, cst.RightCurlyBrace,
+}  # fmt: skip
 
 
 class SyntaxTree:
@@ -41,23 +51,56 @@ class SyntaxTree:
         self._parents = array("l")
         self._ends = array("l")
         self._classes: dict[type[cst.CSTNode], list[int]] = {}
-        self.module.visit(_Lister(self))
+        self._list()
         self._kinds: dict[type[cst.CSTNode] | tuple[type[cst.CSTNode], ...], list[int]] = {}
         self._imported: dict[int, frozenset[str]] = {}
         self._variables: dict[int, str | None] = {}
         #: What ``of_tree`` keeps.
         self.facts: dict[Any, Any] = {}
 
+    def _list(self) -> None:
+        nodes, indices, parents, classes = self.nodes, self._indices, self._parents, self._classes
+        stack: list[tuple[cst.CSTNode, int]] = [(self.module, 0)]
+        while stack:
+            node, parent = stack.pop()
+            index = len(nodes)
+            indices[id(node)] = index
+            nodes.append(node)
+            parents.append(parent)
+            classes.setdefault(node.__class__, []).append(index)
+            first = len(stack)
+            for name in _fields(node):
+                value = getattr(node, name)
+                kind = value.__class__
+                if kind is tuple or kind is list:
+                    stack += [(each, index) for each in value if _is_listed(each, each.__class__)]
+                elif _is_listed(value, kind):
+                    stack.append((value, index))
+            stack[first:] = stack[first:][::-1]
+        ends = self._ends
+        ends.extend(range(1, len(nodes) + 1))
+        for index in range(len(nodes) - 1, 0, -1):
+            parent = parents[index]
+            if ends[parent] < ends[index]:
+                ends[parent] = ends[index]
+
     @cached_property
-    def _metadata(self) -> tuple[Any, Any]:
-        """Positions and full names, by nodes."""
-        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
-        return wrapper.resolve(PositionProvider), wrapper.resolve(QualifiedNameProvider)
+    def _wrapper(self) -> MetadataWrapper:
+        return MetadataWrapper(self.module, unsafe_skip_copy=True)
+
+    @cached_property
+    def _positions(self) -> Mapping[cst.CSTNode, CodeRange]:
+        return self._wrapper.resolve(PositionProvider)
+
+    @cached_property
+    def _scopes(self) -> Mapping[cst.CSTNode, Scope | None]:
+        return self._wrapper.resolve(ScopeProvider)
 
     def _names(self, node: cst.CSTNode, source: QualifiedNameSource) -> frozenset[str]:
         """What a name, an attribute or a function may refer to, by full names."""
-        found = self._metadata[1].get(node, ())
-        return frozenset(each.name for each in (found() if callable(found) else found) if each.source is source)
+        scope = self._scopes.get(node)
+        found = scope.get_qualified_names_for(node) if scope is not None else ()
+        return frozenset(each.name for each in found if each.source is source)
 
     @overload
     def all(self, kind: type[Node], inside: cst.CSTNode | None = None) -> Iterator[Node]: ...
@@ -138,7 +181,7 @@ class SyntaxTree:
 
     def position(self, node: cst.CSTNode) -> tuple[int, int]:
         """Line and column; nodes of one function are executed roughly in this order."""
-        start = self._metadata[0][node].start
+        start = self._positions[node].start
         return start.line, start.column
 
     def text(self, node: cst.CSTNode) -> str:
@@ -268,26 +311,48 @@ def of_tree(function: Callable[[SyntaxTree], Fact]) -> Callable[[SyntaxTree], Fa
     return kept
 
 
-class _Lister(cst.CSTVisitor):
-    """Lists the nodes of a tree, and where the descendants of each end."""
+class _Fields(cst.CSTVisitor):
+    """The fields of a node, in the order of the text."""
 
-    def __init__(self, tree: SyntaxTree) -> None:
+    def __init__(self, node: cst.CSTNode) -> None:
         super().__init__()
-        self._tree = tree
-        self._above = [0]
+        self._node = node
+        self.names: list[str] = []
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        tree, index = self._tree, len(self._tree.nodes)
-        tree._indices[id(node)] = index
-        tree.nodes.append(node)
-        tree._parents.append(self._above[-1])
-        tree._ends.append(0)
-        tree._classes.setdefault(node.__class__, []).append(index)
-        self._above.append(index)
-        return True
+        return node is self._node
 
     def on_leave(self, original_node: cst.CSTNode) -> None:
-        self._tree._ends[self._above.pop()] = len(self._tree.nodes)
+        pass
+
+    def on_visit_attribute(self, node: cst.CSTNode, attribute: str) -> None:
+        self.names.append(attribute)
+
+
+_fields_of: dict[type[cst.CSTNode], list[str]] = {}
+
+
+def _fields(node: cst.CSTNode) -> list[str]:
+    """The fields of a node with nodes in them, in the order of the text; ``node.children`` would copy the node."""
+    found = _fields_of.get(node.__class__)
+    if found is None:
+        visitor = _Fields(node)
+        node.visit(visitor)
+        # An f-string's format, which comes last, is visited only where there is one.
+        others = [each.name for each in fields(node) if not isinstance(getattr(node, each.name), str)]
+        found = _fields_of[node.__class__] = list(dict.fromkeys([*visitor.names, *others]))
+    return found
+
+
+def _is_listed(value: Any, kind: type) -> bool:
+    """Whether a field's value is a node that counts."""
+    if kind in _NO_NODES:
+        return False
+    if kind in _LINES:
+        return value.comment is not None
+    if kind in _PUNCTUATION:
+        return any(getattr(value, name).__class__ is not cst.SimpleWhitespace for name in _fields(value))
+    return True
 
 
 def full_name(node: cst.CSTNode) -> str:
