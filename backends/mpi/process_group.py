@@ -6,6 +6,7 @@ it to the group's channel.
 
 from __future__ import annotations
 
+import time
 import uuid
 import zlib
 from collections.abc import Sequence
@@ -44,7 +45,9 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, comm: MPI.Comm, store: dist.Store, timeout: timedelta, ranks: Sequence[int], name: str) -> None:
         super().__init__(comm.rank, comm.size)
         self._comm = comm
+        self._store = store
         self._channel = Channel(comm, store, timeout, ranks, NAME, name)
+        self._barriers = 0
 
     # -------------------------------------------------------------------------------- reductions
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -231,6 +234,35 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Done once every rank has called it."""
         return self._channel.submit(Call("barrier", [], [], opts), lambda: [self._comm.Ibarrier()])
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names the ranks that did not call it. It uses the store, not MPI.
+
+        Args:
+            timeout: how long rank 0 waits for the others. Default: the group's.
+            wait_all_ranks: name all missing ranks, not only the first.
+
+        Raises:
+            DistBackendError: on rank 0, with the missing ranks; on the others, if rank 0 does not answer.
+        """
+        seconds = self._channel.timeout if timeout is None else timeout.total_seconds()
+        self._barriers += 1
+        key = f"monitored/{self._barriers}"
+        if self.rank() != 0:
+            self._store.set(f"{key}/{self.rank()}", "")
+            if not self._wait_for_key(f"{key}/0", seconds):
+                self._timed_out(seconds, "rank 0 did not end it")
+            return
+        end = time.monotonic() + seconds
+        missing = []
+        for rank in range(1, self.size()):
+            if not self._wait_for_key(f"{key}/{rank}", end - time.monotonic()):
+                missing.append(str(rank))
+                if not wait_all_ranks:
+                    break
+        if missing:
+            self._timed_out(seconds, f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not come")
+        self._store.set(f"{key}/0", "")
+
     # -------------------------------------------------------------------------------- the group itself
     def getBackendName(self) -> str:
         """The name that torch knows it by."""
@@ -349,6 +381,19 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if len(sizes) != self.size() or sum(sizes) != rows:
             _error(f"split sizes {list(sizes)} do not fit dim 0 of {describe(tensor)} and {self.size()} ranks")
         return [size * (tensor.numel() // rows if rows else 0) for size in sizes]
+
+    def _wait_for_key(self, key: str, seconds: float) -> bool:
+        try:
+            self._store.wait([key], timedelta(seconds=max(0.001, seconds)))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def _timed_out(self, seconds: float, what: str) -> NoReturn:
+        # gloo's message, which scripts search for.
+        raise dist.DistBackendError(
+            f"{self._channel.label}: Rank {self.rank()} timed out in monitoredBarrier after {seconds:g} s: {what}."
+        )
 
 
 def register() -> None:

@@ -164,6 +164,19 @@ def test_a_destroyed_group_refuses() -> None:
         group.allreduce([torch.ones(1)]).wait()
 
 
+def test_monitored_barrier_names_who_is_missing() -> None:
+    rank, size = unidist.rank(), unidist.world_size()
+    group: Any = dist.group.WORLD
+    group.monitored_barrier(timedelta(seconds=20))
+    if size > 1 and rank == 0:
+        with pytest.raises(dist.DistBackendError, match=r"timed out in monitoredBarrier .* rank 1 did not come"):
+            group.monitored_barrier(timedelta(seconds=0.2))
+        everyone_else = ", ".join(map(str, range(1, size)))
+        with pytest.raises(dist.DistBackendError, match=f"ranks? {everyone_else} did not come"):
+            group.monitored_barrier(timedelta(seconds=0.2), wait_all_ranks=True)
+    unidist.barrier()
+
+
 def test_the_profiler_sees_operations() -> None:
     with torch.profiler.profile() as profile:
         for numel in (3, 50_000):
