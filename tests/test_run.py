@@ -80,7 +80,7 @@ def test_a_signal_is_128_and_its_number() -> None:
         (["-np", "0", "python", "x.py"], 1, "-np 0 is not a number of ranks"),
         (["-np", "3", "-H", "localhost:2", "python", "x.py"], 1, "3 ranks were asked for, and the hosts have 2 slots"),
         (["-np", "2", "--nonsense"], 1, "usage: unidist run"),
-        (["-H", "no-such-host.invalid:2", "true"], 1, "host no-such-host.invalid: .*resolve"),
+        pytest.param(["-H", "no-such-host.invalid:2", "true"], 1, "host no-such-host.invalid: .*resolve", id="by ssh"),
     ],
 )
 def test_what_cannot_be_started(argv: list[str], status: int, message: str) -> None:
