@@ -41,6 +41,12 @@ class Launcher:
     #: The backend that ``init("auto")`` picks under it where that is installed; empty: by device.
     backend: str = ""
 
+    @property
+    def place(self) -> list[str]:
+        """The variables that say which process of how many this is, and where."""
+        names = (self.rank, self.world_size, self.local_rank, self.local_size, self.node_rank, self.num_nodes)
+        return [name for name in names if name]
+
     def started(self, env: Mapping[str, str]) -> bool:
         """Whether its marks are in the environment."""
         return all(

@@ -7,14 +7,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from unidist import settings
+from unidist.launch.topology import LAUNCHERS
 from unidist.launchers.process import Result, run
 from unidist.launchers.table import command_line
 
-#: The variables by which a launcher, or a user in its stead, describes another world.
+#: The variables by which a launcher, or a user in its stead, describes another world: those of the place, and what is
+#: set beside them.
 OUTER = re.compile(
-    r"(NODE_)?RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|TORCHELASTIC|MASTER|OMPI_COMM|PMI|PMIX|JSM_NAMESPACE)_.*|MPI_LOCAL.*|"
-    r"HOROVOD_(RANK|SIZE|LOCAL_.*|CROSS_.*|GLOO_RENDEZVOUS_.*|CONTROLLER|CPU_OPERATIONS|HOSTNAME)|"
-    r"UNIDIST_(LAUNCHER|ELASTIC)|SLURM_(PROCID|LOCALID|NODEID|STEP_.*|NTASKS)"
+    "|".join(sorted({name for row in LAUNCHERS for name in row.place})) + "|"
+    r"(LOCAL|GROUP|ROLE|TORCHELASTIC|MASTER|OMPI_COMM|PMI|PMIX|JSM_NAMESPACE)_.*|MPI_LOCAL.*|"
+    r"HOROVOD_(LOCAL_.*|CROSS_.*|GLOO_RENDEZVOUS_.*|CONTROLLER|CPU_OPERATIONS|HOSTNAME)|"
+    r"UNIDIST_(LAUNCHER|ELASTIC)|SLURM_(STEP_.*|NTASKS)"
 )
 
 

@@ -80,12 +80,13 @@ def _into_list(context: TorchContext, call: cst.Call, symbol: str, arguments: Ar
     def change(updated: cst.SimpleStatementLine) -> cst.BaseStatement:
         new = cst.ensure_type(cst.ensure_type(updated.body[0], cst.Expr).value, cst.Call).args[index].value
         if symbol == "all_gather":
-            row = cst.Subscript(method(new, "detach") if recorded else new, [_element(cst.Index(cst.Name("None")))])
+            given = method(new, "detach") if recorded else new
+            row = cst.Subscript(given, [cst.SubscriptElement(cst.Index(cst.Name("None")))])
             loop = cst.ensure_type(cst.parse_statement(_ROWS), cst.For)
             pairs = cst.Call(cst.Name("zip"), [cst.Arg(target), cst.Arg(cst.Call(function, [cst.Arg(row)]))])
             body = cst.ensure_type(loop.body, cst.IndentedBlock).with_changes(header=updated.trailing_whitespace)
             return loop.with_changes(iter=pairs, body=body, leading_lines=updated.leading_lines)
-        whole = cst.Subscript(target, [_element(cst.Slice(None, None))])
+        whole = cst.Subscript(target, [cst.SubscriptElement(cst.Slice(None, None))])
         assigned = cst.Assign([cst.AssignTarget(whole)], cst.Call(function, [cst.Arg(new), *source]))
         return updated.with_changes(body=[assigned])
 
@@ -93,7 +94,3 @@ def _into_list(context: TorchContext, call: cst.Call, symbol: str, arguments: Ar
     context.drop(*(arg.value for arg in call.args if arg.value is not value))
     context.mark_handled(call.func)
     return None
-
-
-def _element(index: cst.Index | cst.Slice) -> cst.SubscriptElement:
-    return cst.SubscriptElement(index)
