@@ -259,13 +259,20 @@ def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> 
     assert re.search(rf"rank 0 of 2 \({backend}\): {failed[backend]}.*: {at}", result.output), result.output
 
 
-@pytest.mark.parametrize(("step", "call"), [("5", "backward"), ("1", "forward")])  # the second one rebuilds buckets
-def test_a_rank_that_leaves_early_is_explained(step: str, call: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "step", "call", "error"),
+    [
+        ("gloo", "5", "backward", "Connection closed by peer"),
+        ("gloo", "1", "forward", "Connection closed by peer"),  # which rebuilds buckets
+        ("horovod", "5", "backward of float32 .*, operation", "Horovod has been shut down"),
+    ],
+)
+def test_a_rank_that_leaves_early_is_explained(backend: str, step: str, call: str, error: str) -> None:
     """It makes fewer steps than the others, and fails in nothing."""
     argv = ["tests/programs/fail_on_rank.py", "1", "leave", step]
-    result = run_world("torchrun", 2, argv, backend="gloo")
-    assert result.returncode != 0 and "Connection closed by peer" in result.output
-    ended = rf"rank 0 of 2 \(gloo\): {call} .*: rank 1 .* has ended without an exception, after "
+    result = run_world("torchrun", 2, argv, backend=backend)
+    assert result.returncode != 0 and error in result.output
+    ended = rf"rank 0 of 2 \({backend}\): {call} .*: rank 1 .* has ended without an exception, after "
     assert re.search(rf"{ended}.*shard_loader.*unidist\.join", result.output), result.output
 
 
