@@ -41,7 +41,10 @@ def trained(directory: Path, scripts: list[Path], launcher: str, backend: str) -
     return directory
 
 
-def test_migrated_scripts_train_the_same(legacy_under_horovod: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "gloo"), ("horovodrun", "horovod")])
+def test_migrated_scripts_train_the_same(
+    launcher: str, backend: str, legacy_under_horovod: Path, tmp_path: Path
+) -> None:
     """Each legacy script under Horovod, and migrated with no edit by hand on gloo and on Horovod."""
     scripts = []
     for path in LEGACY:
@@ -53,15 +56,12 @@ def test_migrated_scripts_train_the_same(legacy_under_horovod: Path, tmp_path: P
         assert reason is None or any(re.search(reason, f"{each.what} {each.why}") for each in remarks)
         assert imports_horovod(code) == (path.stem == "subclass")  # which asks for horovod.__version__
     table = shown.setdefault(DISTANCES, [])
-    runs = [
-        trained(tmp_path / "gloo", scripts, "torchrun", "gloo"),
-        trained(tmp_path / "hvd", scripts, "horovodrun", "horovod"),
-    ]
+    run = trained(tmp_path / "weights", scripts, launcher, backend)
     for path in LEGACY:
-        gloo, horovod = (distance(legacy_under_horovod / f"{path.stem}.pt", run / f"{path.stem}.pt") for run in runs)
+        far = distance(legacy_under_horovod / f"{path.stem}.pt", run / f"{path.stem}.pt")
         calls = "drop-in" if path.stem in ON_THE_DROP_IN else "native"
-        table.append(f"{path.stem:32} {calls:8} gloo {gloo:.0e}  horovod {horovod:.0e}")
-        assert max(gloo, horovod) < 1e-5, table[-1]
+        table.append(f"{path.stem:32} {calls:8} {backend:8} {far:.0e}")
+        assert far < 1e-5, table[-1]
 
 
 def test_migrated_projects_train_the_same(legacy_under_horovod: Path, tmp_path: Path) -> None:
@@ -105,47 +105,70 @@ def migrate_project(path: Path, directory: Path, seed: int | None = None) -> Non
 
 def trained_ddp(directory: Path, launcher: str, scripts: list[Path]) -> Path:
     """What scripts of torch.distributed save in a world of 2 ranks, or in one process."""
-    (directory / "migrated").mkdir(parents=True)
+    (directory / "migrated").mkdir(parents=True, exist_ok=True)
     argv = ["tests/programs/run_ddp.py", str(directory), *map(str, scripts)]
     result = run_world(launcher, 2, argv, timeout=400 + 2 * len(scripts))
     assert result.returncode == 0, result.output[-6000:]
     return directory
 
 
-def migrated_ddp(tmp_path: Path) -> dict[Path, Path]:
+def migrated_ddp(directory: Path) -> dict[Path, Path]:
     """The scripts and projects of torch.distributed and DataParallel, each with a migrated copy."""
     for name in ("legacy_ddp", "legacy_ddp_projects"):
-        shutil.copytree(ROOT / "tests" / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    unidist_migrate("--write", ".", cwd=tmp_path)
-    return {path: tmp_path / path.relative_to(ROOT / "tests") for path in (*LEGACY_DDP, *PROJECTS_DDP)}
+        shutil.copytree(ROOT / "tests" / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
+    unidist_migrate("--write", ".", cwd=directory)
+    return {path: directory / path.relative_to(ROOT / "tests") for path in (*LEGACY_DDP, *PROJECTS_DDP)}
 
 
-def test_scripts_of_torch_distributed_train_the_same(tmp_path: Path) -> None:
-    """Each original under torchrun, or with DataParallel in one process, and migrated; nothing of torch's is left."""
+def with_data_parallel(script: Path) -> bool:
+    """Whether it trains in one process, on all devices."""
+    return "data_parallel" in script.stem
+
+
+@pytest.fixture(scope="module")
+def originals_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The weights of the originals, by name: under torchrun, or with DataParallel in one process."""
+    directory, scripts = tmp_path_factory.mktemp("originals"), [*LEGACY_DDP, *PROJECTS_DDP]
+    with_ddp = [path for path in scripts if path.stem != "spawned" and not with_data_parallel(path)]
+    trained_ddp(directory, "torchrun", with_ddp)
+    trained_ddp(directory, "python", [path for path in scripts if with_data_parallel(path)])
+    return {path.stem: path for path in directory.glob("*.pt")}
+
+
+def test_scripts_of_torch_distributed_train_the_same(originals_ddp: dict[str, Path], tmp_path: Path) -> None:
+    """Each original and its migrated copy; nothing of torch's is left."""
     copies = migrated_ddp(tmp_path)
     for path in copies.values():
         calls = r"(?:\bdist|torch\.distributed)\.\w+\(|init_process_group|\bDDP\(|(?<!nn\.)Data\w*Parallel\("
         assert not re.search(calls, path.read_text()), path
-    with_dp = [path for path in copies if "data_parallel" in path.stem]
-    with_ddp = [path for path in copies if path.stem != "spawned" and path not in with_dp]
-    mutations = mutations_ddp(tmp_path / "mutations", int(os.environ.get("UNIDIST_TEST_MUTATIONS", "30")))
-    migrated = [*(copies[path] for path in (*with_ddp, *with_dp)), *mutations]
-    world = trained_ddp(tmp_path / "world", "torchrun", [*with_ddp, *migrated])
-    alone = trained_ddp(tmp_path / "alone", "python", [*with_dp, *(copies[path] for path in with_dp)])
-    pairs = [(world / f"{name_of(path)}.pt", world / f"migrated/{name_of(path)}.pt") for path in with_ddp]
-    for path in with_dp:
-        pairs += [(alone / f"{path.stem}.pt", each / f"migrated/{path.stem}.pt") for each in (world, alone)]
-    for path in mutations:
-        original = alone if "data_parallel" in path.stem else world
-        pairs.append((original / f"{path.stem[4:]}.pt", world / f"migrated/{path.stem}.pt"))
+    scripts = [path for path in copies.values() if path.stem != "spawned"]
+    with_dp = [path for path in scripts if with_data_parallel(path)]
+    runs = {"world": ("torchrun", scripts), "alone": ("python", with_dp)}
+    pairs = []
+    for name, (launcher, paths) in runs.items():
+        directory = trained_ddp(tmp_path / name, launcher, paths)
+        pairs += [(originals_ddp[name_of(path)], directory / f"migrated/{name_of(path)}.pt") for path in paths]
     spawned = next(path for path in copies if path.stem == "spawned")
     pairs.append((tmp_path / "spawned.pt", tmp_path / "spawned migrated.pt"))
     for script, path in zip((spawned, copies[spawned]), pairs[-1], strict=True):  # mp.spawn imports the main file again
         result = run_world("python", 1, [str(script), str(path), "--dist-url", f"tcp://127.0.0.1:{free_port()}"])
         assert result.returncode == 0, result.output[-6000:]
-    far = {str(right.relative_to(tmp_path)): distance(left, right) for left, right in pairs}
-    shown.setdefault(DISTANCES, []).append(f"{len(pairs)} of DDP and DataParallel, migrated: {max(far.values()):.0e}")
-    assert all(each < 1e-5 for each in far.values()), far
+    assert_close("of DDP and DataParallel, migrated", pairs)
+
+
+def test_mutations_of_torch_distributed(originals_ddp: dict[str, Path], tmp_path: Path) -> None:
+    """Each mutation, migrated, trains as the original."""
+    scripts = mutations_ddp(tmp_path / "mutations", int(os.environ.get("UNIDIST_TEST_MUTATIONS", "30")))
+    world = trained_ddp(tmp_path / "world", "torchrun", scripts)
+    pairs = [(originals_ddp[path.stem[4:]], world / f"migrated/{path.stem}.pt") for path in scripts]
+    assert_close("mutations of DDP and DataParallel, migrated", pairs)
+
+
+def assert_close(what: str, pairs: list[tuple[Path, Path]]) -> None:
+    """The weights of each pair are the same."""
+    far = {f"{right.parent.parent.name}/{right.stem}": distance(left, right) for left, right in pairs}
+    shown.setdefault(DISTANCES, []).append(f"{len(pairs)} {what}: {max(far.values()):.0e}")
+    assert len(far) == len(pairs) and all(each < 1e-5 for each in far.values()), far
 
 
 def mutations_ddp(directory: Path, number: int) -> list[Path]:

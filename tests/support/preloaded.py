@@ -1,11 +1,11 @@
 """Processes that have imported PyTorch when they begin.
 
-To import torch, and what its optimizers import, takes longer than most programs of the tests. So a server imports both
-once. Where a process of Python begins with the server's address in its environment (``site/sitecustomize.py`` calls
-``begin``), its program runs in a copy of the server, made by fork(), with its directory, environment and files; the
-process itself passes on signals and ends as the copy does. A copy ends after its atexit functions: to free all of
-torch's objects one by one would take longer than most programs, too. Programs whose start, parent or death is tested
-run without the server.
+To import torch, and what its optimizers and examples/digits.py import, takes longer than most programs of the tests. So
+a server imports all once. Where a process of Python begins with the server's address in its environment
+(``site/sitecustomize.py`` calls ``begin``), its program runs in a copy of the server, made by fork(), with its
+directory, environment and files; the process itself passes on signals and ends as the copy does. A copy ends after its
+atexit functions: to free all of torch's objects one by one would take longer than most programs, too. Programs whose
+start, parent or death is tested run without the server.
 """
 
 from __future__ import annotations
@@ -244,8 +244,10 @@ if __name__ == "__main__":
 
     import numpy  # noqa: F401
     import pytest  # noqa: F401
+    import sklearn.datasets  # noqa: F401
     import torch._dynamo
     import torch.distributed.launcher.api  # noqa: F401
+    import torchmetrics  # noqa: F401
 
     gc.freeze()  # or copies would look at all of it when they end
     with socket.socket(socket.AF_UNIX) as listening:
