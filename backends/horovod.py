@@ -25,6 +25,7 @@ from unidist.backends import rendezvous
 from unidist.backends.base import Backend, Group, Op, Start, Wait
 from unidist.backends.device import default_device
 from unidist.backends.mpi import launch as mpi
+from unidist.backends.reductions import reduced
 from unidist.errors import BackendError, UnidistError
 from unidist.launch.topology import Launch, Slot, Topology, detect, locate
 from unidist.network.addresses import host_id, interface_of
@@ -199,15 +200,14 @@ class HorovodBackend(Backend):
 
     @torch.inference_mode(False)  # Horovod's own thread writes into a tensor that is made here
     def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
-        ranks = self.ranks(group)
-        if op not in ("sum", "mean"):  # Horovod's reducescatter has these two only
-            whole = tensor.clone()
-            self.all_reduce(whole, op, group)
-            return whole.view(len(ranks), -1)[ranks.index(self.topology.rank)].clone()
+        # With Gloo, one reducescatter of Horovod 0.28.1 makes all later operations of the world slow: a broadcast of 4 MB
+        # takes 2.8 s in place of 2 ms.
+        size = len(self.ranks(group))
+        splits = torch.full((size,), tensor.numel() // size, dtype=torch.int32)
         with self.errors_of("reduce_scatter", tensor, group):
-            name = _name("reduce_scatter", group)
-            result: Tensor = self.wait(hvd.reducescatter_async(tensor, name=name, op=_OPS[op], process_set=_set(group)))
-        return result
+            handle = hvd.alltoall_async(tensor, splits, name=_name("reduce_scatter", group), process_set=_set(group))
+            received: Tensor = self.wait(handle)[0]
+        return reduced(received.chunk(size), op)
 
 
 def _name(call: str, group: Group | None) -> str:

@@ -1,8 +1,13 @@
-"""Facts of reductions that hold on every backend: wider dtypes, and neutral elements."""
+"""Reductions as on every backend: wider dtypes, neutral elements, and the reduction of tensors that are all here."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+from torch import Tensor
+
+from unidist.backends.base import Op
 
 #: Reduced in a wider dtype, and rounded once.
 WIDER = {
@@ -12,6 +17,9 @@ WIDER = {
     torch.uint8: torch.int32,
     torch.int16: torch.int32,
 }
+_PAIRWISE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add, "mean": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul
+}  # fmt: skip
 
 
 def neutral_element(op: str, dtype: torch.dtype) -> float:
@@ -26,3 +34,11 @@ def neutral_element(op: str, dtype: torch.dtype) -> float:
         return torch.inf if op == "min" else -torch.inf
     limits = torch.iinfo(dtype)
     return limits.max if op == "min" else limits.min
+
+
+def reduced(tensors: Sequence[Tensor], op: Op) -> Tensor:
+    """The reduction of tensors of one dtype and shape, in their order."""
+    result = tensors[0].clone()
+    for tensor in tensors[1:]:
+        result = _PAIRWISE[op](result, tensor)
+    return result.div_(len(tensors)) if op == "mean" else result

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from unidist.backends.base import Backend, Group, Op, Start, Wait
+from unidist.backends.reductions import reduced
 from unidist.diagnosis.watch import locations
 from unidist.diagnosis.watch.rank_state import RankState
 from unidist.diagnosis.watch.report import explanation
@@ -24,9 +25,6 @@ from unidist.errors import BackendError
 from unidist.launch.topology import Launch, Launcher, Slot, locate
 from unidist.network.processes import Process
 
-_REDUCTIONS: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add, "mean": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul
-}  # fmt: skip
 T = TypeVar("T")
 _LAUNCHER = Launcher("threads", rank="", world_size="")
 _this_process = cache(Process.current)
@@ -174,7 +172,7 @@ class ThreadsBackend(Backend):
         return Group(ranks, None)
 
     def start_all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce") -> Wait:
-        return self._start_in_place(call, f"all_reduce {op}", tensor, lambda given: _reduced(given, op), group)
+        return self._start_in_place(call, f"all_reduce {op}", tensor, lambda given: reduced(given, op), group)
 
     def start_broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Wait:
         index = self.ranks(group).index(src)
@@ -199,7 +197,7 @@ class ThreadsBackend(Backend):
     def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
         signature = ("reduce_scatter", op, tensor.dtype, tensor.numel())
         with self.errors_of("reduce_scatter", tensor, group):
-            whole = self._start(signature, tensor, lambda given: _reduced(given, op), group)()
+            whole = self._start(signature, tensor, lambda given: reduced(given, op), group)()
             return whole.view(len(self.ranks(group)), -1)[self._index(group)].clone()
 
     # -------------------------------------------------------------------------------- operations
@@ -282,10 +280,3 @@ def _of_this_rank() -> ThreadsBackend:
     if ranks is None or ranks.turn is None:
         raise BackendError("the backend 'threads' runs inside unidist.testing.world(...) only: call its run().")
     return ranks.backends[ranks.turn]
-
-
-def _reduced(tensors: Sequence[Tensor], op: Op) -> Tensor:
-    result = tensors[0].clone()
-    for tensor in tensors[1:]:
-        result = _REDUCTIONS[op](result, tensor)
-    return result.div_(len(tensors)) if op == "mean" else result

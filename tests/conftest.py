@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from filelock import FileLock
 
 from tests.support import slurm
 from tests.support.worlds import IN_WORLD, LEGACY, PROJECTS, run_world, shown
@@ -149,9 +150,14 @@ def digits_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture(scope="session")
 def legacy_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the legacy scripts and projects save under Horovod, at 2 ranks."""
-    directory = tmp_path_factory.mktemp("legacy")
-    argv = ["tests/programs/run_legacy.py", str(directory), *map(str, [*PROJECTS, *LEGACY])]
-    result = run_world("horovodrun", 2, argv, backend="horovod")
-    assert result.returncode == 0, result.output
+    """What the legacy scripts and projects save under Horovod, at 2 ranks: once for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "legacy"
+    with FileLock(f"{directory}.lock"):
+        if not (directory / "done").exists():
+            directory.mkdir(exist_ok=True)
+            argv = ["tests/programs/run_legacy.py", str(directory), *map(str, [*PROJECTS, *LEGACY])]
+            result = run_world("horovodrun", 2, argv, backend="horovod")
+            assert result.returncode == 0, result.output
+            (directory / "done").touch()
     return directory
