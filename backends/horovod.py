@@ -200,8 +200,8 @@ class HorovodBackend(Backend):
 
     @torch.inference_mode(False)  # Horovod's own thread writes into a tensor that is made here
     def reduce_scatter(self, tensor: Tensor, op: Op, group: Group | None = None) -> Tensor:
-        # With Gloo, one reducescatter of Horovod 0.28.1 makes all later operations of the world slow: a broadcast of 4 MB
-        # takes 2.8 s in place of 2 ms.
+        # With Gloo, one reducescatter of Horovod 0.28.1 makes all later operations of the world slow: a broadcast of
+        # 4 MB takes 2.8 s in place of 2 ms.
         size = len(self.ranks(group))
         splits = torch.full((size,), tensor.numel() // size, dtype=torch.int32)
         with self.errors_of("reduce_scatter", tensor, group):
