@@ -52,13 +52,19 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
             option.numprocesses, option.dist, option.loadscopereorder = 3, "loadfile", False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = {item.nodeid.removeprefix("tests/"): item for item in items}
+    if config.args_source is config.ArgsSource.TESTPATHS:
+        files = tuple({name.split("::")[0] for name in names})  # the others need what is not installed
+        listed = [line for line in (*VARIANTS, *(name for _, name in NEEDED)) if line.startswith(files)]
+        if stale := [line for line in listed if not any(name.startswith(line) for name in names)]:
+            raise pytest.UsageError(f"variants.txt or needs.txt name tests that there are not: {stale}")
+    for name, item in names.items():
+        if name.startswith(VARIANTS):
+            item.add_marker(pytest.mark.variant)
     if IN_WORLD not in os.environ:
         order = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.path.relative_to(Path(__file__).parent).as_posix(), len(order)))
-    for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(VARIANTS):
-            item.add_marker(pytest.mark.variant)
 
 
 def pytest_collection_finish() -> None:

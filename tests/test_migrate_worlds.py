@@ -148,12 +148,18 @@ def test_scripts_of_torch_distributed_train_the_same(originals_ddp: dict[str, Pa
     for name, (launcher, paths) in runs.items():
         directory = trained_ddp(tmp_path / name, launcher, paths)
         pairs += [(originals_ddp[name_of(path)], directory / f"migrated/{name_of(path)}.pt") for path in paths]
+    assert_close("of DDP and DataParallel, migrated", pairs)
+
+
+def test_a_script_that_spawns_its_ranks(tmp_path: Path) -> None:
+    """mp.spawn imports the main file again."""
+    copies = migrated_ddp(tmp_path)
     spawned = next(path for path in copies if path.stem == "spawned")
-    pairs.append((tmp_path / "spawned.pt", tmp_path / "spawned migrated.pt"))
-    for script, path in zip((spawned, copies[spawned]), pairs[-1], strict=True):  # mp.spawn imports the main file again
+    pair = (tmp_path / "spawned.pt", tmp_path / "spawned migrated.pt")
+    for script, path in zip((spawned, copies[spawned]), pair, strict=True):
         result = run_world("python", 1, [str(script), str(path), "--dist-url", f"tcp://127.0.0.1:{free_port()}"])
         assert result.returncode == 0, result.output[-6000:]
-    assert_close("of DDP and DataParallel, migrated", pairs)
+    assert_close("that spawns its ranks, migrated", [pair])
 
 
 def test_mutations_of_torch_distributed(originals_ddp: dict[str, Path], tmp_path: Path) -> None:
