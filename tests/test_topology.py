@@ -154,9 +154,11 @@ def test_torchruns_variables_set_by_unidist_are_not_torchruns(env: dict[str, str
     assert detect({**exported, **TORCHRUN, "TORCHELASTIC_RUN_ID": "unidist.own"}).launcher.name == "torchrun"
 
 
-def test_smaller_world_in_a_larger_step_is_refused() -> None:
-    with pytest.raises(LaunchError, match="srun started 4 tasks"):
-        detect({**SLURM, "RANK": "0", "WORLD_SIZE": "1"})
+def test_smaller_world_in_a_larger_one_is_refused() -> None:
+    for env, outer in ((SLURM, "SLURM_STEP_NUM_TASKS=4"), ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE=4")):
+        with pytest.raises(LaunchError, match=f"RANK=0 WORLD_SIZE=1 are set, but {outer}: unset"):
+            detect({**env, "RANK": "0", "WORLD_SIZE": "1"})
+        assert detect({**env, "RANK": "0", "WORLD_SIZE": "4"}).launcher.name == "env"
 
 
 @pytest.mark.parametrize(

@@ -398,12 +398,12 @@ def _slurm_port(env: Mapping[str, str]) -> int:
 
 
 def _refuse_smaller_world(env: Mapping[str, str], launch: Launch) -> None:
-    """RANK and WORLD_SIZE left over in a shell would turn an srun of N tasks into N lonely jobs."""
-    slurm = next(row for row in LAUNCHERS if row.name == "slurm")
-    tasks = env.get(slurm.world_size, "")
-    if tasks.isascii() and tasks.isdigit() and launch.world_size < int(tasks):
-        raise LaunchError(
-            f"RANK={launch.rank} WORLD_SIZE={launch.world_size} are set, but srun started {tasks} tasks: "
-            f"unset RANK and WORLD_SIZE, or set {settings.LAUNCHER}=slurm to follow srun or {settings.LAUNCHER}=env to "
-            "follow them."
-        )
+    """RANK and WORLD_SIZE left over in a shell would turn an srun or mpiexec of N processes into N worlds of one."""
+    for row in LAUNCHERS:
+        size = env.get(row.world_size, "") if row.name in ("slurm", "pmi") else ""
+        if size.isascii() and size.isdigit() and launch.world_size < int(size):
+            raise LaunchError(
+                f"RANK={launch.rank} WORLD_SIZE={launch.world_size} are set, but {row.world_size}={size}: unset RANK "
+                f"and WORLD_SIZE, or set {settings.LAUNCHER}={row.name} to follow the launcher or "
+                f"{settings.LAUNCHER}=env to follow them."
+            )
