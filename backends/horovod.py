@@ -48,7 +48,6 @@ except ImportError as error:
 _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 #: Of collectives, unless ``init`` has one: torch's. Horovod has none.
 _TIMEOUT = timedelta(minutes=30)
-#: Of Horovod's start, unless ``init`` has one: as of MPI's.
 #: Interval between two polls of an operation; a fraction of the shortest operation's time.
 _POLL_S = 5e-5
 

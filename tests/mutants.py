@@ -46,7 +46,7 @@ DECIDED = ("unidist/hvd", "unidist/run", "unidist/migrate")
 THEN = [
     ["tests/contract"],
     ["-m", "unit", "--ignore=tests/contract"],
-    ["tests/test_contract.py::test_contract[torchrun-gloo-2]"],
+    ["tests/test_contract.py::test_contract[torchrun-gloo-3]"],
 ]
 THEN += [
     [

@@ -11,13 +11,13 @@ from tests.support.worlds import BESIDE, run_suite, shown
 
 #: mpi shares its backend with gloo, and has a suite of its own for one rank and for three. Of Horovod two ranks show
 #: all; on MPI it has the same calls, which test_parity.py and test_matrix.py make.
-WORLDS = [("torchrun", "gloo", 2), ("horovodrun", "horovod", 2), ("openmpi", "mpi", 2)]
+WORLDS = [("torchrun", "gloo", 3), ("horovodrun", "horovod", 2), ("openmpi", "mpi", 2)]
 #: Of the suite, what has to do with process groups, and with MPI. The rest uses the same calls.
 GROUPS, CALLS = ["test_wrap_model.py", "test_replicate.py", "test_join.py"], ["test_collectives.py", "test_world.py"]
-#: One rank; and beside torch's default process group, as the drop-in begins: three ranks, and a second MPI library.
+#: One rank; and beside torch's default process group, as the drop-in begins, which shows a second MPI library, too.
 VARIANTS = [
     ("torchrun", "gloo", 1, CALLS + GROUPS, ""),
-    ("torchrun", "gloo", 3, [], "1"),
+    ("torchrun", "gloo", 3, CALLS + GROUPS, "1"),
     ("mpich", "mpi", 2, CALLS, "1"),
 ]
 

@@ -21,11 +21,10 @@ CELLS += [(launcher, "mpi", 2) for launcher in COMMANDS if COMMANDS[launcher].mp
 CELLS += [("torchrun c10d", "gloo", 2), ("torchrun as torch.distributed.launch", "gloo", 2)]
 CELLS += [("torchrun 2 nodes", "gloo", 4), ("torchrun 2 nodes", "horovod", 4)]
 CELLS += [("horovodrun-mpi by default", "horovod", 2), ("slurm pmix", "mpi", 2), ("slurm pmi2", "mpi", 2)]
-#: Each launcher once. Under MPICH's, test_mpi.py has a whole suite.
+#: Each launcher once.
 ONCE = [
     (name, "horovod" if "horovod" in each.package else "mpi" if each.mpi else "gloo", 2)
     for name, each in COMMANDS.items()
-    if name != "mpich"
 ]
 #: Of them, those whose processes import PyTorch themselves: one of each engine.
 FRESH = ("torchrun", "horovodrun", "openmpi")

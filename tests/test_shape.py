@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import unidist
-from tests.conftest import NEEDED, VARIANTS, pytest_cmdline_main
+from tests.conftest import NEEDED, VARIANTS, pytest_cmdline_main, stale
 from tests.support.worlds import ROOT, environment
 from unidist import horovod_names, hvd
 from unidist.context import BACKENDS
@@ -224,6 +224,7 @@ def test_the_tests_of_lists_exist() -> None:
     for test in (*VARIANTS, *(name for _, name in NEEDED)):
         file, name = test.partition("[")[0].split("::")
         assert f"def {name}" in (ROOT / "tests" / file).read_text(), test
+    assert not stale  # with their parameters
 
 
 # ------------------------------------------------------------------------------------ docs

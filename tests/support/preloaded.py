@@ -244,11 +244,12 @@ if __name__ == "__main__":
 
     import numpy  # noqa: F401
     import pytest  # noqa: F401
-    import sklearn.datasets  # noqa: F401
     import torch._dynamo
     import torch.distributed.launcher.api  # noqa: F401
-    import torchmetrics  # noqa: F401
 
+    for module in ("sklearn.datasets", "torchmetrics"):
+        with suppress(ImportError):
+            __import__(module)
     gc.freeze()  # or copies would look at all of it when they end
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(sys.argv[1])
