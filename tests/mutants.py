@@ -1,8 +1,8 @@
 """Changes one place of the package at a time, and counts which changes no test notices: ``make mutants N=200 SEED=1``.
 
 Each mutant is tested in a copy of the checkout, until a test fails: by the tests that are named for its directory here,
-and where these do not decide alone, by those on threads and by worlds of processes on gloo. What survives is printed
-as a diff.
+and where these do not decide alone, by those on threads and by worlds of processes on gloo and MPI. What survives is
+printed as a diff.
 """
 
 import argparse
@@ -47,6 +47,7 @@ THEN = [
     ["tests/contract"],
     ["-m", "unit", "--ignore=tests/contract"],
     ["tests/test_contract.py::test_contract[torchrun-gloo-3]"],
+    ["tests/test_contract.py::test_contract[openmpi-mpi-2]"],
 ]
 THEN += [
     [
