@@ -247,9 +247,12 @@ if __name__ == "__main__":
     import torch._dynamo
     import torch.distributed.launcher.api  # noqa: F401
 
+    # Both work without pandas, whose pyarrow begins a thread: a process that forks may have one thread only.
+    sys.modules["pandas"] = None  # type: ignore[assignment]
     for module in ("sklearn.datasets", "torchmetrics"):
         with suppress(ImportError):
             __import__(module)
+    del sys.modules["pandas"]
     gc.freeze()  # or copies would look at all of it when they end
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(sys.argv[1])
