@@ -58,7 +58,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     names = {item.nodeid.removeprefix("tests/"): item for item in items}
-    if config.args_source is config.ArgsSource.TESTPATHS and not config.getoption("lf"):
+    if config.args_source is config.ArgsSource.TESTPATHS and not config.getoption("lf", False):
         files = tuple({name.split("::")[0] for name in names})  # the others need what is not installed
         listed = [line for line in (*VARIANTS, *(name for _, name in NEEDED)) if line.startswith(files)]
         stale.extend(line for line in listed if not any(name.startswith(line) for name in names))

@@ -26,8 +26,8 @@ ONCE = [
     (name, "horovod" if "horovod" in each.package else "mpi" if each.mpi else "gloo", 2)
     for name, each in COMMANDS.items()
 ]
-#: Of them, one whose processes import PyTorch themselves, as they do in test_launch.py.
-FRESH = "torchrun"
+#: Of them, the one whose processes import PyTorch themselves, as they do in test_launch.py.
+FRESH = ("torchrun", "gloo", 2)
 #: What ``auto`` picks; elsewhere gloo.
 AUTO = {"python": "single", "horovodrun": "horovod", "horovodrun-mpi": "horovod"}
 #: Where rank 0's store listens on the address that the others of this host use, and on no other.
@@ -77,8 +77,7 @@ def test_digits(
     path = tmp_path / "digits.pt"
     argv = ["tests/programs/place.py", "examples/digits.py", *EPOCHS, "--save", str(path)]
     asked = "auto" if AUTO.get(launcher.split()[0], "gloo") == backend else backend
-    fresh = launcher == FRESH and (launcher, backend, size) in ONCE
-    result = run_world(launcher, size, argv, backend=asked, env=env, fresh=fresh)
+    result = run_world(launcher, size, argv, backend=asked, env=env, fresh=(launcher, backend, size) == FRESH)
     assert result.returncode == 0, result.output
 
     assert f"{size} ranks on {backend}: saved {path}" in result.output
