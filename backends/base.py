@@ -294,16 +294,20 @@ class Backend(ABC):
         tensor: torch.Tensor | None = None,
         group: Group | None = None,
         began: Collective | None = None,
+        *,
+        waits: bool = True,
     ) -> AbstractContextManager[None]:
         """Convert the library's exceptions inside the block into a ``CollectiveError`` that names rank and call.
 
         Args:
             call: what the user has called, or ``backward``.
-            tensor: of this rank; None: the operation is not waited for inside.
+            tensor: of this rank; None: the block makes no operation.
             group: of the operation.
-            began: the result of ``began`` where it was started earlier.
+            began: the result of ``began`` where it is started and waited for in two blocks.
+            waits: whether the operation is waited for inside the block; it has begun, then. One that is only started
+                has not where the library refuses it.
         """
-        return _ErrorsOf(self, call, tensor, group, began)
+        return _ErrorsOf(self, call, tensor, group, began, waits)
 
     def began(self, call: str, tensor: torch.Tensor, group: Group | None) -> Collective | None:
         """A collective that this rank starts, for the timeline; None where none is on."""
@@ -319,17 +323,24 @@ class _ErrorsOf:
         tensor: torch.Tensor | None,
         group: Group | None,
         began: Collective | None,
+        waits: bool,
     ) -> None:
         self.backend = backend
         self.call = call
         self.tensor = tensor
         self.group = group
         self.span = began
-        self.entry: Entry | None = None
-        if backend.recent is not None and tensor is not None:
-            self.entry = backend.recent.begin(call, () if group is None else group.ranks, tensor)
+        self.waits = waits
+        self.entry = self._begin() if waits else None
+
+    def _begin(self) -> Entry | None:
+        if self.backend.recent is None or self.tensor is None:
+            return None
+        return self.backend.recent.begin(self.call, () if self.group is None else self.group.ranks, self.tensor)
 
     def __enter__(self) -> None:
+        if not self.waits:
+            return
         if self.span is not None:
             self.span.wait()
         elif spans.on and self.tensor is not None:
@@ -338,16 +349,16 @@ class _ErrorsOf:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
+        if not self.waits:
+            if error is None:
+                return False
+            self.entry = self._begin()  # what fails is this operation, not the one before
         if self.span is not None:
             self.span.end()
-        if error is None:
-            if self.entry is not None:
-                self.entry.done = True
-            return False
         try:
-            if not isinstance(error, Exception) or isinstance(error, UnidistError):
-                return False
-            raise self.backend.failure(self.call, error) from error
+            if isinstance(error, Exception) and not isinstance(error, UnidistError):
+                raise self.backend.failure(self.call, error) from error
+            return False
         finally:
             if self.entry is not None:
                 self.entry.done = True

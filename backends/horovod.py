@@ -163,11 +163,8 @@ class HorovodBackend(Backend):
         base = _name(kind, group)
         name = next(name for name in (base, *(f"{base}.{i}" for i in range(len(names)))) if name not in names)
         span = self.began(call, tensor, group)
-        try:
+        with self.errors_of(call, tensor, group, span, waits=False):
             handle = start(tensor, name=name, process_set=_set(group))
-        except Exception:  # as Horovod has ended: the operation that has failed is this one
-            with self.errors_of(call, tensor, group, span):
-                raise
         names.add(name)
 
         def wait() -> None:

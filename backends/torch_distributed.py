@@ -178,7 +178,7 @@ class TorchBackend(Backend):
 
     def start_all_reduce(self, tensor: Tensor, op: Op, group: Group | None = None, *, call: str = "all_reduce") -> Wait:
         span = self.began(call, tensor, group)
-        with self.errors_of(call):
+        with self.errors_of(call, tensor, group, span, waits=False):
             handle = self._handle(group, tensor.device.type)
             work = dist.all_reduce(tensor, _OPS["sum" if op == "mean" else op], handle, async_op=True)
 
@@ -197,7 +197,7 @@ class TorchBackend(Backend):
 
     def start_broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Wait:
         span = self.began("broadcast", tensor, group)
-        with self.errors_of("broadcast"):
+        with self.errors_of("broadcast", tensor, group, span, waits=False):
             handle = self._handle(group, tensor.device.type)
             work = dist.broadcast(tensor, group=handle, group_src=self.ranks(group).index(src), async_op=True)
 
