@@ -197,7 +197,8 @@ def test_hosts_that_do_not_answer_are_named(three_hosts: list[str]) -> None:
 )
 def test_no_rank_is_left_on_any_host(fault: str, three_hosts: list[str]) -> None:
     mark = f"800.{os.getpid()}{len(fault)}"
-    driver = start_on(three_hosts, 0, [*RUN, "-H", "alpha:1,beta:2", PYTHON, PRINTS, "wait", mark, "0"])
+    options = ["--heartbeat-timeout", "5", "-H", "alpha:1,beta:2"]
+    driver = start_on(three_hosts, 0, [*RUN, *options, PYTHON, PRINTS, "wait", mark, "0"])
     assert driver.stdout
     try:
         # The warnings of torch's store about names that do not resolve come in between.
@@ -235,6 +236,26 @@ def test_no_rank_is_left_on_any_host(fault: str, three_hosts: list[str]) -> None
     finally:
         machines.set_link(three_hosts[1], "up")
         machines.signal_all(three_hosts[1], signal.SIGCONT)
+        driver.kill()
+        driver.communicate()
+
+
+def test_a_network_that_stops_for_seconds_ends_no_job(three_hosts: list[str]) -> None:
+    mark = f"801.{os.getpid()}"
+    driver = start_on(three_hosts, 0, [*RUN, "-H", "alpha:1,beta:1", PYTHON, PRINTS, "wait", mark, "0"])
+    assert driver.stdout
+    try:
+        while len(left(mark)) < 4 or "up" not in driver.stdout.readline():
+            assert driver.poll() is None
+        machines.set_link(three_hosts[1], "down")
+        time.sleep(8)
+        machines.set_link(three_hosts[1], "up")
+        assert driver.poll() is None and len(left(mark)) == 4
+        driver.send_signal(signal.SIGINT)
+        output, _ = driver.communicate(timeout=60)
+        assert "is lost" not in output and not left(mark), output
+    finally:
+        machines.set_link(three_hosts[1], "up")
         driver.kill()
         driver.communicate()
 

@@ -108,6 +108,7 @@ def _job(given: argparse.Namespace, placements: list[hosts.Placement]) -> driver
         timestamps=given.prefix_output_with_timestamp,
         verbose=given.verbose,
         grace_period=given.grace_period,
+        heartbeat_timeout=given.heartbeat_timeout,
         horovod=not given.hvd
         and settings.backend(os.environ) in ("auto", "horovod")
         and find_spec("horovod") is not None,

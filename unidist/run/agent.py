@@ -2,7 +2,7 @@
 
 The driver sends the source of this module, and of those that it imports, to a Python on the host, which needs nothing
 else installed. Both write one JSON object per line: the driver to the agent's standard input, the agent to its standard
-output. A side that hears nothing from the other one for ``SILENCE_S`` takes it for lost.
+output. A side that hears nothing from the other one for the heartbeat timeout takes it for lost.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from unidist.network.addresses import Host, interface_of, listen_address, this_h
 
 #: Seconds between two heartbeats.
 BEAT_S = 1.0
-#: Seconds without any message after which the other side is lost.
-SILENCE_S = 5.0
+#: The heartbeat timeout, in seconds, where the driver gives no other one: networks stop for seconds, and recover.
+HEARTBEAT_TIMEOUT_S = 30.0
+#: Seconds that an agent has to connect to the driver's store, while its heartbeats wait.
+_CONNECT_S = 2.0
 #: Seconds from SIGTERM to SIGKILL for the other ranks when one has failed, or the driver is lost.
 GRACE_S = 3.0
 _libc = ctypes.CDLL(None)
@@ -64,6 +66,7 @@ class _Agent:
         #: Seconds from a signal to SIGKILL, and until when ranks that were sent one have time.
         self.grace = GRACE_S
         self.until = 0.0
+        self.heartbeat_timeout = HEARTBEAT_TIMEOUT_S
         #: A signal that this process was sent, of which the driver does not know.
         self.received = 0
         self.guard = _start_guard()
@@ -98,7 +101,7 @@ class _Agent:
     def _listen(self) -> None:
         data = b""
         while True:
-            ready, _, _ = select.select([0], [], [], SILENCE_S)
+            ready, _, _ = select.select([0], [], [], self.heartbeat_timeout)
             chunk = os.read(0, 65536) if ready else b""
             if not chunk:
                 self._end(signal.SIGTERM, None, max(GRACE_S, self.until - time.monotonic()))
@@ -107,6 +110,7 @@ class _Agent:
             for line in lines:
                 message = json.loads(line)
                 if "start" in message:
+                    self.heartbeat_timeout = message["start"]["heartbeat_timeout"]
                     self.starts.put(message["start"])
                     os.write(self.wake_writer, b"\n")
                 if "signal" in message:
@@ -249,7 +253,7 @@ class _Agent:
             try:
                 data = data[os.write(1, data) :]
             except OSError:  # the driver has gone, which _listen notices
-                time.sleep(SILENCE_S)
+                time.sleep(BEAT_S)
 
 
 def _remedy(error: OSError, command: list[str], directory: str) -> str:
@@ -279,8 +283,7 @@ def _why_unreachable(endpoint: list[Any]) -> str:
     """Why the ranks could not connect to the driver's store; empty if they can."""
     address, port = endpoint
     try:
-        # Heartbeats wait meanwhile.
-        socket.create_connection((address, port), timeout=SILENCE_S / 2).close()
+        socket.create_connection((address, port), timeout=_CONNECT_S).close()
     except OSError as error:
         return (
             f"cannot connect to unidist run at {address}, port {port}: {error}. Is there a firewall? "
@@ -320,5 +323,5 @@ def main() -> None:
     """Run the agent of this host."""
     _Agent().run()
     # The driver says when all is read.
-    time.sleep(SILENCE_S)
+    time.sleep(HEARTBEAT_TIMEOUT_S)
     sys.exit(0)

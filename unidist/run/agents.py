@@ -10,11 +10,13 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from unidist.network.addresses import Host
-from unidist.run.agent import BEAT_S, GRACE_S, SILENCE_S
+from unidist.run.agent import BEAT_S, GRACE_S
 from unidist.run.output import say
 
 #: The largest message of an agent: lines are passed on in pieces of 1 MiB.
 MESSAGE = 1 << 24
+#: Seconds that an agent's process has to end.
+_CLOSE_S = 5.0
 
 
 class Listener(Protocol):
@@ -44,12 +46,21 @@ class HostAgent:
         process: by which the agent is reached.
         listener: receives what the agent reports.
         source: the agent's program.
+        heartbeat_timeout: seconds without any message after which the host is lost.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, listener: Listener, source: bytes) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        listener: Listener,
+        source: bytes,
+        heartbeat_timeout: float,
+    ) -> None:
         self.name = name
         self.process = process
         self.listener = listener
+        self.heartbeat_timeout = heartbeat_timeout
         self.host: Host | None = None
         #: How many files a process there may open.
         self.files = 0
@@ -82,7 +93,7 @@ class HostAgent:
             task.cancel()
         with suppress(ConnectionError, BrokenPipeError):
             self._stdin().close()
-        await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=SILENCE_S)
+        await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=_CLOSE_S)
         if self.process.returncode is None:
             self.process.kill()
 
@@ -101,10 +112,10 @@ class HostAgent:
         assert self.process.stdout is not None
         while not self.done:
             reading = asyncio.ensure_future(self.process.stdout.readline())
-            await asyncio.wait({reading}, timeout=SILENCE_S if self.host else None)
+            await asyncio.wait({reading}, timeout=self.heartbeat_timeout if self.host else None)
             if not reading.done():
                 reading.cancel()
-                self._lost(f"no message for {SILENCE_S:g} s")
+                self._lost(f"no message for {self.heartbeat_timeout:g} s")
                 return
             if not (line := reading.result()):
                 await self.process.wait()

@@ -24,7 +24,7 @@ from unidist.launchers.world import OUTER
 from unidist.network import open_files
 from unidist.network.addresses import LOOPBACK, Host, create_server, listen_address, this_host
 from unidist.run import hosts, transport
-from unidist.run.agent import GRACE_S
+from unidist.run.agent import GRACE_S, HEARTBEAT_TIMEOUT_S
 from unidist.run.agents import MESSAGE, HostAgent, how_ended
 from unidist.run.hosts import Place, Placement
 from unidist.run.output import Output, say
@@ -59,6 +59,8 @@ class Job:
     verbose: bool = False
     #: Seconds that the ranks have for their end when this process is sent SIGTERM, SIGINT or SIGHUP.
     grace_period: float = 30.0
+    #: Seconds without a message of a host's agent after which the host is lost; None: that of the driver.
+    heartbeat_timeout: float | None = None
     #: Whether the ranks may use Horovod itself.
     horovod: bool = False
 
@@ -114,8 +116,12 @@ def describe(job: Job) -> str:
 class Driver(ABC):
     """What is the same for all jobs: agents, signals, what is printed, and the first failure."""
 
+    #: The default: the job ends with a host.
+    HEARTBEAT_TIMEOUT_S = HEARTBEAT_TIMEOUT_S
+
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.heartbeat_timeout = job.heartbeat_timeout or self.HEARTBEAT_TIMEOUT_S
         self.output = Output(job.ranks, job.output_directory, timestamps=job.timestamps)
         self.printing = asyncio.Lock()
         self.agents: list[HostAgent] = []
@@ -179,7 +185,7 @@ class Driver(ABC):
             )  # fmt: skip
         except OSError as error:
             raise LaunchError(f"host {name}: cannot start {command[0]}: {error.strerror}") from error
-        agent = HostAgent(name, process, self, transport.program())
+        agent = HostAgent(name, process, self, transport.program(), self.heartbeat_timeout)
         self.agents.append(agent)
         return agent
 
@@ -213,6 +219,7 @@ class Driver(ABC):
             "hosts": hosts,
             "stay": False,
             "grace": self.job.grace_period,
+            "heartbeat_timeout": self.heartbeat_timeout,
         }
 
     def listen_address(self, hosts: list[Host]) -> str:

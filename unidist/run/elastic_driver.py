@@ -98,6 +98,9 @@ class ElasticDriver(Driver):
         discovery: which hosts there are.
     """
 
+    #: The default: the job goes on without a host.
+    HEARTBEAT_TIMEOUT_S = 5.0
+
     def __init__(self, job: Job, limits: Limits, discovery: Discovery) -> None:
         super().__init__(job)
         self.discovery = discovery

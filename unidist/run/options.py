@@ -26,6 +26,13 @@ def _from_0(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
+def _timeout(text: str) -> float:
+    value = float(text)
+    if not value >= 3:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 3 up: heartbeats are 1 s apart")
+    return value
+
+
 def _noise(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1:
@@ -163,6 +170,10 @@ def parser(prog: str = "unidist run") -> argparse.ArgumentParser:
     add(
         "--grace-period", type=_from_0(float), default=30.0, metavar="SECONDS",
         help="seconds that the ranks have to end after SIGTERM or Ctrl-C (default: 30)",
+    )  # fmt: skip
+    add(
+        "--heartbeat-timeout", type=_timeout, metavar="SECONDS",
+        help="seconds without a message of a host after which it is lost (default: 30; of an elastic job, 5)",
     )  # fmt: skip
     add("--network-interfaces", action=_Interfaces, dest="nics", help="network interfaces to use, by commas")
     add("--network-interface", action=_Interfaces, dest="nics", help="the same, one at a time")
