@@ -304,7 +304,7 @@ def test_survivors_go_on_without_the_one_that_is_lost(call: str, fault: str, tmp
     with started(tmp_path, options, [*NATIVE, call, "0"], **env) as job:
         job.do(f"{fault}.1.4")
         assert job.status() == 0, job.output
-    assert ("worker 1 on host localhost has stopped while others wait: it is killed" in job.output) == (fault == "stop")
+    assert ("host localhost: worker 1 has stopped while others wait: it is killed" in job.output) == (fault == "stop")
     found = notes(tmp_path)
     assert [note["size"] for note in found if note["event"] == "enter"] == [2, 2, 1, 2, 2], job.output
     assert_each_sample_once(found)

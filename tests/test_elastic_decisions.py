@@ -6,6 +6,9 @@ import argparse
 import math
 import os
 import random
+import signal
+import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import unidist
-from tests.support.worlds import ROOT
+from tests.support.worlds import PYTHON, ROOT
 from unidist.elastic import sampler as sampler_module
 from unidist.errors import LaunchError
-from unidist.run import options
+from unidist.run import agent, options
 from unidist.run.elastic import FAILURES, Elastic, Limits, Worker
 from unidist.run.hosts import HostSlots, Place, discovered_hosts, rank_variables
 
@@ -661,3 +664,17 @@ def test_limits() -> None:
     }.items():
         with pytest.raises(LaunchError, match=message):
             limits_of(line)
+
+
+def test_a_worker_that_is_stopped_is_told_from_one_that_is_busy() -> None:
+    """Neither answers the other ranks while it holds Python's lock."""
+    with subprocess.Popen(["env", PYTHON, "-S", "-c", "while True: pass"], start_new_session=True) as process:
+        try:
+            assert not agent._is_stopped(process.pid)
+            os.kill(process.pid, signal.SIGSTOP)
+            end = time.monotonic() + 10
+            while not agent._is_stopped(process.pid):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        finally:
+            process.kill()

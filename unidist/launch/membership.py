@@ -105,7 +105,9 @@ class Membership:
             return self._lost
 
     def have_killed(self, ranks: Sequence[int]) -> None:
-        """Tell the driver that members of this generation have stopped while others wait for them: it kills them."""
+        """Tell the driver that members of this generation do not answer while others wait for them: it has those killed
+        that are stopped.
+        """
         with self._changed:
             numbers = [self.members[rank] for rank in ranks]
             self._send(generation=self.generation, stopped=numbers)

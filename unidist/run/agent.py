@@ -8,6 +8,7 @@ output. A side that hears nothing from the other one for the heartbeat timeout t
 from __future__ import annotations
 
 import ctypes
+import glob
 import json
 import os
 import queue
@@ -56,8 +57,8 @@ class _Agent:
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
         self.selector = selectors.DefaultSelector()
-        #: What the driver has said to start, and whether it may say so again.
-        self.starts: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        #: The driver's messages that the main thread is to answer, and whether it may start ranks more than once.
+        self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.begun = self.stay = False
         self.wake_reader, self.wake_writer = os.pipe()
         self.selector.register(self.wake_reader, selectors.EVENT_READ)
@@ -83,7 +84,11 @@ class _Agent:
             for key, _ in self.selector.select(0.1 if self.ranks else BEAT_S):
                 if key.data is None:
                     os.read(self.wake_reader, 1)
-                    self._start_ranks(self.starts.get())
+                    message = self.messages.get()
+                    if "start" in message:
+                        self._start_ranks(message["start"])
+                    else:
+                        self._kill_stopped(message["kill_stopped"])
                 else:
                     self._read(*key.data)
             if number := self.received:
@@ -111,7 +116,8 @@ class _Agent:
                 message = json.loads(line)
                 if "start" in message:
                     self.heartbeat_timeout = message["start"]["heartbeat_timeout"]
-                    self.starts.put(message["start"])
+                if "start" in message or "kill_stopped" in message:
+                    self.messages.put(message)
                     os.write(self.wake_writer, b"\n")
                 if "signal" in message:
                     self._end_soon(message["signal"], message.get("ranks"), message["grace"])
@@ -146,6 +152,13 @@ class _Agent:
             os._exit(1)
 
     # -------------------------------------------------------------------------------------- the ranks
+    def _kill_stopped(self, numbers: list[int]) -> None:
+        """Kill those of some ranks that are stopped: one that is busy does not answer other ranks either."""
+        for rank in self.ranks:
+            if rank.rank in numbers and _is_stopped(rank.process.pid):
+                self._send(warning=f"worker {rank.rank} has stopped while others wait: it is killed")
+                self._end_soon(signal.SIGKILL, [rank.rank], GRACE_S)
+
     def _start_ranks(self, start: dict[str, Any]) -> None:
         self.begun, self.stay, self.grace = True, start["stay"], start["grace"]
         open_files.raise_limit(open_files.of_agent(len(self.ranks) + len(start["ranks"])))
@@ -272,6 +285,16 @@ def _is_over(rank: _Rank) -> bool:
     with suppress(ChildProcessError):
         return os.waitid(os.P_PID, rank.process.pid, flags) is not None
     return True
+
+
+def _is_stopped(group: int) -> bool:
+    """Whether a process of a group is stopped, by SIGSTOP for example."""
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        with suppress(OSError), open(path) as file:
+            state, _, of = file.read().rpartition(")")[2].split()[:3]
+            if state == "T" and of == str(group):
+                return True
+    return False
 
 
 def _signal_group(pid: int, number: int) -> None:

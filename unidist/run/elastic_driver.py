@@ -310,9 +310,12 @@ class ElasticDriver(Driver):
         self.something.set()
 
     def _signal(self, worker: Worker, number: int) -> None:
+        self._tell_agent(worker, signal=int(number), ranks=[worker.number], grace=GRACE_S)
+
+    def _tell_agent(self, worker: Worker, **message: Any) -> None:
         task = self.by_host.get(worker.place.host)
         if task is not None and task.done():
-            task.result().send(signal=int(number), ranks=[worker.number], grace=GRACE_S)
+            task.result().send(**message)
 
     def _dismiss(self, worker: Worker) -> None:
         well = worker.leaving or worker not in self.elastic.members
@@ -364,8 +367,7 @@ class ElasticDriver(Driver):
             return
         elif "stopped" in message:
             for member in [each for each in self.elastic.members if each.number in message["stopped"]]:
-                say(f"worker {member.number} on host {member.place.host} has stopped while others wait: it is killed")
-                self._signal(member, signal.SIGKILL)
+                self._tell_agent(member, kill_stopped=[member.number])
         elif self.checks is not None:
             self.checks[number] = message["checks"]
             members = {worker.number for worker in self.elastic.members}

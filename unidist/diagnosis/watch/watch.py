@@ -231,7 +231,7 @@ class Watch:
             threading.Thread(target=self._report_stall, args=[title], name="unidist-report", daemon=True).start()
 
     def _report_stall(self, title: str) -> None:
-        """Print what all ranks do; in an elastic run, have those killed that will not go on by themselves."""
+        """Print what all ranks do; in an elastic run, have those killed that are stopped."""
         stopped = [state.rank for state in self._print(title) if state.silence.startswith((_STOPPED, _UNREACHABLE))]
         member = membership.current()
         if member is not None and stopped:
