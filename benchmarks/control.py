@@ -129,7 +129,7 @@ class _World:
             for each in accepted.values():
                 each.answer({})
             connections = {rank: each.connection for rank, each in accepted.items()}
-        options = ControlOptions(1e-3, StallTimeouts(0, 0), _NO_DEADLINE, _NO_DEADLINE)
+        options = ControlOptions(1e-3, StallTimeouts(0, 0), _NO_DEADLINE, _NO_DEADLINE, _NO_DEADLINE)
         coordinator = Coordinator(self.size, 64 * 2**20, lambda signature, values, size: values[0])
         self._control = CoordinatorThread(self, options, connections, processes, coordinator)
         self._control.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import signal
 import threading
@@ -45,6 +46,21 @@ def test_a_process_set_that_is_removed_while_a_rank_waits_in_it(rank: int, size:
         with pytest.raises(hvd.HorovodInternalError, match=r"allreduce.in vain: process set \d+ has been removed"):
             hvd.synchronize(handle)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+
+def test_a_rank_that_keeps_pythons_lock_for_long(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``json.load`` does. Of another host nobody can see whether a rank is stopped or busy."""
+    from unidist.hvd.session import current_session
+    from unidist.network.processes import Process
+
+    control = current_session()._control
+    monkeypatch.setattr(control, "_options", control._options._replace(deadline=1.0))
+    monkeypatch.setattr(Process, "state", lambda self: "")
+    for slow in {0, size - 1}:
+        hvd.barrier()
+        if rank == slow:
+            ctypes.PyDLL(None).usleep(3_500_000)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
 
 
 def test_threads_that_submit_at_the_same_time(rank: int, size: int) -> None:

@@ -60,8 +60,10 @@ class ControlOptions(NamedTuple):
     #: Seconds for which submissions are gathered before they are sent, unless a caller waits for one.
     cycle: float
     stall: StallTimeouts
-    #: Seconds without a sign of life after which a rank is lost.
+    #: Seconds without a sign of life after which a rank is lost that is stopped, and a host that cannot be reached.
     deadline: float
+    #: The same of a rank whose process cannot be seen from here: it may be in a call that keeps Python's lock.
+    silence: float
     #: Seconds that ranks may take to come to the start.
     start: float
 
@@ -291,10 +293,11 @@ class ControlThread(ABC):
         if delayed:
             self._heard = dict.fromkeys(self._connections, now)
         for rank in [rank for rank in self._connections if now - self._heard[rank] > self._options.deadline]:
-            if self._processes[rank].is_running():
+            running, silent = self._processes[rank].is_running(), now - self._heard[rank]
+            if running:
                 self._heard[rank] = now
-            else:
-                self._lose(rank, f"has given no sign of life for {self._options.deadline:.0f} s", 0.0)
+            elif running is False or silent > self._options.silence:
+                self._lose(rank, f"has given no sign of life for {silent:.0f} s", 0.0)
 
     def _lose_unreadable(self, rank: int, error: ValueError) -> None:
         self._lose(rank, f"has sent a message that cannot be read: {error}", 0.0)

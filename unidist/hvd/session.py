@@ -54,8 +54,9 @@ from unidist.world import Feature
 
 #: How long a session that closes waits for the operation that is being executed.
 _CLOSE_TIMEOUT_S = 5.0
-#: Seconds without a sign of life after which a rank is lost, unless ``init`` has a timeout.
-_DEADLINE_S = 30.0
+#: Seconds without a sign of life after which a rank is lost that is stopped or whose host cannot be reached, and one of
+#: another host, which may be in a call that keeps Python's lock; unless ``init`` has a timeout.
+_DEADLINE_S, _SILENCE_S = 30.0, 600.0
 #: How much later than a rank that has stopped one is lost that submits nothing, so that the better reason comes first.
 _LATER_S = 2.0
 #: How much later than a collective call fails the control thread may learn that a rank is lost.
@@ -531,7 +532,7 @@ def open_session() -> Session:
     fusion = settings.horovod_number(env, "HOROVOD_FUSION_THRESHOLD", 64 * 2**20, whole=True)
     cycle = settings.horovod_number(env, "HOROVOD_CYCLE_TIME", 1) / 1000
     start = seconds or settings.horovod_number(env, "HOROVOD_GLOO_TIMEOUT_SECONDS", 0) or START_TIMEOUT.total_seconds()
-    options = ControlOptions(cycle, stall, seconds or _DEADLINE_S, start)
+    options = ControlOptions(cycle, stall, seconds or _DEADLINE_S, seconds or _SILENCE_S, start)
     session = context.of_world(_Open).session = Session(context.current(), fusion, options, timeline)
     # DYNAMIC means: at start_timeline(), which is always possible here.
     if session.topology.rank == 0 and (path := env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
