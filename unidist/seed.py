@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from operator import index
 
 import torch
 
@@ -16,6 +17,10 @@ def set_seed(seed: int) -> None:
     Args:
         seed: from 0 to 2**32 - 1, the range of NumPy's seeds.
     """
+    try:
+        seed = index(seed)
+    except TypeError:
+        raise TypeError(f"set_seed({seed!r}): pass an integer.") from None
     if not 0 <= seed < 2**32:
         raise ValueError(f"set_seed({seed}): a seed is from 0 to 2**32 - 1.")
     random.seed(seed)

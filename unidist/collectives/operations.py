@@ -526,6 +526,12 @@ def _check_dense(tensor: Tensor) -> None:
         )
     if tensor.layout != torch.strided:
         raise TypeError(f"{tensor.layout} tensors are not supported: pass tensor.to_dense().")
+    if tensor.is_meta:
+        raise TypeError("a tensor on the meta device has no data: pass one of the CPU or of a GPU.")
+    if tensor.is_quantized:
+        raise TypeError("quantized tensors are not supported: pass tensor.dequantize(), or tensor.int_repr().")
+    if tensor.is_nested:
+        raise TypeError("nested tensors are not supported: pass tensor.to_padded_tensor(0.0).")
 
 
 def _check_op(tensor: Tensor, op: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unidist.backends.base import Group
@@ -86,8 +87,8 @@ def wrap_model(
         group: the ranks that train this model together.
 
     Raises:
-        ValueError: no parameter requires grad, one is on the meta device or a DTensor, the model is wrapped already, or
-            an option has another value than those named above.
+        ValueError: no parameter requires grad, one is lazy, on the meta device or a DTensor, the model is wrapped
+            already, or an option has another value than those named above.
         UnidistError: from ``backward()`` (on torch.distributed from the next forward pass), when parameters got no
             gradient and ``find_unused_parameters`` is off; names them. From a forward pass that records gradients, when
             parameters have been converted to another dtype or device, or replaced, since the model was wrapped.
@@ -95,7 +96,7 @@ def wrap_model(
     """
     _check_options(compression, bucket_cap_mb)
     _check_model(model, "wrap_model")
-    if model in _replicas:
+    if replica_of(model) is not None:
         raise ValueError(f"wrap_model: this {type(model).__name__} is data-parallel already, by unidist.replicate.")
     _check_same(model, group, layout=True)
     if sync_bn:
@@ -142,16 +143,17 @@ def replicate(
         The model itself. Another call replaces the options of the first.
 
     Raises:
-        ValueError: no parameter requires grad, one is on the meta device or a DTensor, the model is wrapped already, or
-            another replicated model has one of its parameters; also a bad option.
+        ValueError: no parameter requires grad, one is lazy, on the meta device or a DTensor, the model is wrapped
+            already, or another replicated model has one of its parameters; also a bad option.
         UnidistError: from ``backward()``, when a parameter requires grad that did not when ``replicate`` was called;
             from an optimizer's ``step()``, when parameters have been replaced since.
         MismatchError: on every rank, when the ranks' models differ, also in memory format; names the first difference.
     """
     _check_options(compression, bucket_cap_mb)
     _check_model(model, "replicate")
-    own = set(model.parameters())
-    before = _replicas.get(model)
+    inner = _inside(model)
+    own = set(inner.parameters())
+    before = _replicas.get(inner)
     models = of_world(_Models)
     others = {replica for replica in models.parts.values() if replica is not before}
     if not all(own.isdisjoint(replica.params) for replica in others):
@@ -161,12 +163,12 @@ def replicate(
         )
     if before is not None:
         before.close()
-    _check_same(model, group, layout=True)
+    _check_same(inner, group, layout=True)
     options = _options(bucket_cap_mb, compression, group)
-    replica = _replicas[model] = Replica(model, options, _reducer(model, options, group), models.replicated)
-    models.trained[model] = TrainedParameters(model)
+    replica = _replicas[inner] = Replica(inner, options, _reducer(inner, options, group), models.replicated)
+    models.trained[inner] = TrainedParameters(inner)
     _check_steps()
-    for part in list(model.modules()):
+    for part in list(inner.modules()):
         if next(part.parameters(recurse=False), None) is not None:
             models.parts[part] = replica
     # A backward pass may reach several models in another order on another rank; whether there are several, too, may
@@ -226,8 +228,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def replica_of(model: object) -> Replica | None:
     """Return what averages a model that was given to ``replicate``; None for another."""
-    inner = getattr(model, "_orig_mod", model)  # of torch.compile
-    return _replicas.get(inner) if isinstance(inner, nn.Module) else None
+    return _replicas.get(_inside(model)) if isinstance(model, nn.Module) else None
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model that ``torch.compile`` was given, or the model itself."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 @overload
@@ -412,6 +419,11 @@ def _check_model(model: nn.Module, call: str) -> None:
     if is_wrapped(model):
         raise ValueError(f"{call}: this {type(model).__name__} is wrapped already: pass its .module.")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{call}: {name!r} has no shape yet, as it is of a lazy module: run one forward pass before {call}, on "
+                "every rank."
+            )
         if tensor.is_meta:
             raise ValueError(
                 f"{call}: {name!r} is on the meta device and has no data: move the model with "
