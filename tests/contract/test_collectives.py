@@ -1,6 +1,7 @@
 """One meaning on every backend."""
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -403,6 +404,16 @@ def test_what_is_no_dense_tensor(call: Callable[[Any], torch.Tensor]) -> None:
         call(1.0)
     with pytest.raises(TypeError, match="to_dense"):
         call(torch.eye(2).to_sparse())
+    with pytest.raises(TypeError, match="meta device"):
+        call(torch.ones(2, device="meta"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested ones are a prototype, quantized ones deprecated
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(TypeError, match="to_padded_tensor"):
+        call(nested)
+    with pytest.raises(TypeError, match="dequantize"):
+        call(quantized)
 
 
 def test_bad_src() -> None:

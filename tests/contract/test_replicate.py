@@ -186,8 +186,15 @@ def test_no_sync_of_a_wrapped_model_and_of_none() -> None:
     loss_of(model, unidist.rank()).backward()
     assert_gradient(model, [2 * grad for grad in mean_gradient(seeded(), loss_of)])
     compiled = torch.compile(unidist.replicate(seeded()), backend="eager")
-    with unidist.no_sync(compiled):
+    replicated = unidist.replicate(torch.compile(seeded(), backend="eager"))
+    with unidist.no_sync(compiled), unidist.no_sync(replicated):
+        loss_of(replicated, unidist.rank()).backward()
+    with unidist.join(compiled, replicated):
         pass
+    loss_of(replicated, unidist.rank()).backward()
+    assert_gradient(replicated, [2 * grad for grad in mean_gradient(seeded(), loss_of)])
+    with pytest.raises(ValueError, match=r"by unidist\.replicate"):
+        unidist.wrap_model(unidist.unwrap(replicated))
     with pytest.raises(ValueError, match=r"no_sync\(Linear\).*replicate"), unidist.no_sync(seeded()):
         pass
 

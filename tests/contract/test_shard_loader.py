@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -515,3 +516,16 @@ def test_each_group_compares_its_own_stream() -> None:
     if rank < half and half > 1:  # the others read nothing
         with pytest.raises(unidist.MismatchError, match="Made yields another stream on each rank"):
             list(loader_of(by_rank, 0, group=group))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_loader_that_is_left_after_each_first_batch(shuffle: bool) -> None:
+    """It begins again, as one rank may look at a batch; who trains so is warned."""
+    loader = unidist.shard_loader(DataLoader(Numbers(100), 2, shuffle=shuffle))
+    first = next(iter(loader)).tolist()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [next(iter(loader)).tolist() for _ in range(3)] == [first] * 3
+    assert [str(each.message).startswith("a shard_loader that is left") for each in caught] == [True] * shuffle
+    loader.set_epoch(1)
+    assert (next(iter(loader)).tolist() != first) == shuffle

@@ -58,6 +58,8 @@ def test_set_seed() -> None:
     assert torch.equal(unidist.broadcast(first), first)
     with pytest.raises(ValueError, match="set_seed"):
         unidist.set_seed(-1)
+    with pytest.raises(TypeError, match=r"set_seed\(1.5\): pass an integer"):
+        unidist.set_seed(1.5)  # type: ignore[arg-type]
 
 
 def test_allreduce_metric_calls_the_backend_itself(monkeypatch: pytest.MonkeyPatch) -> None:

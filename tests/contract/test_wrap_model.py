@@ -409,6 +409,8 @@ def test_models_that_cannot_be_wrapped() -> None:
     norm.running_mean = norm.running_mean.to("meta")  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"'running_mean' is on the meta device"):
         unidist.wrap_model(norm)
+    with pytest.raises(ValueError, match=r"'weight' has no shape yet"):
+        unidist.wrap_model(nn.LazyLinear(2))
 
 
 def test_attributes_of_the_model_inside() -> None:

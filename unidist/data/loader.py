@@ -24,6 +24,11 @@ from unidist.diagnosis.spans import spans
 T = TypeVar("T")
 #: Samples that a worker reads for one that it keeps, above which there is a warning.
 _READ_PER_KEPT = 16
+_LEFT = (
+    "a shard_loader that is left before its second batch begins the same epoch again, with the same batch, so that one "
+    "rank may look at a batch, and this one was left so twice in a row. For other batches keep the iterator (batches = "
+    "iter(loader), next(batches)), or call loader.set_epoch(n) on every rank before each next(iter(loader))."
+)
 
 
 class ShardLoader(DataLoader[T]):
@@ -31,9 +36,9 @@ class ShardLoader(DataLoader[T]):
 
     Its iterators are typed as yielding the type parameter of the loader that it was made of, ``DataLoader[T]``.
 
-    Each iteration is the next epoch; one that is abandoned before its second batch does not count. ``len()`` is the
-    number of batches of the running iteration, else of the next one: fewer than a whole epoch's when it resumes in the
-    middle.
+    Each iteration is the next epoch; one that is left before its second batch does not count, so that a rank may look
+    at a batch by ``next(iter(loader))``. ``len()`` is the number of batches of the running iteration, else of the next
+    one: fewer than a whole epoch's when it resumes in the middle.
     """
 
     def __init__(self, source: ShardSampler | ShardStream, seed: int, draws: bool = True, **options: Any) -> None:
@@ -44,6 +49,8 @@ class ShardLoader(DataLoader[T]):
         self._comparison: DataComparison | None = None
         #: Whether an epoch begins with a number of the global generator, as with torch's loaders without a generator.
         self._draws = draws
+        #: How many iterations in a row were left before their second batch.
+        self._left = 0
         super().__init__(**options, generator=torch.Generator())
 
     @property
@@ -152,6 +159,11 @@ class ShardLoader(DataLoader[T]):
         if progress.start is not None and progress.consumed <= self._items_per_batch:
             progress.restart()  # the last iteration does not count
             self._iterator = None
+            self._left += 1
+            if self._left == 2 and isinstance(self._source, ShardSampler) and self._source.is_random():
+                warnings.warn(_LEFT, stacklevel=2)
+        else:
+            self._left = 0
         if self._draws and not progress.next.position:  # an epoch that resumes has drawn it at its beginning
             torch.empty((), dtype=torch.int64).random_()
         assert self.generator is not None
@@ -199,7 +211,8 @@ def shard_loader(
     The batch size is each rank's own, as before. Order and workers' seeds depend on ``seed`` alone. Each epoch draws
     one number of torch's global generator, as a ``DataLoader`` with a ``DistributedSampler`` does, unless ``loader``
     has a generator of its own; so dropout has the same masks. Each iteration is a new epoch, whose number is
-    ``loader.epoch``; call ``loader.set_epoch`` only to choose another one. ``loader.state_dict()`` and
+    ``loader.epoch``, but after one that was left before its second batch, as by ``next(iter(loader))``, which begins
+    again; call ``loader.set_epoch`` only to choose another one. ``loader.state_dict()`` and
     ``loader.load_state_dict()`` resume in the middle of an epoch, on a world of any size. Not collective, but every
     rank must pass the same arguments.
 

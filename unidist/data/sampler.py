@@ -74,6 +74,10 @@ class ShardSampler(Sampler[Any]):
         drawn = " by feistel" if self.permutation == "feistel" and is_shuffle(self.source) else ""
         return f"{self.total()} items of {type(self.source).__name__}{drawn}"
 
+    def is_random(self) -> bool:
+        """Whether epochs may differ: anything but the dataset's order."""
+        return type(getattr(self.source, "sampler", self.source)) is not SequentialSampler
+
     def _draw(self, epoch: int) -> Sequence[Any] | torch.Tensor | FeistelPermutation:
         source = self.source
         if type(source) is SequentialSampler:
