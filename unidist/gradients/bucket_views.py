@@ -81,14 +81,21 @@ class BucketViews:
                 self._aliases[i] = view.data
 
     def _alias(self) -> None:
-        """DDP has averaged: the parameters get aliases."""
-        known = zip([param.grad for param in self._params], self._views, self._aliases)
-        if not self._params or any(grad is not view and grad is not alias for grad, view, alias in known):
+        """DDP has averaged, unless autograd.grad() was called: the parameters get aliases."""
+        grads = [param.grad for param in self._params]
+        new = (
+            grad
+            for grad, view, alias in zip(grads, self._views, self._aliases)
+            if grad is not None and grad is not view and grad is not alias
+        )
+        if not self._params or any(grad._base is not None for grad in new):
             self._find()
-        for i, (param, view) in enumerate(zip(self._params, self._views)):
-            if self._aliases[i].data_ptr() != view.data_ptr():  # p.grad.data = ..., model.double().float()
-                self._aliases[i] = view.data
-            param.grad = self._aliases[i]
+            grads = [*self._views]
+        for i, (param, grad, view) in enumerate(zip(self._params, grads, self._views)):
+            if grad is view:
+                if self._aliases[i].data_ptr() != view.data_ptr():  # p.grad.data = ..., model.double().float()
+                    self._aliases[i] = view.data
+                param.grad = self._aliases[i]
         self._buckets = [(bucket, i, min(known, storage_references(bucket))) for bucket, i, known in self._buckets]
 
     def _find(self) -> None:

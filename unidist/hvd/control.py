@@ -293,11 +293,12 @@ class ControlThread(ABC):
         if delayed:
             self._heard = dict.fromkeys(self._connections, now)
         for rank in [rank for rank in self._connections if now - self._heard[rank] > self._options.deadline]:
-            running, silent = self._processes[rank].is_running(), now - self._heard[rank]
+            running = self._processes[rank].is_running()
+            limit = self._options.silence if running is None else self._options.deadline
             if running:
                 self._heard[rank] = now
-            elif running is False or silent > self._options.silence:
-                self._lose(rank, f"has given no sign of life for {silent:.0f} s", 0.0)
+            elif now - self._heard[rank] > limit:
+                self._lose(rank, f"has given no sign of life for {limit:.0f} s", 0.0)
 
     def _lose_unreadable(self, rank: int, error: ValueError) -> None:
         self._lose(rank, f"has sent a message that cannot be read: {error}", 0.0)
