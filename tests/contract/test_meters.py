@@ -4,6 +4,7 @@ import copy
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -41,6 +42,19 @@ def test_sum_and_empty_ranks() -> None:
         meter.update(torch.tensor([1, 2])), meter.update(0.5)
         mean.update(3.0)
     assert meter.compute() == 3.5 and mean.compute() == 3.0
+
+
+def test_arrays_and_lists() -> None:
+    mean, total, accuracy = unidist.Mean(), unidist.Sum(), unidist.Accuracy()
+    mean.update([1.0, 2.0], numpy.array([1, 3]))
+    mean.update(numpy.float32(1.75), 4)
+    total.update(numpy.ones(3, dtype=numpy.float32))
+    total.update(numpy.float64(2.0))
+    accuracy.update([1, 0, 2], numpy.array([1, 1, 2]))
+    assert mean.compute() == 1.75 and total.compute() == 5 * unidist.world_size() and accuracy.compute() == 2 / 3
+    for call in (mean.update, total.update):
+        with pytest.raises(TypeError, match=r"update takes tensors and numbers, not NoneType"):
+            call(None)  # type: ignore[arg-type]
 
 
 def test_nan_shows_unless_its_weight_is_0() -> None:

@@ -44,6 +44,13 @@ class Metric:
         return allreduce_metric(mine, op="sum", group=self.group)
 
 
+def _tensor(value: object, call: str) -> Tensor:
+    try:
+        return torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{call} takes tensors and numbers, not {type(value).__name__}: {error}") from error
+
+
 class Mean(Metric):
     """The weighted mean of all values of all ranks.
 
@@ -57,18 +64,18 @@ class Mean(Metric):
     """
 
     def update(self, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
-        """Add a value, or each element of a tensor, with a weight, such as the number of samples it is the mean of.
+        """Add a value, or each element of a tensor or an array, with a weight, such as the number of samples it is the mean of.
 
         A value of weight 0 does not count, whatever it is.
         """
-        if isinstance(value, Tensor) or isinstance(weight, Tensor):
-            device = value.device if isinstance(value, Tensor) else None
-            weights = torch.as_tensor(weight, dtype=torch.float64, device=device)
-            values = torch.as_tensor(value, device=weights.device).detach().double()
-            products = torch.where(weights == 0, 0.0, values * weights)
-            self._add(products.sum(), weights.expand_as(products).sum())
-        else:
+        if isinstance(value, (int, float)) and isinstance(weight, (int, float)):
             self._add(value * weight if weight else 0.0, weight)
+            return
+        values, weights = _tensor(value, "Mean.update"), _tensor(weight, "Mean.update")
+        device = values.device if isinstance(value, Tensor) else weights.device
+        weights = weights.to(device, torch.float64)
+        products = torch.where(weights == 0, 0.0, values.to(device, torch.float64) * weights)
+        self._add(products.sum(), weights.expand_as(products).sum())
 
     def compute(self) -> float:
         """The mean over all ranks; nan without any weight, or if a value was nan. Collective."""
@@ -80,8 +87,8 @@ class Sum(Metric):
     """The sum of all values of all ranks, in float64; for exact integers use ``allreduce_metric(n, op="sum")``."""
 
     def update(self, value: float | Tensor) -> None:
-        """Add a value, or each element of a tensor."""
-        self._add(value.detach().double().sum() if isinstance(value, Tensor) else value)
+        """Add a value, or each element of a tensor or an array."""
+        self._add(value if isinstance(value, (int, float)) else _tensor(value, "Sum.update").double().sum())
 
     def compute(self) -> float:
         """The sum over all ranks; 0 without any value. Collective."""
@@ -116,7 +123,8 @@ class Accuracy(Metric):
         Raises:
             ValueError: the shapes do not fit, or there are fewer classes than ``top_k``.
         """
-        output, target = output.detach(), target.detach().to(output.device)
+        output = _tensor(output, "Accuracy.update")
+        target = _tensor(target, "Accuracy.update").to(output.device)
         classes = not (output.dtype.is_floating_point or target.dtype.is_floating_point)
         fits = output.dim() == target.dim() + 1 and output.shape[:1] + output.shape[2:] == target.shape
         if output.shape == target.shape and classes and self.top_k == 1:
