@@ -64,7 +64,8 @@ class Mean(Metric):
     """
 
     def update(self, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
-        """Add a value, or each element of a tensor or an array, with a weight, such as the number of samples it is the mean of.
+        """Add a value, or each element of a tensor or an array, with a weight, such as the number of samples it is the
+        mean of.
 
         A value of weight 0 does not count, whatever it is.
         """
