@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,50 +43,6 @@ def test_training_is_that_of_one_process(bucket_cap_mb: float) -> None:
     alone = make_model()
     train(alone, whole_batch)
     assert_same(model.module, alone, rtol=1e-5, atol=1e-6)
-    assert_in_step(model)
-
-
-@dataclass
-class Hidden:
-    output: Callable[[], Tensor]
-
-
-class Lookup(nn.Module):
-    """Its output is a tensor, or an object in which no tensor can be seen."""
-
-    def __init__(self, hides: bool, sparse: bool) -> None:
-        super().__init__()
-        self.hides = hides
-        self.embedding = nn.Embedding(16, 4, sparse=sparse)
-        self.net = nn.Sequential(nn.Linear(4, 300), nn.ReLU(), nn.Linear(300, 2))
-
-    def forward(self, rows: Tensor) -> Any:
-        output = self.net(self.embedding(rows))
-        return Hidden(lambda: output) if self.hides else output
-
-
-@pytest.mark.parametrize(("hides", "unused"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize(
-    "keep", [lambda grad: grad, Tensor.detach, lambda grad: grad.view(-1)], ids=["itself", "tensor", "view"]
-)
-def test_gradients_that_a_script_keeps(keep: Callable[[Tensor], Tensor], hides: bool, unused: bool) -> None:
-    """As in plain PyTorch, whose ``zero_grad()`` sets them to None: the next pass does not overwrite them."""
-    model = unidist.wrap_model(
-        seeded(lambda: Lookup(hides, sparse=not unused)), bucket_cap_mb=0.002, find_unused_parameters=unused
-    )
-    kept: list[list[tuple[Tensor, Tensor]]] = []
-    for step in range(5):
-        if step != 2:  # accumulated
-            model.zero_grad()
-        rows = torch.tensor([step, step + unidist.rank()])
-        outputs = [output.output() if hides else output for output in (model(rows), model(rows))]
-        torch.autograd.grad(outputs[0].sum(), list(model.module.net.parameters())[-1:])  # no gradient is accumulated
-        outputs[1].square().sum().backward()
-        kept.append([(keep(grad), grad.clone()) for p in model.module.net.parameters() if (grad := p.grad) is not None])
-        if step == 1:
-            kept.clear()  # of the gradients to which the next step adds
-    for grads in kept:
-        assert len(grads) == 4 and all(torch.equal(mine.view_as(copy), copy) for mine, copy in grads)
     assert_in_step(model)
 
 

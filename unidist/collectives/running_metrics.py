@@ -44,9 +44,13 @@ class Metric:
         return allreduce_metric(mine, op="sum", group=self.group)
 
 
-def _tensor(value: object, call: str) -> Tensor:
+def _doubles(value: object, call: str) -> Tensor:
+    return value.detach().double() if isinstance(value, Tensor) else _tensor(value, call, torch.float64)
+
+
+def _tensor(value: object, call: str, dtype: torch.dtype | None = None) -> Tensor:
     try:
-        return torch.as_tensor(value).detach()
+        return torch.as_tensor(value, dtype=dtype).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{call} takes tensors and numbers, not {type(value).__name__}: {error}") from error
 
@@ -72,10 +76,10 @@ class Mean(Metric):
         if isinstance(value, (int, float)) and isinstance(weight, (int, float)):
             self._add(value * weight if weight else 0.0, weight)
             return
-        values, weights = _tensor(value, "Mean.update"), _tensor(weight, "Mean.update")
+        values, weights = _doubles(value, "Mean.update"), _doubles(weight, "Mean.update")
         device = values.device if isinstance(value, Tensor) else weights.device
-        weights = weights.to(device, torch.float64)
-        products = torch.where(weights == 0, 0.0, values.to(device, torch.float64) * weights)
+        weights = weights.to(device)
+        products = torch.where(weights == 0, 0.0, values.to(device) * weights)
         self._add(products.sum(), weights.expand_as(products).sum())
 
     def compute(self) -> float:
@@ -89,7 +93,7 @@ class Sum(Metric):
 
     def update(self, value: float | Tensor) -> None:
         """Add a value, or each element of a tensor or an array."""
-        self._add(value if isinstance(value, (int, float)) else _tensor(value, "Sum.update").double().sum())
+        self._add(value if isinstance(value, (int, float)) else _doubles(value, "Sum.update").sum())
 
     def compute(self) -> float:
         """The sum over all ranks; 0 without any value. Collective."""

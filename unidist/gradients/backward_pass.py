@@ -21,11 +21,6 @@ def current_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def queue_callback(function: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward pass, after those that were queued before."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
 class BackwardPass(Protocol):
     """One backward pass of a model: made when it begins, dropped when it is over."""
 
@@ -110,7 +105,7 @@ class BackwardPasses:
         self._running = self._begin_pass(sync)
         at_end = partial(self._finish)
         self._at_end = weakref.ref(at_end)
-        queue_callback(at_end)
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     def _accumulated(self, param: Tensor) -> None:
         if self._unexpected:

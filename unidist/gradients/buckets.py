@@ -22,18 +22,12 @@ _LARGE_BYTES = 2**20
 _ALONE_BYTES = 2**22
 
 
-def reference_counts(objects: Sequence[object]) -> list[int]:
-    """How many references each object has, ``UNSHARED`` if only the list refers to it."""
+def _reference_counts(objects: Sequence[object]) -> list[int]:
     return [sys.getrefcount(each) for each in objects]
 
 
 #: The count of an object to which only its list refers; how many references the call adds depends on the interpreter.
-(UNSHARED,) = reference_counts([object()])
-
-
-def storage_references(tensor: Tensor) -> int:
-    """How many tensors have this one's storage."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # the storage's object
+(_UNSHARED,) = _reference_counts([object()])
 
 
 @cache
@@ -41,7 +35,7 @@ def _of_grad() -> int:
     """Return by how much an object's count grows where it is the ``grad`` of a parameter, which depends on torch."""
     param, grad = torch.zeros(1, device="cpu", requires_grad=True), [torch.zeros(1, device="cpu")]
     param.grad = grad[0]
-    return reference_counts(grad)[0] - UNSHARED
+    return _reference_counts(grad)[0] - _UNSHARED
 
 
 class Bucket:
@@ -97,11 +91,11 @@ class Bucket:
         """Whether anything but this bucket and its parameters refers to the storage or a view."""
         if not self.views:
             return False
-        # The bucket's own references: flat, its parts and its views.
-        if storage_references(self.flat) > 2 * len(self.views) + 1:
+        # The bucket's own references: flat, its parts and its views; here the storage's name.
+        if torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) > 2 * len(self.views) + 2:
             return True
-        for param, view, count in zip(self.params, self.views, reference_counts(self.views)):
-            if count > UNSHARED and count > UNSHARED + (_of_grad() if param.grad is view else 0):
+        for param, view, count in zip(self.params, self.views, _reference_counts(self.views)):
+            if count > _UNSHARED and count > _UNSHARED + (_of_grad() if param.grad is view else 0):
                 return True
         return False
 

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from unidist.diagnosis.spans import NEVER, spans
 from unidist.errors import MismatchError
 from unidist.gradients.backward_pass import BackwardPass, BackwardPasses, PlainPass, current_pass
-from unidist.gradients.bucket_views import BucketViews
 from unidist.gradients.reducer import GradientReducer
 from unidist.gradients.wrapper import (
     M,
@@ -39,8 +38,8 @@ def wrap_in_ddp(model: M, options: ModelOptions, process_group: Any, reducer: Gr
             device_ids=[next(iter(devices))] if single_gpu else None,
             process_group=process_group,
             bucket_cap_mb=options.bucket_cap_mb,
-            # One copy of the gradients, as on Horovod, where each pass gives all of them.
-            gradient_as_bucket_view=not (options.find_unused_parameters or options.static_graph),
+            # One copy of the gradients, as on Horovod.
+            gradient_as_bucket_view=True,
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
         )
@@ -72,30 +71,19 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
     #: The collectives of the buffers.
     bucket_reducer: GradientReducer
     _buffer_passes: BackwardPasses | None = None
-    #: The gradients, where they are views of DDP's buckets, and the passes of outputs in which no tensor can be seen.
-    _bucket_views: BucketViews | None = None
-    _hidden_passes: BackwardPasses | None = None
-    _has_rebuilt = False
     #: Whether the last output had no tensor that can be seen, but, say, an object of the user's with tensors.
     _hides_output = False
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        # A copy has another module.
-        own = ("_buffer_passes", "_bucket_views", "_hidden_passes")
-        return {**state, **dict.fromkeys(own), "_has_rebuilt": False}
+        return {**state, "_buffer_passes": None}  # a copy has another module
 
     def rebuild_buckets(self) -> None:
         """Rebuild DDP's buckets, as its second forward pass does on all ranks.
 
         DDP uses the strides that each parameter has then, and compares them between ranks in its constructor only.
         """
-        rebuild = self.reducer._rebuild_buckets
-        if self._bucket_views is not None and not self._has_rebuilt:
-            self._has_rebuilt = rebuilt = self._bucket_views.rebuild(rebuild)
-        else:
-            rebuilt = rebuild()
-        if not rebuilt or self._join_config.enable:
+        if not self.reducer._rebuild_buckets() or self._join_config.enable:
             return  # ranks in DDP's own join() rebuild, and make no other collective call
         strides = zlib.crc32(repr([p.stride() for p in self.parameters() if p.requires_grad]).encode())
         ends = torch.tensor([strides, -strides], device=self.device)
@@ -137,28 +125,17 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
         # A tensor's hooks must not keep the tensor alive: the garbage collector does not see through them.
         outputs = [weakref.ref(tensor) for tensor in tensors] if self.find_unused_parameters else []
         tasks: list[int] = []
-        if self.gradient_as_bucket_view and self._bucket_views is None:
-            self._bucket_views = BucketViews([param for _, param in self.at_wrapping])
-        views = self._bucket_views
 
         def begin(grad: Tensor) -> None:
             self.check_backward()
             task = current_pass()
-            if task in tasks:
-                return
-            if tasks:
+            if tasks and task not in tasks:
                 self.rebuild_buckets()  # as before each forward pass
                 self.reducer.prepare_for_backward([tensor for ref in outputs if (tensor := ref()) is not None])
             tasks.append(task)
-            if views is not None:
-                views.begin()
 
         for tensor in tensors:
             tensor.register_hook(begin)  # type: ignore[no-untyped-call]
-        if views is not None and not tensors:
-            if self._hidden_passes is None:
-                self._hidden_passes = BackwardPasses([param for _, param in self.at_wrapping], views.begin_hidden)
-            self._hidden_passes.expect(output, True)
 
     def _check_default_group(self) -> None:
         try:

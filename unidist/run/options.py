@@ -28,8 +28,8 @@ def _from_0(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _timeout(text: str) -> float:
     value = float(text)
-    if not value >= 3:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 3 up: heartbeats are 1 s apart")
+    if not 3 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 3 to 86400: heartbeats are 1 s apart")
     return value
 
 

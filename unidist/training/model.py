@@ -77,8 +77,7 @@ def wrap_model(
             buffers are overwritten with those of the group's first rank.
         sync_bn: batch statistics over all ranks: BatchNorm layers are replaced, on the CPU too.
         find_unused_parameters: allow parameters that take no part in a backward pass. A parameter that is unused on
-            this rank counts as zero in the mean; one that is unused on all ranks keeps its ``.grad``. On
-            torch.distributed, DDP's buckets are a second copy of the gradients then, as with ``static_graph``.
+            this rank counts as zero in the mean; one that is unused on all ranks keeps its ``.grad``.
         broadcast_buffers: broadcast the first rank's buffers during each backward pass that averages, so that after a
             step all ranks have the same, and evaluate the model that is saved. Evaluation broadcasts nothing.
         bucket_cap_mb: bucket size in MiB.
