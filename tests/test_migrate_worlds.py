@@ -157,7 +157,10 @@ def test_a_script_that_spawns_its_ranks(tmp_path: Path) -> None:
     spawned = next(path for path in copies if path.stem == "spawned")
     pair = (tmp_path / "spawned.pt", tmp_path / "spawned migrated.pt")
     for script, path in zip((spawned, copies[spawned]), pair, strict=True):
-        result = run_world("python", 1, [str(script), str(path), "--dist-url", f"tcp://127.0.0.1:{free_port()}"])
+        for _ in range(3):
+            result = run_world("python", 1, [str(script), str(path), "--dist-url", f"tcp://127.0.0.1:{free_port()}"])
+            if script != spawned or "SIGABRT" not in result.output:  # as raw PyTorch may end under load
+                break
         assert result.returncode == 0, result.output[-6000:]
     assert_close("that spawns its ranks, migrated", [pair])
 
