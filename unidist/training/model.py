@@ -68,7 +68,8 @@ def wrap_model(
 
     The optimizer is a plain one, and everything between ``backward()`` and ``step()`` (clipping, scaling, skipping)
     sees averaged gradients. The result has the interface of ``DistributedDataParallel`` (which it is on
-    torch.distributed): ``.module``, ``no_sync()``, and state_dict keys with the prefix ``module.``.
+    torch.distributed): ``.module``, ``no_sync()``, and state_dict keys with the prefix ``module.``. There gradients are
+    views of DDP's buckets, which the next backward pass overwrites: clone those that you keep over ``zero_grad()``.
 
     Move the model to ``unidist.device()`` first, and freeze parameters before wrapping.
 
