@@ -82,7 +82,8 @@ def _rank(contender: str, passes: int) -> None:
             optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes
         )
     else:
-        wrapped = ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view="view" in contender)
+        view = contender == "DDP bucket view"
+        wrapped = ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
         no_sync = ddp.no_sync
     for _ in range(4):
         optimizer.zero_grad()

@@ -9,6 +9,14 @@ from operator import index
 import torch
 
 
+def integer(seed: object, call: str) -> int:
+    """A seed as an integer, also where it is NumPy's or a tensor. Raises ``TypeError``, which names the call."""
+    try:
+        return index(seed)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{call}: pass an integer.") from None
+
+
 def set_seed(seed: int) -> None:
     """Seed Python's, NumPy's (where loaded) and torch's generators, on every device.
 
@@ -17,10 +25,7 @@ def set_seed(seed: int) -> None:
     Args:
         seed: from 0 to 2**32 - 1, the range of NumPy's seeds.
     """
-    try:
-        seed = index(seed)
-    except TypeError:
-        raise TypeError(f"set_seed({seed!r}): pass an integer.") from None
+    seed = integer(seed, f"set_seed({seed!r})")
     if not 0 <= seed < 2**32:
         raise ValueError(f"set_seed({seed}): a seed is from 0 to 2**32 - 1.")
     random.seed(seed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from operator import index
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +19,7 @@ from unidist.data.sampler import Permutation, ShardSampler, StatefulShardSampler
 from unidist.data.sharding import Position, Sharding, mix_seeds
 from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit, shards_itself
 from unidist.diagnosis.spans import spans
+from unidist.seed import integer
 
 T = TypeVar("T")
 #: Samples that a worker reads for one that it keeps, above which there is a warning.
@@ -265,10 +265,7 @@ def shard_loader(
             f"shard_loader takes a torch.utils.data.DataLoader, not {type(loader).__name__}: pass the DataLoader that "
             "one process would use, as DataLoader(dataset, batch_size=...)."
         )
-    try:
-        seed = index(seed)
-    except TypeError:
-        raise TypeError(f"shard_loader(seed={seed!r}): pass an integer.") from None
+    seed = integer(seed, f"shard_loader(seed={seed!r})")
     if isinstance(loader, ShardLoader):
         raise TypeError("shard_loader: this loader is a rank's shard already.")
     if not _is_stateful(loader) and type(loader).__iter__ is not DataLoader.__iter__:

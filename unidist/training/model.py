@@ -234,8 +234,9 @@ def replica_of(model: object) -> Replica | None:
 
 def _inside(model: nn.Module) -> nn.Module:
     """The model that ``torch.compile`` was given, or the model itself."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        return model._orig_mod  # type: ignore[return-value]
+    return model
 
 
 @overload
@@ -248,8 +249,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     Not collective. The keys of its state_dict have no prefix ``module.``.
     """
     while True:
-        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
+        if (inner := _inside(model)) is not model:
+            model = inner
         elif is_wrapped(model):
             model = model.module  # type: ignore[assignment]
         else:
