@@ -17,13 +17,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from unidist.backends.mpi.collectives import Requests
-from unidist.backends.mpi.work import Owner, Work
+from unidist.backends.mpi.work import Work
+
+if TYPE_CHECKING:
+    from unidist.backends.mpi.channel import Channel
 
 #: How long a caller polls the operation that it has started.
 _SPIN_S = 30e-6
@@ -50,7 +54,7 @@ def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
 class CollectiveQueue:
     """The collectives of one group, executed one after another."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Channel) -> None:
         self._owner = owner
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Requests], Requests | None] | None] = (
             queue.SimpleQueue()
@@ -146,7 +150,7 @@ class Message(Work):
     def __init__(
         self,
         messages: MessageQueue,
-        owner: Owner,
+        owner: Channel,
         name: str,
         peer: int,
         outputs: list[Tensor],
@@ -202,7 +206,7 @@ class Message(Work):
 class MessageQueue:
     """The point-to-point messages of one group."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Channel) -> None:
         self._owner = owner
         self._condition = threading.Condition()
         #: Posted and not completed.

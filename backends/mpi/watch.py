@@ -9,13 +9,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch.distributed as dist
 
 from unidist.backends.mpi import launch
 from unidist.diagnosis.operations import OperationRecord
+
+if TYPE_CHECKING:
+    from unidist.backends.mpi.channel import Channel
 
 #: Interval of the checks.
 _PERIOD_S = 0.25
@@ -26,21 +29,7 @@ _GRACE_S = 10.0
 #: Timeout of requests to the store.
 _STORE_TIMEOUT_S = 1.0
 
-
-class Watched(Protocol):
-    """A group whose operations are watched."""
-
-    def check_progress(self) -> None:
-        """Report operations that are late, and fail those that timed out."""
-
-    def leave(self) -> None:
-        """Tell the other ranks that this one leaves the group."""
-
-    def records(self) -> list[OperationRecord]:
-        """The pending operations, and the last ones that are done."""
-
-
-_groups: WeakSet[Watched] = WeakSet()
+_groups: WeakSet[Channel] = WeakSet()
 _lock = threading.Lock()
 _started = threading.Lock()
 _fatal: list[Exception] = []
@@ -48,7 +37,7 @@ _fatal: list[Exception] = []
 _process = os.getpid()
 
 
-def watch(group: Watched) -> None:
+def watch(group: Channel) -> None:
     """Check a group's operations as long as it lives."""
     with _lock:
         _groups.add(group)
@@ -79,7 +68,7 @@ def _run() -> None:
                 sys.stderr.write(f"unidist: the watch over {group} failed: {error!r}\n")
 
 
-def _all() -> list[Watched]:
+def _all() -> list[Channel]:
     with _lock:
         return list(_groups)
 

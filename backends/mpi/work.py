@@ -6,35 +6,23 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from unidist.backends.mpi.channel import Channel
+
 _lock = threading.Lock()
-
-
-class Owner(Protocol):
-    """The group of an operation."""
-
-    #: Seconds that an operation may take.
-    timeout: float
-    #: Rank and group, for error messages.
-    label: str
-
-    def check(self) -> None:
-        """Raise if the group is closed or broken."""
-
-    def timed_out(self, work: Work) -> None:
-        """Fail the group: ``work`` did not complete within its timeout."""
 
 
 class Work(dist.Work):
     """One operation, from its submission to its completion."""
 
     def __init__(
-        self, owner: Owner, name: str, outputs: list[Tensor], finish: Callable[[], object] | None = None
+        self, owner: Channel, name: str, outputs: list[Tensor], finish: Callable[[], object] | None = None
     ) -> None:
         super().__init__()
         self.owner = owner

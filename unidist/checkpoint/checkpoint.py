@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import ctypes
-import io
 import logging
 import os
-import pickle
 import random
 import re
 import sys
@@ -25,7 +22,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from unidist.backends.base import Group
 from unidist.checkpoint import archive, files, shards
-from unidist.collectives.operations import all_gather, all_gather_object, broadcast_object
+from unidist.collectives.operations import all_gather_object, broadcast_object
 from unidist.context import current, of_world
 from unidist.diagnosis.watch.locations import here
 from unidist.errors import CheckpointError
@@ -119,7 +116,7 @@ def save_checkpoint(
         )
 
     state = _attempt(call, group, collect)
-    state[_RNG] = _gather_on_first(_random_state(), group)
+    state[_RNG] = all_gather_object(_random_state(), group)
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()  # the writing thread has a stream of its own
@@ -324,20 +321,6 @@ def _on_first(call: str, group: Group | None, action: Callable[[Event], T]) -> T
     if len(ranks) == 1:
         return _attempt(call, group, lambda: action(Event()))
     return _Job(call, group, action if current().topology.rank == ranks[0] else None).result()
-
-
-def _gather_on_first(value: T, group: Group | None) -> list[T]:
-    """The values of all ranks on the first one, in rank order; an empty list on the others. Collective."""
-    backend, ranks = current(), current().ranks(group)
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = all_gather(torch.tensor(data.numel()), group).tolist()
-    is_first = backend.topology.rank == ranks[0]
-    send = [data.numel(), *[0] * (len(ranks) - 1)]
-    received = backend.all_to_all(data, send, sizes if is_first else [0] * len(ranks), group)
-    if not is_first:
-        return []
-    stream = io.BytesIO(ctypes.string_at(received.data_ptr(), received.numel()))
-    return [pickle.load(stream) for _ in ranks]
 
 
 # ------------------------------------------------------------------------------------ sharded models

@@ -7,35 +7,19 @@ import json
 import signal
 import time
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unidist.network.addresses import Host
 from unidist.run.agent import BEAT_S, GRACE_S
 from unidist.run.output import say
 
+if TYPE_CHECKING:
+    from unidist.run.driver import Driver
+
 #: The largest message of an agent: lines are passed on in pieces of 1 MiB.
 MESSAGE = 1 << 24
 #: Seconds that an agent's process has to end.
 _CLOSE_S = 5.0
-
-
-class Listener(Protocol):
-    """Receives what the agents report."""
-
-    async def print(self, rank: int, stream: str, text: str) -> None:
-        """A rank has printed something."""
-
-    def rank_ended(self, agent: HostAgent, rank: int, status: int) -> None:
-        """A rank has ended; a negative status is that of a signal."""
-
-    def not_started(self, agent: HostAgent, text: str, status: int, ranks: list[int]) -> None:
-        """Ranks could not be started."""
-
-    def signalled(self, number: int) -> None:
-        """An agent was sent a signal, by srun or a user, which its ranks have got."""
-
-    def agent_lost(self, agent: HostAgent, why: str) -> None:
-        """An agent has ended, or does not answer any more. Its ranks end by themselves."""
 
 
 class HostAgent:
@@ -53,7 +37,7 @@ class HostAgent:
         self,
         name: str,
         process: asyncio.subprocess.Process,
-        listener: Listener,
+        listener: Driver,
         source: bytes,
         heartbeat_timeout: float,
     ) -> None:

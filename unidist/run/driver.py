@@ -241,7 +241,7 @@ class Driver(ABC):
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
     def signalled(self, number: int, here: bool = False) -> None:
-        """See ``Listener``; ``here``: it was this process, in which a second signal ends all ranks at once."""
+        """An agent, or this process (``here``), was sent a signal, as its ranks were; a second one here kills all."""
         if self.signal is not None or self.failure is not None:
             if here:
                 self.end(signal.SIGKILL, 0.0)
@@ -295,15 +295,15 @@ class Driver(ABC):
 
     @abstractmethod
     def rank_ended(self, agent: HostAgent, rank: int, status: int) -> None:
-        """See ``Listener``."""
+        """A rank has ended; a negative status is that of a signal."""
 
     @abstractmethod
     def not_started(self, agent: HostAgent, text: str, status: int, ranks: list[int]) -> None:
-        """See ``Listener``."""
+        """Ranks could not be started."""
 
     @abstractmethod
     def agent_lost(self, agent: HostAgent, why: str) -> None:
-        """See ``Listener``."""
+        """An agent has ended, or does not answer any more. Its ranks end by themselves."""
 
 
 class _FixedDriver(Driver):
@@ -389,7 +389,7 @@ class _FixedDriver(Driver):
         }
 
     def rank_ended(self, agent: HostAgent, rank: int, status: int) -> None:
-        """See ``Listener``: the first failure ends the job."""
+        """See ``Driver``: the first failure ends the job."""
         self.running -= 1
         if self.signal is not None:
             self.last_statuses[rank] = status
@@ -405,11 +405,11 @@ class _FixedDriver(Driver):
         )
 
     def not_started(self, agent: HostAgent, text: str, status: int, ranks: list[int]) -> None:
-        """See ``Listener``."""
+        """See ``Driver``."""
         self.failed(f"host {agent.name} {text}", status)
 
     def agent_lost(self, agent: HostAgent, why: str) -> None:
-        """See ``Listener``."""
+        """See ``Driver``."""
         if agent.host is not None:  # else the start says so
             self.failed(f"host {agent.name} is lost: {why}. Its ranks end by themselves.", 1)
 

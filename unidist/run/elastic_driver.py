@@ -261,18 +261,18 @@ class ElasticDriver(Driver):
         return agent
 
     def rank_ended(self, agent: HostAgent, rank: int, status: int) -> None:
-        """See ``Listener``."""
+        """See ``Driver``."""
         if self.signal is not None:
             self.last_statuses[rank] = status
         self._worker_ended(rank, status, f"{how_ended(status)}.{self.last_lines(rank)}" if status else "has ended.")
 
     def not_started(self, agent: HostAgent, text: str, status: int, ranks: list[int]) -> None:
-        """See ``Listener``."""
+        """See ``Driver``."""
         for number in ranks:
             self._worker_ended(number, status, f"was not started: {text}")
 
     def agent_lost(self, agent: HostAgent, why: str) -> None:
-        """See ``Listener``."""
+        """See ``Driver``."""
         task = self.by_host.get(agent.name)
         if agent.host is None or task is None or not task.done() or self.ending:
             return  # who waits for its answer says so
