@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import libcst as cst
 
 from unidist.migrate.context import Arguments, is_constant
-from unidist.migrate.flow import assignments, follow
+from unidist.migrate.flow import assignments, follow, targets_of, uses_of
 from unidist.migrate.rules.ddp.names import APEX_DDP, DDP, UNKNOWN, TorchContext
-from unidist.migrate.syntax import full_name
+from unidist.migrate.syntax import SyntaxTree, called_name, full_name
 
 #: Arguments that wrap_model has too, and their defaults.
 _DEFAULTS: dict[str, object] = {
@@ -38,6 +38,11 @@ _TORCH_SYNC = (
     "wrap_model(sync_bn=True), which works on all backends",
 )
 _HOOK = ("unidist registers communication hooks itself", 'wrap_model(model, compression="fp16"), then migrate again')
+_KEPT = (
+    "wrap_model's gradients are views of DDP's buckets (gradient_as_bucket_view=True): the next backward pass "
+    "overwrites those that are kept",
+    "keep .grad.clone()",
+)
 _ZERO_JOIN = ("unidist.join takes models and optimizers", "with unidist.join(model, optimizer):, see docs/semantics.md")
 
 
@@ -76,6 +81,7 @@ def change_models(context: TorchContext) -> None:
         context.refuse(call, *_HOOK)
     _change_joins(context)
     report_evaluation(context)
+    _report_kept_gradients(context)
 
 
 def _problem(context: TorchContext, arguments: Arguments, is_apex: bool) -> tuple[str, str] | None:
@@ -193,3 +199,56 @@ def report_evaluation(context: TorchContext) -> None:
                 "nothing, if rank 0 alone evaluates or sync_bn=True; else unidist.broadcast_model_state(model) before",
             )
             return
+
+
+def _report_kept_gradients(context: TorchContext) -> None:
+    """Gradients that an object, a list or a variable still has in the next backward pass."""
+    tree = context.tree
+    if not context.wrapped or "gradient_as_bucket_view=True" in tree.module.code:
+        return
+    for node in tree.all(cst.Attribute):
+        if node.attr.value == "grad" and _is_kept(tree, _whole(tree, node)):
+            context.remark(node, *_KEPT)
+
+
+def _whole(tree: SyntaxTree, node: cst.CSTNode) -> cst.CSTNode:
+    """The list, tuple or dictionary that is made with a value; else the value."""
+    match tree.parent(node):
+        case cst.Element() | cst.DictElement() | cst.List() | cst.Tuple() | cst.Dict() as above:
+            return _whole(tree, above)
+        case cst.ListComp(elt=value) | cst.GeneratorExp(elt=value) | cst.DictComp(value=value) as above if (
+            value is node
+        ):
+            return _whole(tree, above)
+        case cst.Attribute(attr=cst.Name("data")) as above:
+            return _whole(tree, above)
+        case cst.Arg() as above if called_name(cst.ensure_type(tree.parent(above), cst.Call)) in ("list", "tuple"):
+            return _whole(tree, tree.parent(above))
+    return node
+
+
+def _is_kept(tree: SyntaxTree, node: cst.CSTNode) -> bool:
+    above = tree.parent(node)
+    if isinstance(above, cst.Arg):
+        return called_name(cst.ensure_type(tree.parent(above), cst.Call)) == "append"
+    return any(
+        isinstance(target, cst.Subscript) or _is_used_in_later_pass(tree, target)
+        for value, target in assignments(tree)
+        if value is node
+    )
+
+
+def _is_used_in_later_pass(tree: SyntaxTree, target: cst.BaseExpression) -> bool:
+    """Whether a variable is read after a later backward pass of the same function, and not set in between."""
+    variable, function = tree.variable(target), tree.function(target)
+    if isinstance(target, cst.Attribute):
+        return target.attr.value != "grad" and bool(uses_of(tree, variable))
+    passes = [tree.position(call) for call in tree.method_calls("backward") if tree.function(call) is function]
+    later = sorted(at for at in passes if at > tree.position(target))[:1]
+    again = min(
+        (at for each in targets_of(tree, variable) if (at := tree.position(each)) > tree.position(target)), default=None
+    )
+    return any(
+        later and tree.position(use) > later[0] and (again is None or tree.position(use) < again)
+        for use in uses_of(tree, variable)
+    )
