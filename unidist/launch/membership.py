@@ -104,13 +104,13 @@ class Membership:
             self._changed.wait_for(lambda: self._lost, wait)
             return self._lost
 
-    def have_killed(self, ranks: Sequence[int]) -> None:
+    def report_silent(self, ranks: Sequence[int]) -> None:
         """Tell the driver that members of this generation do not answer while others wait for them: it has those killed
         that are stopped.
         """
         with self._changed:
             numbers = [self.members[rank] for rank in ranks]
-            self._send(generation=self.generation, stopped=numbers)
+            self._send(generation=self.generation, silent=numbers)
 
     def check(self) -> bool:
         """Whether the generation ends here: on all members in their check of the same number.

@@ -365,8 +365,8 @@ class ElasticDriver(Driver):
             self.elastic.ask(number, time.monotonic(), failed=bool(failed))
         elif message["generation"] != self.elastic.generation:
             return
-        elif "stopped" in message:
-            for member in [each for each in self.elastic.members if each.number in message["stopped"]]:
+        elif "silent" in message:
+            for member in [each for each in self.elastic.members if each.number in message["silent"]]:
                 self._tell_agent(member, kill_stopped=[member.number])
         elif self.checks is not None:
             self.checks[number] = message["checks"]

@@ -231,11 +231,11 @@ class Watch:
             threading.Thread(target=self._report_stall, args=[title], name="unidist-report", daemon=True).start()
 
     def _report_stall(self, title: str) -> None:
-        """Print what all ranks do; in an elastic run, have those killed that are stopped."""
-        stopped = [state.rank for state in self._print(title) if state.silence.startswith((_STOPPED, _UNREACHABLE))]
+        """Print what all ranks do; an elastic run ends those that are stopped."""
+        silent = [state.rank for state in self._print(title) if state.silence.startswith((_STOPPED, _UNREACHABLE))]
         member = membership.current()
-        if member is not None and stopped:
-            member.have_killed(stopped)
+        if member is not None and silent:
+            member.report_silent(silent)
 
     def _signalled(self) -> None:
         assert self._signal is not None
