@@ -12,6 +12,7 @@ nothing else. For all of them:
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -121,6 +122,8 @@ class Backend(ABC):
         self.comparing: dict[str, Any] | None = None
         #: The number of calls that were or may have been compared, by group; the same on every rank of it.
         self.calls: dict[Group | None, int] = {}
+        #: The block that waits for an operation now, by group.
+        self.waiting: dict[Group | None, _ErrorsOf] = {}
         #: The last operations; None where the library keeps a record of them.
         self.recent: RecentOperations | None = RecentOperations()
         #: Where all ranks run, in rank order, and the job's secret; set by ``init`` in worlds of several ranks.
@@ -331,7 +334,10 @@ class _ErrorsOf:
         self.group = group
         self.span = began
         self.waits = waits
+        self.thread = 0
         self.entry = self._begin() if waits else None
+        #: The second thread in this block's group, once there was one.
+        self.mixed = ""
 
     def _begin(self) -> Entry | None:
         if self.backend.recent is None or self.tensor is None:
@@ -339,12 +345,39 @@ class _ErrorsOf:
         return self.backend.recent.begin(self.call, () if self.group is None else self.group.ranks, self.tensor)
 
     def __enter__(self) -> None:
+        if self.tensor is not None:
+            self._refuse_second_thread()
         if not self.waits:
             return
         if self.span is not None:
             self.span.wait()
         elif spans.on and self.tensor is not None:
             self.span = self.backend.began(self.call, self.tensor, self.group)
+
+    def _refuse_second_thread(self) -> None:
+        """Raise if another thread waits for an operation of this group, and in each call after that.
+
+        Operations of a group are matched by their order on each rank, which threads do not keep: one would get the
+        other's values, in silence where dtypes and shapes agree.
+        """
+        self.thread = threading.get_ident()
+        waiting = self.backend.waiting
+        # One call, so that no other thread comes in between.
+        first = waiting.setdefault(self.group, self) if self.waits else waiting.get(self.group, self)
+        if first is self or first.thread == self.thread:
+            return
+        if not first.mixed:
+            self.mixed = threading.current_thread().name
+            self.thread = 0
+            waiting[self.group] = first = self
+        if self.entry is not None:
+            self.entry.done = True  # not begun
+        raise UnidistError(
+            f"rank {self.backend.topology.rank} of {self.backend.topology.world_size} ({self.backend.name}): thread "
+            f"{first.mixed!r} made a call of a group in which another thread waited. A group's calls are matched by "
+            "their order, which threads do not keep, so that values may already be another call's: call from one "
+            "thread, or give each thread a group of its own, unidist.new_group(ranks)."
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -362,3 +395,5 @@ class _ErrorsOf:
         finally:
             if self.entry is not None:
                 self.entry.done = True
+            if self.backend.waiting.get(self.group) is self:
+                del self.backend.waiting[self.group]

@@ -1,6 +1,8 @@
 """One meaning on every backend."""
 
 import math
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -367,6 +369,28 @@ def test_groups() -> None:
         assert unidist.all_reduce(torch.tensor(7), group=last).item() == 7
     # Only some ranks took part above; the world still agrees.
     assert unidist.all_gather(torch.tensor(rank)).tolist() == list(range(size))
+
+
+def test_a_second_thread_in_a_call_of_the_same_group_is_an_error() -> None:
+    if unidist.backend_name() in ("single", "threads"):
+        pytest.skip("no rank waits for another outside of Python, or a rank's own threads are none of its world")
+    group = unidist.new_group(list(range(unidist.world_size())))
+    unidist.barrier(group)
+    is_last = unidist.rank() == unidist.world_size() - 1
+    thread = threading.Thread(target=current().all_reduce, args=(torch.ones(2), "sum", group))
+    if is_last:
+        time.sleep(1.0)
+    thread.start()  # waits for the last rank
+    if not is_last:
+        while not current().waiting:
+            time.sleep(0.01)
+        for _ in range(2):  # the second after the first has ended
+            with pytest.raises(unidist.UnidistError, match="'MainThread' made a call of a group in which another"):
+                unidist.barrier(group)
+            thread.join()
+    thread.join()
+    assert unidist.all_reduce(torch.ones(1)) == unidist.world_size()  # other groups go on
+    current().waiting.clear()  # for other tests of the same ranks
 
 
 @pytest.mark.parametrize("ranks", [[], [0, 0], [-1], [99]], ids=str)
