@@ -485,3 +485,49 @@ def test_parameters_that_are_replaced_are_an_error_and_those_that_are_converted_
     unidist.replicate(model)
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("make", [unidist.wrap_model, unidist.replicate], ids=["wrap_model", "replicate"])
+@pytest.mark.parametrize("wide", [4, 600], ids=["small", "large"])
+def test_hooks_that_change_gradients_change_the_average(make: Callable[[nn.Module], nn.Module], wide: int) -> None:
+    """Of one that is registered after the model is made data-parallel, too: it runs after this package's own."""
+
+    def double(param: Tensor) -> None:
+        assert param.grad is not None
+        if param.dim() == 1:
+            param.grad.mul_(2)
+        else:
+            param.grad = 2 * param.grad
+
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(6, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 1))
+    model, alone = make(copy.deepcopy(plain)), plain
+    hooks = [param.register_post_accumulate_grad_hook(double) for param in unidist.unwrap(model).parameters()]
+    for step in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        model(my_batch(step)[0]).mean().backward()
+        (2 * alone(whole_batch(step)[0]).mean()).backward()
+        for mine, expected in zip(model.parameters(), alone.parameters()):
+            torch.testing.assert_close(mine.grad, expected.grad)
+    assert len(hooks) == 6
+
+
+def test_an_optimizer_that_steps_in_a_hook_is_an_error() -> None:
+    model = make_model()
+
+    def step(param: Tensor) -> None:
+        param.grad = None
+
+    for place in ("before", "after"):
+        if place == "before":
+            hooks = [param.register_post_accumulate_grad_hook(step) for param in model.parameters()]
+        unidist.replicate(model)
+        if place == "after":
+            hooks = [param.register_post_accumulate_grad_hook(step) for param in model.parameters()]
+        if unidist.world_size() > 1:
+            with pytest.raises(unidist.UnidistError, match="a hook has removed the gradient of '4"):
+                model(my_batch(0)[0]).sum().backward()
+        for hook in hooks:
+            hook.remove()
+        model = make_model()

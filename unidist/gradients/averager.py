@@ -10,7 +10,8 @@ from torch import Tensor
 
 from unidist.backends.base import Wait
 from unidist.errors import UnidistError
-from unidist.gradients.buckets import make_bucket, split_into_buckets
+from unidist.gradients.backward_pass import current_pass
+from unidist.gradients.buckets import Bucket, make_bucket, split_into_buckets
 from unidist.gradients.reducer import GradientReducer
 from unidist.gradients.wrapper import unused_parameters
 
@@ -51,6 +52,9 @@ class GradientAverager:
         sparse = set(sparse)
         self._sparse = {param: None for param in names if param in sparse}
         self._pending: list[set[int]] = []
+        #: Bucket and index of the last gradient that was ready, if it is copied or makes its bucket full: hooks of the
+        #: user's may change it still.
+        self._last: tuple[Bucket, int] | None = None
         self._waits: list[Wait] = []
         self._started = 0
         self.lay_out()
@@ -75,6 +79,7 @@ class GradientAverager:
         self.prepare()
         self._waits = list(waits)
         self._started = 0
+        self._last = None
         self._pending = [set(range(len(bucket.params))) for bucket in self.buckets]
         self._sparse_pending = set(self._sparse)
 
@@ -97,7 +102,7 @@ class GradientAverager:
             self.buckets[position[0]].copy_in([position[1]], 1.0)
 
     def ready(self, param: Tensor) -> None:
-        """The gradient of a parameter is complete."""
+        """The gradient of a parameter is complete, but for hooks of the user's that run after this one."""
         position = self._positions.get(param)  # once: the hash of a tensor is a call of Python
         if position is None:
             self._sparse_pending.discard(param)
@@ -109,14 +114,17 @@ class GradientAverager:
                 f"the gradient of {self.names[param]!r} was accumulated twice in one backward pass: is the parameter "
                 "shared between checkpointed parts? Use torch.utils.checkpoint with use_reentrant=False."
             )
-        if bucket.copies_each:
-            bucket.copy_in([index], bucket.prescale)
+        if param.grad is None:
+            raise self._removed(param)
+        if self._last is not None:
+            self._take_last()
         pending.discard(index)
-        if not pending and self.overlap:
-            self._start_ready()
+        if not pending or bucket.copies_each:
+            self._last = bucket, index
 
     def start_all(self) -> None:
         """Start the reductions that have not been started."""
+        self._take_last()
         while self._started < len(self.buckets):
             self._start()
 
@@ -154,10 +162,23 @@ class GradientAverager:
         """See ``BackwardPass``; the next ``begin`` waits for what has been started."""
 
     # --------------------------------------------------------------------------------
-    def _start_ready(self) -> None:
-        """Start those that are ready, up to the first that is not."""
-        while self._started < len(self.buckets) and not self._pending[self._started]:
+    def _take_last(self) -> None:
+        """Take the last gradient into its bucket, and start the buckets that are ready, up to the first that is not."""
+        if self._last is not None:
+            (bucket, index), self._last = self._last, None
+            for param in [bucket.params[index]] if bucket.copies_each else bucket.params:
+                if param.grad is None and current_pass() >= 0:  # else the script has, before it steps
+                    raise self._removed(param)
+            if bucket.copies_each:
+                bucket.copy_in([index], bucket.prescale)
+        while self.overlap and self._started < len(self.buckets) and not self._pending[self._started]:
             self._start()
+
+    def _removed(self, param: Tensor) -> UnidistError:
+        return UnidistError(
+            f"a hook has removed the gradient of {self.names[param]!r} before it was averaged: hooks of parameters get "
+            "this rank's gradient. Let the optimizer step after backward()."
+        )
 
     def _start(self) -> None:
         i, bucket = self._started, self.buckets[self._started]

@@ -27,8 +27,8 @@ class ReplicatedModels:
     def __init__(self) -> None:
         self.made = Counter[Ranks]()
         self.models: weakref.WeakValueDictionary[tuple[Ranks, int], _Watched] = weakref.WeakValueDictionary()
-        #: The backward passes that have not ended.
-        self.passes: list[_ReplicaPass] = []
+        #: The backward passes that have not ended, of models that there are.
+        self.passes: weakref.WeakSet[_ReplicaPass] = weakref.WeakSet()
 
     def add(self, watched: _Watched) -> int:
         """Return the number of a new model."""
@@ -156,7 +156,7 @@ class _ReplicaPass:
         averager.begin()
         self.ready = averager.ready
         self._running = watched.models.passes
-        self._running.append(self)
+        self._running.add(self)
 
     def finish(self) -> None:
         """See ``BackwardPass``."""
@@ -181,8 +181,7 @@ class _ReplicaPass:
 
     def abandon(self) -> None:
         """See ``BackwardPass``."""
-        if self in self._running:
-            self._running.remove(self)
+        self._running.discard(self)
 
     def _add_others(self, passes: dict[int, _ReplicaPass]) -> None:
         """Add passes of the models that other ranks have reached. Collective."""
