@@ -284,6 +284,17 @@ def test_objects() -> None:
     assert unidist.all_gather_object("x" * unidist.rank() * 1000) == ["x" * rank * 1000 for rank in range(size)]
 
 
+def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank() -> None:
+    last = unidist.world_size() - 1
+    obj: Any = (lambda: 1) if unidist.rank() == last else 1
+    error, text = (Exception, "pickle") if unidist.rank() == last else (unidist.CollectiveError, f"of rank {last} cann")
+    with pytest.raises(error, match=text):
+        unidist.all_gather_object(obj)
+    with pytest.raises(error, match=text):
+        unidist.broadcast_object(obj, last)
+    assert unidist.all_gather_object("ok") == ["ok"] * unidist.world_size()  # the next call is the next one everywhere
+
+
 # ------------------------------------------------------------------------------------ gradients
 def grad_of(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Gradient of a rank's own loss: rank r weighs every entry of the result with r + 1."""

@@ -529,3 +529,15 @@ def test_a_loader_that_is_left_after_each_first_batch(shuffle: bool) -> None:
     assert [str(each.message).startswith("a shard_loader that is left") for each in caught] == [True] * shuffle
     loader.set_epoch(1)
     assert (next(iter(loader)).tolist() != first) == shuffle
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.n
+
+
+def test_the_length_of_a_streams_dataset_is_that_of_the_whole_stream() -> None:
+    loader = unidist.shard_loader(DataLoader(SizedStream(24), batch_size=4))
+    assert len(loader.dataset) == 24  # type: ignore[arg-type]
+    assert len(list(loader)) == len(loader)
+    assert not hasattr(unidist.shard_loader(DataLoader(Stream(4))).dataset, "__len__")

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import lru_cache
 from numbers import Number
 from operator import index
-from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -367,21 +367,31 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
 
 
 def all_gather_object(obj: T, group: Group | None = None) -> list[T]:
-    """Return every rank's object, in rank order; any object that can be pickled. Collective."""
+    """Return every rank's object, in rank order; any object that can be pickled. Collective.
+
+    Raises:
+        CollectiveError: another rank's object cannot be pickled; there, pickle's own error is raised.
+    """
     backend = member(group)
-    sizes, flat = _gather(backend, group, "all_gather_object", _pickled(obj))
-    return [unpickled(part) for part in torch.split(flat, sizes)]
+    data, error = _pickled_or_error(obj)
+    sizes, flat = _gather(backend, group, "all_gather_object", data)
+    found = [unpickled(part) for part in torch.split(flat, sizes)]
+    _raise_if_unpicklable(backend, "all_gather_object", dict(zip(backend.ranks(group), found)), error)
+    return found
 
 
 def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
     """Return the object of global rank ``src`` on every rank; any object that can be pickled. Collective.
 
     The other ranks' ``obj`` is ignored.
+
+    Raises:
+        CollectiveError: the object cannot be pickled; on rank ``src`` pickle's own error is raised.
     """
     backend = member(group)
     _check_src(backend, src, group)
     is_src = backend.topology.rank == src
-    data = _pickled(obj) if is_src else torch.empty(0, dtype=torch.uint8)
+    data, error = _pickled_or_error(obj) if is_src else (torch.empty(0, dtype=torch.uint8), None)
     text = described("broadcast_object", None, f"from rank {src}")
     sizes, payloads = _exchange(backend, group, text, text, data.numel(), data)
     size = max(sizes)
@@ -390,7 +400,9 @@ def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
     else:
         data = data if is_src else torch.empty(size, dtype=torch.uint8)
         backend.broadcast(data, src, group)
-    return obj if is_src else unpickled(data)
+    found: T = obj if is_src else unpickled(data)
+    _raise_if_unpicklable(backend, "broadcast_object", {src: found}, error)
+    return found
 
 
 def barrier(group: Group | None = None) -> None:
@@ -709,8 +721,38 @@ def _power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _pickled(obj: object) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+class _PickleError(NamedTuple):
+    """What a rank sends in place of an object that cannot be pickled."""
+
+    text: str
+
+
+def _pickled_or_error(obj: object) -> tuple[Tensor, Exception | None]:
+    """The bytes of an object, or of a ``_PickleError`` beside the error."""
+    try:
+        data, error = pickle.dumps(obj), None
+    except Exception as caught:
+        data, error = pickle.dumps(_PickleError(f"{type(caught).__name__}: {caught}")), caught
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8), error
+
+
+def _raise_if_unpicklable(backend: Backend, call: str, objects: dict[int, object], own: Exception | None) -> None:
+    """Raise if a rank's object could not be pickled, so that all ranks have made the call.
+
+    Args:
+        backend: the running one.
+        call: the function's name.
+        objects: what the ranks have sent.
+        own: this rank's error.
+    """
+    if own is not None:
+        raise own
+    for rank, each in objects.items():
+        if isinstance(each, _PickleError):
+            raise CollectiveError(
+                f"rank {backend.topology.rank} of {backend.topology.world_size} ({backend.name}): {call}: the object "
+                f"of rank {rank} cannot be pickled: {each.text}"
+            )
 
 
 def unpickled(data: Tensor) -> Any:

@@ -17,7 +17,7 @@ from unidist.data.comparison import DataComparison, Rows, Streams
 from unidist.data.same_stream import empty_table, fingerprint, own_split
 from unidist.data.sampler import Permutation, ShardSampler, StatefulShardSampler, is_shuffle
 from unidist.data.sharding import Position, Sharding, mix_seeds
-from unidist.data.stream import ShardStream, WorkerInit, WorkerSplit, shards_itself
+from unidist.data.stream import ShardStream, SizedShardStream, WorkerInit, WorkerSplit, shards_itself
 from unidist.diagnosis.spans import spans
 from unidist.seed import integer
 
@@ -307,7 +307,8 @@ def shard_loader(
         if shuffle:
             raise TypeError("shard_loader(shuffle=True): an iterable dataset has an order of its own.")
         _check_permutation(permutation, None)
-        source = ShardStream(loader.dataset, sharding, loader.batch_size or 1, _worker_split(loader, worker_split))
+        stream = SizedShardStream if hasattr(loader.dataset, "__len__") else ShardStream
+        source = stream(loader.dataset, sharding, loader.batch_size or 1, _worker_split(loader, worker_split))
         _warn_of_waste(source, loader.num_workers)
         options.update(dataset=source, batch_size=loader.batch_size, drop_last=drop_last)
         options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)

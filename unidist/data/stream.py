@@ -114,6 +114,13 @@ class ShardStream(IterableDataset[Any]):
             yield head[(sharding.rank - rest) % len(head)]
 
 
+class SizedShardStream(ShardStream):
+    """A ``ShardStream`` of a dataset with a length, which is that of the whole stream, as other ``loader.dataset``."""
+
+    def __len__(self) -> int:
+        return self.total()
+
+
 def shards_itself(dataset: object) -> TypeGuard[ShardedDataset]:
     """Whether a dataset has a method ``set_shard``."""
     return hasattr(dataset, "set_shard")
