@@ -677,6 +677,8 @@ def test_a_notebook(tmp_path: Path) -> None:
                 "import horovod.torch as hvd\n",
                 "import torch\n",
                 "!pip list | grep horovod\n",
+                "!pip install -q horovod[pytorch]\n",
+                "!horovodrun -np 2 python train.py\n",
                 "hvd.init()",
             ),
             cell(),
@@ -705,14 +707,26 @@ def test_a_notebook(tmp_path: Path) -> None:
     sources = ["".join(each["source"]) for each in after["cells"]]
     assert sources[1] == (
         "%matplotlib inline\nimport unidist\nimport unidist.hvd as hvd\nimport torch\n!pip list | grep horovod\n"
-        "unidist.init()"
+        "!pip install -q horovod[pytorch]\n!horovodrun -np 2 python train.py\nunidist.init()"
     )
     assert sources[5] == "unidist.replicate(model)\n# all\nmodel(x).backward()"
     assert sources[7] == "%time handle = hvd.rank()\nh = hvd.allreduce_async(torch.ones(1))\nmodel?"
     for number in (0, 2, 3, 4, 6):
         assert after["cells"][number] == book["cells"][number]  # type: ignore[index]
     assert path.read_text() == json.dumps(after, indent=1, ensure_ascii=False) + "\n"
-    assert {(each["cell"], each["line"]) for each in report["findings"]} == {(7, 1), (8, 1), (8, 2)}
+    assert {(each["cell"], each["line"]) for each in report["findings"]} == {
+        (2, 4), (2, 5), (2, 6), (7, 1), (8, 1), (8, 2),
+    }  # fmt: skip
+    assert "!unidist run -np 2 python train.py" in [each["remedy"] for each in report["findings"]]
+
+
+def test_a_magic_above_the_import_of_a_notebook(tmp_path: Path) -> None:
+    lines = ["%load_ext autoreload\n", "import horovod.torch as hvd\n", "hvd.init()"]
+    cells = [{"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": 1, "source": lines}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    unidist_migrate("--write", "a.ipynb", cwd=tmp_path)
+    cell = json.loads((tmp_path / "a.ipynb").read_text())["cells"][0]
+    assert "".join(cell["source"]) == "%load_ext autoreload\nimport unidist\nunidist.init()"
 
 
 def test_a_large_file_and_many_files(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import libcst as cst
 
 from unidist.migrate.file_report import Remark
+from unidist.migrate.launch_lines import launch_lines
 
 #: Placeholders in the module: for the start of a cell, and for a line that is not Python.
 _CELL, _LINE = "__unidist_cell__", "__unidist_line__"
 _MAGIC = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
-_USES_HOROVOD = re.compile(r"^(?!\s*!pip).*(\bhvd\.|horovod)")
+_USES_HOROVOD = re.compile(r"\bhvd\.|horovod")
 #: Magics of cells that contain Python.
 _PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")
 Migrate = Callable[..., tuple[str, list[Remark]]]
@@ -29,10 +30,8 @@ def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Remark]]:
         libcst.ParserSyntaxError: its cells together do not parse.
     """
     book = _load(text)
-    module, lines, unread_remarks = _as_module(book["cells"])
-    unread = [*lines, *("".join(cell.get("source", [])) for cell in book["cells"] if cell.get("cell_type") == "code")]
-    named = {name for text in unread if text in lines or not _is_in(text, module) for name in re.findall(r"\w+", text)}
-    changed, remarks = migrate(module, exported=named)
+    module, lines, unread, unread_remarks = _as_module(book["cells"])
+    changed, remarks = migrate(module, exported={name for text in lines + unread for name in re.findall(r"\w+", text)})
     sources = _as_cells(changed, lines)
     starts = {number: module[: module.index(f"{_CELL}({number})\n")].count("\n") + 1 for number in sources}
     for number, source in sources.items():
@@ -59,15 +58,11 @@ def _load(text: str) -> Any:
     return book
 
 
-def _is_in(source: str, module: str) -> bool:
-    """Whether a cell is a part of the module."""
-    return any(line in module for line in source.split("\n")[:1])
-
-
-def _as_module(cells: list[Any]) -> tuple[str, list[str], list[Remark]]:
-    """The text of all code cells, the lines in it that are not Python, and cells that do not parse."""
+def _as_module(cells: list[Any]) -> tuple[str, list[str], list[str], list[Remark]]:
+    """The text of the code cells, the lines in it that are not Python, the cells that are not in it, and remarks."""
     parts: list[str] = []
     lines: list[str] = []
+    unread: list[str] = []
     remarks: list[Remark] = []
 
     def hide(match: re.Match[str], line: str) -> str:
@@ -76,22 +71,17 @@ def _as_module(cells: list[Any]) -> tuple[str, list[str], list[Remark]]:
 
     for number, cell in enumerate(cells):
         source = "".join(cell.get("source", []))
-        if cell.get("cell_type") != "code" or (source.startswith("%%") and not source.startswith(_PYTHON)):
+        if cell.get("cell_type") != "code":
+            continue
+        if source.startswith("%%") and not source.startswith(_PYTHON):
+            unread.append(source)
             continue
         parts_of = []
         for index, line in enumerate(source.split("\n")):
             match = _MAGIC.match(line)
             parts_of.append(hide(match, line) if match else line)
-            if match and _USES_HOROVOD.search(line):
-                remarks.append(
-                    Remark(
-                        index + 1,
-                        line.strip(),
-                        "magics and shell lines are not migrated",
-                        "change it by hand",
-                        number + 1,
-                    )
-                )
+            if match:
+                remarks += [replace(remark, line=index + 1, cell=number + 1) for remark in _of_magic(line)]
         hidden = "\n".join(parts_of)
         try:
             cst.parse_module(hidden)
@@ -101,9 +91,18 @@ def _as_module(cells: list[Any]) -> tuple[str, list[str], list[Remark]]:
                 remarks.append(
                     Remark(error.raw_line, source.split("\n")[0], why, "fix it, then migrate again", number + 1)
                 )
+            unread.append(source)
             continue
         parts.append(f"{_CELL}({number})\n{hidden}\n")
-    return "".join(parts), lines, remarks
+    return "".join(parts), lines, unread, remarks
+
+
+def _of_magic(line: str) -> list[Remark]:
+    """Remarks on a magic or a shell line."""
+    found = launch_lines(line, lambda _: None, lists=False)
+    if not found and _USES_HOROVOD.search(line):
+        found = [Remark(1, line.strip(), "magics and shell lines are not migrated", "change it by hand")]
+    return found
 
 
 def _as_cells(module: str, lines: list[str]) -> dict[int, str]:

@@ -31,19 +31,14 @@ def change_accumulation(
     if found is None:
         what, remedy = (
             f"backward_passes_per_step={context.text(passes)}",
-            _REMEDY.format(_no_sync(context, passes, model)),
+            _REMEDY.format(f"unidist.no_sync({context.text(model)})"),
         )
         context.remark(passes, _SLOWER, remedy, what)
         return
     statements, last = found
     context.needs_contextlib = True
-    no_sync = _no_sync(context, statements[0], model)
+    no_sync = f"{full_name(context.unidist_name(statements[0], 'no_sync'))}({context.text(model)})"
     context.edits.wrap(statements[0], statements[-1], f"contextlib.nullcontext() if {last} else {no_sync}")
-
-
-def _no_sync(context: Context, node: cst.CSTNode, model: cst.BaseExpression) -> str:
-    """The code of the context manager that averages nothing, for use at a node."""
-    return f"{full_name(context.unidist_name(node, 'no_sync'))}({context.text(model)})"
 
 
 #: The statements of one pass, and the condition under which it is the last.
