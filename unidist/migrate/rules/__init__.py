@@ -12,10 +12,12 @@ from unidist.migrate.rules.loaders import change_loaders
 from unidist.migrate.rules.notices import report_surroundings
 from unidist.migrate.rules.optimizers import change_optimizers
 from unidist.migrate.rules.processes import change_run
+from unidist.migrate.rules.threads import keep_calls_of_threads
 
 #: From Horovod's calls to unidist's own.
 NATIVE_RULES = (
     keep_calls,
+    keep_calls_of_threads,
     keep_calls_beside_join,
     change_optimizers,
     change_elastic,
