@@ -155,12 +155,10 @@ def test_the_raw_example_unmodified(
 
 def drop_in(code: str, ranks: int = 1, launcher: str = "torchrun", **env: str) -> Result:
     """Run lines as a script of a user's, on the drop-in."""
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
-        file.write(textwrap.dedent(code))
-    try:
-        return run_world(launcher, ranks, ["-m", "unidist.hvd", file.name], backend="gloo", env=env)
-    finally:
-        Path(file.name).unlink()
+    with tempfile.TemporaryDirectory() as directory:  # from which it imports
+        script = Path(directory, "script.py")
+        script.write_text(textwrap.dedent(code))
+        return run_world(launcher, ranks, ["-m", "unidist.hvd", str(script)], backend="gloo", env=env)
 
 
 @pytest.mark.unit
