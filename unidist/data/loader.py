@@ -246,7 +246,8 @@ def shard_loader(
             lists and Hugging Face's map-style datasets, the first indices of a ``Subset``, and the length of other
             datasets, in one small collective at the first batch of the first epoch, so that data that is split by rank
             already, or in another way on each rank (``random_split``), is an error; other tensors and lists of the same
-            length are a warning. ``False``: ranks may have other data, or not all of them iterate.
+            length are a warning. ``False``: ranks may have other data, not all of them iterate, or a thread does (a
+            prefetcher), beside which the main thread makes collective calls.
         group: the ranks that the samples are divided among, this one included; default: the world. With tensor
             parallelism, the ranks of one model must get the same samples: pass the ranks of this rank's data-parallel
             dimension, as what ``new_group`` returned or as ``mesh["dp"]``.
