@@ -42,9 +42,9 @@ shown: dict[str, list[str]] = {}
 
 
 def free_port() -> int:
-    """A port that the kernel gives to no connection meanwhile."""
+    """A port that neither the kernel gives to a connection meanwhile, nor unidist to a job of Slurm's."""
     while True:
-        port = random.randint(20000, 32000)  # below net.ipv4.ip_local_port_range
+        port = random.randint(10000, 19999)  # below net.ipv4.ip_local_port_range, and topology's 20000 + ... of Slurm
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
