@@ -334,7 +334,7 @@ class _ErrorsOf:
         self.group = group
         self.span = began
         self.waits = waits
-        self.thread = 0
+        self.thread = threading.get_ident()
         self.entry = self._begin() if waits else None
         #: The second thread in this block's group, once there was one.
         self.mixed = ""
@@ -360,15 +360,13 @@ class _ErrorsOf:
         Operations of a group are matched by their order on each rank, which threads do not keep: one would get the
         other's values, in silence where dtypes and shapes agree.
         """
-        self.thread = threading.get_ident()
         waiting = self.backend.waiting
         # One call, so that no other thread comes in between.
         first = waiting.setdefault(self.group, self) if self.waits else waiting.get(self.group, self)
-        if first is self or first.thread == self.thread:
+        if first is self or (first.thread == self.thread and not first.mixed):
             return
         if not first.mixed:
             self.mixed = threading.current_thread().name
-            self.thread = 0
             waiting[self.group] = first = self
         if self.entry is not None:
             self.entry.done = True  # not begun

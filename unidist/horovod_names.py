@@ -46,6 +46,11 @@ _OTHERS = {
 }
 
 
+def is_collective(symbol: str) -> bool:
+    """Whether all ranks must call one of ``horovod.torch``'s names, as far as that can be said of a name."""
+    return symbol not in PLAIN_CALLS or symbol == "barrier"
+
+
 def hint(name: str) -> str:
     """For the error about a name that Horovod has and unidist has not."""
     instead = _OTHERS.get(name) or PLAIN_CALLS.get(name, "") + "()"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unidist.horovod_names import PLAIN_CALLS
+from unidist.horovod_names import PLAIN_CALLS, is_collective
 from unidist.migrate.context import Context
 from unidist.migrate.flow import callers
 from unidist.migrate.rules.loaders import has_even_loops, is_even
@@ -17,14 +17,10 @@ def keep_calls_beside_join(context: Context) -> None:
     if not joins:
         return
     for use in list(context.uses()):
-        if _is_collective(context.names.symbols[use]):
+        if is_collective(context.names.symbols[use]):
             context.kept[use] = _UNEVEN
             if use not in joins:
                 context.covered.add(use)
-
-
-def _is_collective(symbol: str) -> bool:
-    return symbol not in PLAIN_CALLS or symbol == "barrier"
 
 
 def change_barriers(context: Context) -> None:
@@ -79,7 +75,7 @@ def _is_called_barrier(context: Context, statement: Statement) -> bool:
 def _has_uneven_calls(context: Context) -> bool:
     """Whether a loop that may have different numbers of iterations on the ranks makes collective calls."""
     tree = context.tree
-    uses = [use for use, symbol in context.names.symbols.items() if _is_collective(symbol) and symbol != "join"]
+    uses = [use for use, symbol in context.names.symbols.items() if is_collective(symbol) and symbol != "join"]
     calls = [call for use in uses for call in callers(tree, tree.function(use))]
     for loop in tree.all((cst.For, cst.While)):
         inside = any(tree.is_inside(each, loop.body) for each in (*uses, *calls))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from unidist.horovod_names import PLAIN_CALLS
+from unidist.horovod_names import is_collective
 from unidist.migrate.context import Context, is_constant
 from unidist.migrate.flow import values_of
 from unidist.migrate.names import IMPORTERS
@@ -137,9 +137,7 @@ def _long_work(context: Context) -> Iterator[cst.If]:
     """Work of rank 0 alone that may take long, right before a call of unidist in which the other ranks wait."""
     tree = context.tree
     waiting = [
-        use
-        for use, symbol in context.names.symbols.items()
-        if context.is_handled(use) and (symbol not in PLAIN_CALLS or symbol == "barrier")
+        use for use, symbol in context.names.symbols.items() if context.is_handled(use) and is_collective(symbol)
     ]
     for guard in tree.all(cst.If):
         if guard.orelse is not None or not _is_for_one_rank(context, guard.test):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from unidist.horovod_names import PLAIN_CALLS
+from unidist.horovod_names import is_collective
 from unidist.migrate.context import Context
 from unidist.migrate.flow import callees
 from unidist.migrate.syntax import SyntaxTree, argument, called_name, full_name
@@ -17,14 +17,16 @@ _IN_THREAD = (
     "keep it; or make `group = unidist.new_group(range(unidist.world_size()))` before the thread starts, and pass "
     "group=group in its calls alone",
 )
+#: The function among the arguments of calls that start threads: by its name, and by its place.
+_NAMES, _PLACES = {"Thread": "target", "Timer": "function"}, {"Timer": 1, "submit": 0, "apply_async": 0}
 
 
 def keep_calls_of_threads(context: Context) -> None:
     """Collective calls in functions that run in threads stay."""
     functions = list(_in_threads(context.tree))
     for use, symbol in context.names.symbols.items() if functions else ():
-        is_collective = context.tree.call_of(use) is not None and symbol not in PLAIN_CALLS
-        if is_collective and any(context.tree.is_inside(use, function) for function in functions):
+        inside = any(context.tree.is_inside(use, function) for function in functions)
+        if inside and is_collective(symbol) and context.tree.call_of(use) is not None:
             context.kept[use] = _IN_THREAD
 
 
@@ -48,8 +50,9 @@ def _targets(tree: SyntaxTree) -> Iterator[cst.BaseExpression]:
     """What ``Thread(target=...)``, ``Timer(seconds, ...)`` and ``ThreadPoolExecutor.submit(...)`` run."""
     has_pool = "ThreadPool" in tree.module.code
     for call in tree.all(cst.Call):
-        name, places = called_name(call), {"Timer": 1, "submit": 0, "apply_async": 0}
-        if name in ("Thread", "Timer") and (target := argument(call, "function" if name == "Timer" else "target")):
+        name = called_name(call)
+        place = _PLACES.get(name)
+        if (target := argument(call, _NAMES.get(name, ""))) is not None:
             yield target
-        elif name in places and len(call.args) > places[name] and (has_pool or name == "Timer"):
-            yield call.args[places[name]].value
+        elif place is not None and place < len(call.args) and (has_pool or name == "Timer"):
+            yield call.args[place].value

@@ -243,12 +243,9 @@ def _is_used_in_later_pass(tree: SyntaxTree, target: cst.BaseExpression) -> bool
     variable, function = tree.variable(target), tree.function(target)
     if isinstance(target, cst.Attribute):
         return target.attr.value != "grad" and bool(uses_of(tree, variable))
-    passes = [tree.position(call) for call in tree.method_calls("backward") if tree.function(call) is function]
-    later = sorted(at for at in passes if at > tree.position(target))[:1]
-    again = min(
-        (at for each in targets_of(tree, variable) if (at := tree.position(each)) > tree.position(target)), default=None
-    )
-    return any(
-        later and tree.position(use) > later[0] and (again is None or tree.position(use) < again)
-        for use in uses_of(tree, variable)
-    )
+    start = tree.position(target)
+    passes = (call for call in tree.method_calls("backward") if tree.function(call) is function)
+    later = min((at for at in map(tree.position, passes) if at > start), default=None)
+    again = min((at for at in map(tree.position, targets_of(tree, variable)) if at > start), default=None)
+    uses = map(tree.position, uses_of(tree, variable))
+    return later is not None and any(later < use and (again is None or use < again) for use in uses)
