@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -59,6 +59,25 @@ def test_the_step_in_the_name_decides_and_not_the_time(tmp_path: Path) -> None:
     write(tmp_path / "best.pt"), write(tmp_path / "run1-step02.pt")  # no number; an equal one, later
     assert files.latest(tmp_path, "*.pt") == tmp_path / "run1-step02.pt"
     assert files.latest(tmp_path, "b*.pt") == tmp_path / "best.pt"
+
+
+def test_latest_while_another_job_saves_and_deletes(tmp_path: Path) -> None:
+    """As a job does that evaluates each new checkpoint."""
+    (tmp_path / "run-0.pt").touch()
+
+    def save() -> None:
+        for step in range(1, 3000):
+            (tmp_path / f"run-{step}.pt").touch()
+            files.prune(tmp_path / f"run-{step}.pt", 1)
+
+    job = Thread(target=save)
+    job.start()
+    found = []
+    while job.is_alive():
+        found.append(files.latest(tmp_path, "*.pt"))
+    job.join()
+    assert len(found) > 10 and None not in found
+    assert files.latest(tmp_path, "*.pt") == tmp_path / "run-2999.pt"
 
 
 # ------------------------------------------------------------------------------------ damaged, truncated, foreign

@@ -318,15 +318,24 @@ def read(file: IO[bytes]) -> dict[str, Any]:
 def order(path: Path) -> tuple[int, int]:
     """By which the latest checkpoint is found: the last number in its name (none: -1), then when it was written."""
     numbers = re.findall(r"\d+", path.name)
-    return int(numbers[-1]) if numbers else -1, found(path).stat().st_mtime_ns
+    try:
+        written = found(path).stat().st_mtime_ns
+    except FileNotFoundError:  # another job has deleted it
+        written = 0
+    return int(numbers[-1]) if numbers else -1, written
 
 
 def latest(directory: Path, pattern: str) -> Path | None:
     """The latest of the checkpoints that a pattern matches."""
     above, name = os.path.split(pattern)
-    replaced = directory.glob(os.path.join(above, f".{name}{_REPLACED}"))
-    names = {path.with_name(path.name[1 : -len(_REPLACED)]) for path in replaced} | set(directory.glob(pattern))
-    return max(filter(is_checkpoint, names), key=order, default=None)
+    names: set[Path] = set()
+    while True:
+        before = names
+        replaced = directory.glob(os.path.join(above, f".{name}{_REPLACED}"))
+        names = {path.with_name(path.name[1 : -len(_REPLACED)]) for path in replaced} | set(directory.glob(pattern))
+        latest = max(filter(is_checkpoint, names), key=order, default=None)
+        if latest or names == before:  # else another job may have deleted them after it wrote a later one
+            return latest
 
 
 def prune(path: Path, keep: int) -> None:
