@@ -143,6 +143,22 @@ def test_keep_last_and_latest(folder: Path) -> None:
             unidist.save_checkpoint(folder / ("best.pt" if bad["keep_last"] else "step-1.pt"), **bad)
 
 
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_of_every_layout(folder: Path, wait: bool) -> None:
+    parts, matrix = [torch.ones(2), torch.arange(3.0)], torch.eye(3)
+    saved = {
+        "nested": torch.nested.as_nested_tensor(parts),
+        "jagged": torch.nested.as_nested_tensor(parts, layout=torch.jagged),
+        "coo": matrix.to_sparse(),
+    }
+    unidist.save_checkpoint(folder / "layouts.pt", wait=wait, **saved)
+    loaded = unidist.load_checkpoint(folder / "layouts.pt")
+    for name in ("nested", "jagged"):
+        assert all(map(torch.equal, loaded[name].unbind(), parts))
+    assert torch.equal(loaded["coo"].to_dense(), matrix)
+
+
 class Config(dict[str, int]):
     """A kind of dict that weights_only does not know."""
 
@@ -186,6 +202,8 @@ def test_an_error_of_any_rank_is_raised_on_all(folder: Path) -> None:
     for bad in (lambda: 1, threading.Lock()):
         with pytest.raises(unidist.CheckpointError, match=r"0: ValueError: bad=: .*[pP]ickle.*; .* give an object a"):
             unidist.save_checkpoint(path, x=1, bad=bad)
+    with pytest.raises(unidist.CheckpointError, match=r"bad=: ValueError: it has tensors on the meta device, which"):
+        unidist.save_checkpoint(path, x=1, bad=torch.nn.Linear(2, 2, device="meta"))
     if unidist.is_main():
         (folder / "noise.pt").write_bytes(b"noise"), (folder / "empty.pt").touch(), os.mkfifo(folder / "fifo")
     with pytest.raises(unidist.CheckpointError, match=r"rank 0: .*fifo is a FIFO, which a checkpoint does not replace"):

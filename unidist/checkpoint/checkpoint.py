@@ -97,9 +97,6 @@ def save_checkpoint(
         )
     if reserved := objects.keys() & {_RNG, _INDEX, files.FORMAT}:
         raise ValueError(f"save_checkpoint({reserved.pop()}=...): the name is reserved for unidist.")
-    for thing in objects.values():
-        if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()) and not _is_sharded(thing):
-            assert_in_sync(thing, group)
     of_world(_Writing).of_group(group)
     call = f"save_checkpoint({os.fspath(path)!r})"
     is_first = current().ranks(group)[0] == current().topology.rank
@@ -109,6 +106,8 @@ def save_checkpoint(
         for name, thing in objects.items():
             with _naming(name):
                 state[name] = _state_of(thing)
+                if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in _leaves(state[name])):
+                    raise ValueError("it has tensors on the meta device, which have no values to save")
         return (
             state
             if wait or not is_first or any(map(shards.is_sharded, _leaves(state)))
@@ -116,6 +115,9 @@ def save_checkpoint(
         )
 
     state = _attempt(call, group, collect)
+    for thing in objects.values():
+        if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()) and not _is_sharded(thing):
+            assert_in_sync(thing, group)
     state[_RNG] = all_gather_object(_random_state(), group)
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -552,7 +554,7 @@ def _copy_to_cpu(state: Any) -> Any:
         if shards.is_sharded(source):
             tensors[id(leaf)] = source.clone()
             continue
-        if leaf.layout != torch.strided or type(source) is not Tensor:
+        if leaf.layout != torch.strided or leaf.is_nested or type(source) is not Tensor:
             tensors[id(leaf)] = source.to("cpu", copy=True)
             continue
         storage = source.untyped_storage()
