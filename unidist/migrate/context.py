@@ -29,6 +29,11 @@ class Refusal(Exception):
 
 #: What there is to migrate from.
 ORIGINS = ("horovod", "ddp", "dataparallel", "apex")
+#: Why a call stays that does not show its arguments, and what to do.
+UNKNOWN_ARGUMENTS = (
+    "its arguments cannot be determined",
+    "write them out in a call, without *, ** and functools.partial, then migrate again",
+)
 #: The arguments of a call by the names of its parameters.
 Arguments = dict[str, cst.BaseExpression]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import libcst as cst
 
 from unidist.horovod_names import PLAIN_CALLS
-from unidist.migrate.context import Context
+from unidist.migrate.context import UNKNOWN_ARGUMENTS, Context
 from unidist.migrate.file_report import Remark
 from unidist.migrate.rules.collectives import COLLECTIVES, has_other_gradient, reduction
 
@@ -74,11 +74,7 @@ _REDUCTION = (
 )
 _OTHER_STATE = (
     "its argument is not visibly the state of a model",
-    "unidist.broadcast for each tensor, or broadcast_object",
-)
-_UNKNOWN_ARGUMENTS = (
-    "its arguments cannot be determined",
-    "write them out, without * and **, then migrate again",
+    "unidist.broadcast_model_state(model) for a model's; else unidist.broadcast for each tensor, or broadcast_object",
 )
 #: Arguments of allreduce that unidist's calls do not have.
 _ARGUMENTS: dict[str, Reason] = {
@@ -107,7 +103,7 @@ def _reason(context: Context, use: cst.BaseExpression) -> Reason:
         return _OTHER_STATE if optimizer is None else _reason(context, optimizer)
     if symbol in ("allreduce", "allreduce_"):
         if arguments is None:
-            return _UNKNOWN_ARGUMENTS
+            return UNKNOWN_ARGUMENTS
         for name, reason in _ARGUMENTS.items():
             if name in arguments:
                 return reason
@@ -116,7 +112,7 @@ def _reason(context: Context, use: cst.BaseExpression) -> Reason:
         assert call is not None
         return _NO_GRADIENT if has_other_gradient(context, call, arguments) else _INTEGERS
     if symbol in COLLECTIVES and call is not None and arguments is None:
-        return _UNKNOWN_ARGUMENTS
+        return UNKNOWN_ARGUMENTS
     if arguments is not None and call is not None and has_other_gradient(context, call, arguments):
         return _GRADIENT
     return next(reason for start, reason in _REASONS.items() if symbol.startswith(start))

@@ -6,7 +6,7 @@ from itertools import takewhile
 
 import libcst as cst
 
-from unidist.migrate.context import Arguments, Context, Refusal, is_constant
+from unidist.migrate.context import UNKNOWN_ARGUMENTS, Arguments, Context, Refusal, is_constant
 from unidist.migrate.flow import (
     INSPECTING,
     assignments,
@@ -31,7 +31,7 @@ from unidist.migrate.syntax import Statement, full_name, is_pure
 _CHANGING = {"append", "extend", "insert", "remove", "pop", "clear"}
 _HIDDEN_ARGUMENTS = (
     "the arguments of DistributedOptimizer cannot be determined",
-    "write them out, without * and **, then migrate again",
+    UNKNOWN_ARGUMENTS[1],
 )
 CHANGED_HOROVOD = "Horovod's DistributedOptimizer does not take these arguments, perhaps a changed Horovod's does"
 _OTHER_ARGUMENTS = (
@@ -135,7 +135,7 @@ def _plan(context: Context, call: cst.Call) -> OptimizerPlan:
         raise Refusal(
             call,
             "whether DistributedOptimizer(...) is called depends on a part of its statement",
-            "call it in a statement of its own, under an if, then migrate again",
+            "call it in a statement of its own, in a for loop or under an if, then migrate again",
         )
     target, variables = _assigned_to(context, call)
     adasum, compression = _check_arguments(context, call, arguments)

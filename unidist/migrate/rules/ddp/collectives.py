@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unidist.migrate.context import Arguments, is_constant
+from unidist.migrate.context import UNKNOWN_ARGUMENTS, Arguments, is_constant
 from unidist.migrate.gradients import may_require_gradient
-from unidist.migrate.rules.ddp.names import ASYNC, GROUP, UNKNOWN, TorchContext
+from unidist.migrate.rules.ddp.names import ASYNC, GROUP, TorchContext
 from unidist.migrate.syntax import is_pure, keyword, method
 
 _OPS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max", "PRODUCT": "product"}
@@ -35,7 +35,7 @@ def _change(context: TorchContext, call: cst.Call, symbol: str) -> tuple[str, st
     """Change one call; why it stays if it does."""
     arguments = context.arguments(call)
     if arguments is None:
-        return UNKNOWN
+        return UNKNOWN_ARGUMENTS
     if not is_constant(arguments.get("async_op"), None, False):
         return ASYNC
     if not context.is_world(arguments.get("group")) or "group_src" in arguments or "group_dst" in arguments:

@@ -13,7 +13,7 @@ from typing import Any
 
 import libcst as cst
 
-from unidist.migrate.context import is_constant
+from unidist.migrate.context import UNKNOWN_ARGUMENTS, is_constant
 from unidist.migrate.flow import assignments_of, callees, callers, is_parameter, passed_to, targets_of, values_of
 from unidist.migrate.rules.ddp.names import TorchContext
 from unidist.migrate.rules.ddp.wrapping import is_asked_for, report_evaluation
@@ -118,7 +118,7 @@ def _wrap(context: TorchContext, call: cst.Call) -> Iterator[cst.CSTNode]:
     arguments = context.arguments(call)
     statement = tree.statement(call)
     if arguments is None or "module" not in arguments or not isinstance(statement, cst.SimpleStatementLine):
-        context.refuse(call, "its arguments cannot be determined", "write them out, without * and **")
+        context.refuse(call, *UNKNOWN_ARGUMENTS)
         return
     outer: cst.Call = call
     above = tree.parent(call)

@@ -19,7 +19,6 @@ _VARIABLES: dict[str, Place] = {"RANK": "rank", "WORLD_SIZE": "world_size", "LOC
 _CALLS: dict[str, Place] = {"get_rank": "rank", "get_world_size": "world_size"}
 _READS = re.compile(r"(?:os\.)?(?:environ|environ\.get|getenv|environ\.pop)")
 #: Why a call stays: what several rules say, and what to do.
-UNKNOWN = ("its arguments cannot be determined", "write them out, without * and **, then migrate again")
 GROUP = ("it is a call within a process group of its own", "unidist.new_group(ranks), and group=")
 ASYNC = (
     "it is asynchronous, and unidist has no asynchronous calls",

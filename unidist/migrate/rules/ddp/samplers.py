@@ -6,8 +6,8 @@ from functools import partial
 
 import libcst as cst
 
-from unidist.migrate.context import is_constant
-from unidist.migrate.rules.ddp.names import UNKNOWN, TorchContext
+from unidist.migrate.context import UNKNOWN_ARGUMENTS, is_constant
+from unidist.migrate.rules.ddp.names import TorchContext
 from unidist.migrate.rules.loaders import change_loaders
 from unidist.migrate.syntax import keyword
 
@@ -18,7 +18,7 @@ def change_samplers(context: TorchContext) -> None:
     for call in list(context.calls("DistributedSampler")):
         arguments = context.arguments(call)
         if arguments is None:
-            context.keep(call.func, *UNKNOWN)
+            context.keep(call.func, *UNKNOWN_ARGUMENTS)
             continue
         missing = [
             keyword(name, cst.Call(context.unidist_name(call, function)))

@@ -6,10 +6,10 @@ import re
 
 import libcst as cst
 
-from unidist.migrate.context import Arguments, is_constant
+from unidist.migrate.context import UNKNOWN_ARGUMENTS, Arguments, is_constant
 from unidist.migrate.flow import callers
 from unidist.migrate.rules.calls import replace_zero_test
-from unidist.migrate.rules.ddp.names import ASYNC, GROUP, UNKNOWN, TorchContext, place_of
+from unidist.migrate.rules.ddp.names import ASYNC, GROUP, TorchContext, place_of
 from unidist.migrate.rules.ddp.places import first_reading, is_by_cuda
 from unidist.migrate.syntax import Statement, keyword
 
@@ -31,7 +31,7 @@ def change_start(context: TorchContext) -> None:
     for call in list(context.calls("init_process_group")):
         arguments = context.arguments(call)
         if arguments is None or not isinstance(context.tree.parent(call), cst.Expr):
-            context.keep(call.func, UNKNOWN[0], "write the arguments out, without * and **, then migrate again")
+            context.keep(call.func, *UNKNOWN_ARGUMENTS)
             continue
         for name in ("store", "pg_options"):
             if not is_constant(arguments.get(name), None):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from unidist.migrate.context import Arguments, is_constant
+from unidist.migrate.context import UNKNOWN_ARGUMENTS, Arguments, is_constant
 from unidist.migrate.flow import assignments, follow, targets_of, uses_of
-from unidist.migrate.rules.ddp.names import APEX_DDP, DDP, UNKNOWN, TorchContext
+from unidist.migrate.rules.ddp.names import APEX_DDP, DDP, TorchContext
 from unidist.migrate.syntax import SyntaxTree, called_name, full_name
 
 #: Arguments that wrap_model has too, and their defaults.
@@ -52,7 +52,7 @@ def change_models(context: TorchContext) -> None:
     for call in list(context.calls(DDP, APEX_DDP)):
         arguments = context.arguments(call)
         if arguments is None or "module" not in arguments:
-            context.keep(call.func, *UNKNOWN)
+            context.keep(call.func, *UNKNOWN_ARGUMENTS)
             continue
         is_apex = context.symbol(call.func) == APEX_DDP
         problem = _problem(context, arguments, is_apex)
