@@ -251,11 +251,13 @@ class Backend(ABC):
         return self.as_called(self.recent.records() if self.recent is not None else [])
 
     def as_called(self, records: list[OperationRecord]) -> list[OperationRecord]:
-        """The records, where that of a comparison which is pending has the call that is compared."""
+        """The records, where that of the comparison that is made has the call that is compared."""
         call = self.comparing
         if call is None:
             return records
-        return [each if each.done or each.shape != (2,) else each._replace(**call) for each in records]
+        # PyTorch's flight recorder counts what failed as done.
+        comparison = min((each for each in records if each.shape == (2,)), key=lambda each: each.seconds, default=None)
+        return [each._replace(**call) if each is comparison else each for each in records]
 
     def follows(self, error: BaseException, trace: TracebackType | None) -> bool:
         """Whether an error is one of a collective call, so that another rank may have failed first."""
@@ -275,6 +277,8 @@ class Backend(ABC):
         if getattr(error, "is_explained", False):  # the backend has asked them
             return CollectiveError(f"{error}{hint}")
         reason = str(error).rstrip(".")
+        if self.comparing is not None:
+            call = self.comparing["name"]
         what, others = call, ""
         if self.watch is not None:
             with suppress(Exception):  # which would hide the library's

@@ -174,6 +174,7 @@ DIFFERENT: list[tuple[str, Callable[[], object], str, str]] = [
     ("shape", lambda: unidist.all_to_all(first_or(WIDE, WIDE.view(24, 2))), r"\(24, 1, 2\)", r"\(24, 2\)"),
     ("op", lambda: unidist.reduce_scatter(WIDE, first_or("sum", "max")), "(sum)", "(max)"),
     ("shape", lambda: unidist.reduce_scatter(first_or(WIDE, WIDE.view(24, 2))), r"\(24, 1, 2\)", r"\(24, 2\)"),
+    ("rows", lambda: unidist.reduce_scatter(first_or(WIDE, WIDE.view(-1)[1:])), r"\(24, 1, 2\)", r"\(47,\)"),
     ("root", lambda: unidist.broadcast_object("x", first_or(0, 1)), "from rank 0", "from rank 1"),
     ("call", lambda: first_or(unidist.broadcast_object, unidist.all_gather_object)(1), "broadcast_object", "gather"),
     ("op", lambda: unidist.allreduce_metric(1.0, op=first_or("sum", "max")), "(sum)", "(max)"),

@@ -344,13 +344,13 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
     """
     backend = member(group)
     _check_op(tensor, op)
+    compare(backend, group, "reduce_scatter", tensor, op, always=True)  # first, so that all ranks raise
     size = len(backend.ranks(group))
     if tensor.dim() == 0 or tensor.shape[0] % size:
         raise ValueError(
             f"reduce_scatter over {size} ranks cannot split shape {tuple(tensor.shape)} along dim 0: pad it to a "
             f"multiple of {size} rows."
         )
-    compare(backend, group, "reduce_scatter", tensor, op, always=True)
 
     def run(data: Tensor) -> Tensor:
         sent = _widened(backend, data, op)
