@@ -242,7 +242,7 @@ def _open(launch: Launch, init_method: str | None, timeout: timedelta) -> dist.S
         return dist.HashStore()
     # Where unidist has exported torchrun's variables, the ranks have met before.
     way = "master" if exported_row(os.environ) else launch.launcher.rendezvous
-    return {"master": _at_master, "slurm": _at_master, "horovod": _at_horovod, "mpi": _at_mpi}[way](launch, timeout)
+    return {"horovod": _at_horovod, "mpi": _at_mpi}.get(way, _at_master)(launch, timeout)
 
 
 def _require_master(launch: Launch) -> tuple[str, int]:

@@ -38,6 +38,7 @@ FIRST = {
     "unidist/hvd": ["tests/test_negotiation.py", "tests/test_gradient_rounds.py"],
     "unidist/run/hosts.py": ["tests/test_run_options.py", "tests/test_elastic_decisions.py"],
     "unidist/run/elastic.py": ["tests/test_elastic_decisions.py"],
+    "unidist/launch": ["tests/test_topology.py"],
     "unidist/migrate/rules": ["tests/test_migrate.py", "tests/test_migrate_torch.py"],
 }
 #: What those tests decide alone.

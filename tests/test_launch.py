@@ -363,5 +363,6 @@ def test_spawn_names_the_process_that_was_killed_and_not_one_that_failed_by_it()
 def test_spawn_bad_input() -> None:
     import unidist
 
-    with pytest.raises(ValueError, match="nprocs=0"):
-        unidist.spawn(os.getpid, 0)
+    for bad in (0, "2"):
+        with pytest.raises(ValueError, match=f"nprocs={bad!r}"):
+            unidist.spawn(os.getpid, bad)  # type: ignore[arg-type]

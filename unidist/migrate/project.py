@@ -365,9 +365,9 @@ def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate, *, of_t
     report.needs_horovod = imports_horovod(code)
     report.uses_drop_in = imports_drop_in(code)
     if report.needs_horovod and not report.remarks:
-        report.remarks.append(
-            Remark(1, "import horovod", "the file still imports Horovod", "replace what it uses by hand")
-        )
+        named = enumerate((line.strip() for line in code.splitlines()), 1)
+        line, shown = next(((line, text) for line, text in named if "horovod" in text.lower()), (1, ""))
+        report.remarks.append(Remark(line, shown, "the file still imports Horovod", "replace what it uses by hand"))
     return report
 
 

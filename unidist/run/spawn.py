@@ -58,8 +58,8 @@ def start(
     fn: Callable[..., T], nprocs: int, args: tuple[Any, ...] = (), backend: context.BackendName | None = None
 ) -> list[T]:
     """``spawn``; without a backend, ``fn`` calls ``init`` itself."""
-    if nprocs < 1:
-        raise ValueError(f"spawn(nprocs={nprocs}) needs at least 1 process.")
+    if not isinstance(nprocs, int) or nprocs < 1:
+        raise ValueError(f"spawn(nprocs={nprocs!r}) needs at least 1 process.")
     from unidist.backends import rendezvous
     from unidist.network.addresses import LOOPBACK
 
