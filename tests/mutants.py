@@ -63,7 +63,7 @@ THEN += [
 PURE = ("negotiation", "messages", "operation", "host_submissions", "response_cache", "rounds")
 #: What is changed: directories and files.
 PLACES = (
-    "backends", "unidist/gradients", "unidist/collectives", "unidist/data", "unidist/checkpoint",
+    "backends", "unidist/gradients", "unidist/collectives", "unidist/data", "unidist/checkpoint", "unidist/launch",
     *(f"unidist/hvd/{name}.py" for name in PURE), "unidist/run/hosts.py", "unidist/run/elastic.py",
     "unidist/migrate/rules",
 )  # fmt: skip
