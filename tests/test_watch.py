@@ -273,7 +273,7 @@ def test_strangers_delay_nobody(server: tuple[Peer, bytes]) -> None:
     strangers[0].sendall(b"GET / HTTP/1.0\n")
     strangers[1].sendall(frame(key + b"no hello"))
     began = time.monotonic()
-    assert isinstance(ask({0: at}, key, {}, 2.0)[0], dict) and time.monotonic() - began < 1
+    assert isinstance(ask({0: at}, key, {}, 20.0)[0], dict) and time.monotonic() - began < 10
     for stranger in strangers:
         stranger.close()
 
@@ -286,8 +286,8 @@ def test_many_are_asked_at_once_and_who_does_not_answer_costs_the_time_once(serv
         peers = dict.fromkeys(range(300), at) | {300: closed, 301: peer(silent.getsockname()[1])}
         peers[302] = Peer(at.process, "", 0)
         began = time.monotonic()
-        answers = ask(peers, key, {}, 1.0)
-        assert time.monotonic() - began < 2
+        answers = ask(peers, key, {}, 2.0)
+        assert time.monotonic() - began < 4
     assert all(isinstance(answers[rank], dict) for rank in range(300))
     assert isinstance(answers[300], ConnectionError)
     assert isinstance(answers[301], TimeoutError) and isinstance(answers[302], TimeoutError)

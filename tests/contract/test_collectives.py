@@ -391,15 +391,19 @@ def test_a_second_thread_in_a_call_of_the_same_group_is_an_error() -> None:
     is_last = unidist.rank() == unidist.world_size() - 1
     thread = threading.Thread(target=current().all_reduce, args=(torch.ones(2), "sum", group))
     if is_last:
-        time.sleep(1.0)
-    thread.start()  # waits for the last rank
-    if not is_last:
+        unidist.barrier()
+        thread.start()
+    else:
+        thread.start()  # waits for the last rank
         while not current().waiting:
             time.sleep(0.01)
-        for _ in range(2):  # the second after the first has ended
-            with pytest.raises(unidist.UnidistError, match="'MainThread' made a call of a group in which another"):
-                unidist.barrier(group)
-            thread.join()
+        error = "'MainThread' made a call of a group in which another"
+        with pytest.raises(unidist.UnidistError, match=error):
+            unidist.barrier(group)
+        unidist.barrier()
+        thread.join()
+        with pytest.raises(unidist.UnidistError, match=error):
+            unidist.barrier(group)
     thread.join()
     assert unidist.all_reduce(torch.ones(1)) == unidist.world_size()  # other groups go on
     current().waiting.clear()  # for other tests of the same ranks
