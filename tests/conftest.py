@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from filelock import FileLock
+from hypothesis import settings
 
 from tests.support import slurm
 from tests.support.worlds import IN_WORLD, LEGACY, PROJECTS, run_world, shown
@@ -26,6 +27,11 @@ from unidist.launchers import table
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ray's workers would yield to all other tests.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+# The same examples in each run: what fails is the change. ``--hypothesis-profile=random`` draws others.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("random", deadline=None)
+settings.load_profile("same")
 
 #: What starts worlds, here and in the product.
 STARTERS = ("tests.support.worlds.run", "unidist.launchers.world.run", "unidist.run.spawn.start_processes")

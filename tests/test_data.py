@@ -155,7 +155,7 @@ def sources(n: int) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     kind=st.sampled_from(["sequential", "shuffled", "feistel", "weighted", "stream"]),
     n=st.integers(1, 40), batch_sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),

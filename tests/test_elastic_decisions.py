@@ -523,7 +523,7 @@ class ElasticRun(RuleBasedStateMachine):
 
 
 TestElasticRun = ElasticRun.TestCase
-TestElasticRun.settings = settings(max_examples=50, stateful_step_count=15, deadline=None)
+TestElasticRun.settings = settings(max_examples=50, stateful_step_count=15)
 
 
 def test_many_sequences_of_events() -> None:
@@ -577,7 +577,7 @@ class World:
     rank, size = 0, 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     samples=st.integers(1, 60),
     batch=st.integers(1, 5),

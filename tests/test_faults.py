@@ -11,7 +11,8 @@ def test_survivors_of_faults_end_and_name_the_victim() -> None:
     assert {case.kind for case in cases} == set(KINDS) and {case.moment for case in cases} == set(MOMENTS)
     outcomes = list(run_all(list(possible(cases)), jobs=4))
     shown.setdefault("faults: what became of the survivors", []).extend(map(line, outcomes))
-    assert not [line(outcome) for outcome in outcomes if outcome.bad], "\n".join(summary(outcomes))
+    bad = [[line(each), *(f"{error.rank}: {error.text}" for error in each.errors)] for each in outcomes if each.bad]
+    assert not bad, "\n".join(summary(outcomes))
     told = [all(error.tells(outcome.case.victim)) for outcome in outcomes for error in outcome.errors]
     assert sum(told) >= 0.9 * len(told), summary(outcomes)[-1]
 

@@ -421,7 +421,7 @@ def test_stalled_operations_name_ranks(turns: int) -> None:
 KINDS = [SUM, SUM._replace(op="max"), Signature("broadcast", ("int64",), ((2,),), root=0), Signature("barrier")]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 10**9), size=st.integers(1, 7), operations=st.integers(1, 12), fusion=st.integers(0, 100),
     per_host=st.integers(1, 7),
@@ -475,7 +475,7 @@ def test_all_ranks_execute_the_same_in_the_same_order(
     assert world.coordinator.stalled(1e9, 0.0) == []
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 10**9), size=st.integers(2, 7), per_host=st.integers(1, 4))
 def test_joins_at_any_time_leave_nobody_waiting(seed: int, size: int, per_host: int) -> None:
     """Each rank makes some of the allreduces, in one order, and joins; all that were submitted are executed by all
@@ -540,7 +540,7 @@ def test_a_leader_keeps_the_order_of_what_may_change_the_process_sets() -> None:
         assert leader.forward(4, message) == [((4,), Submit(1)), ((4,), message)]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**9), per_host=st.integers(1, 4))
 def test_process_sets_across_hosts(seed: int, per_host: int) -> None:
     """Operations of a set that is removed after all have submitted them are executed, before that they fail."""

@@ -203,7 +203,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=14))
 def test_any_environment_gives_a_place_or_one_clear_error(env: dict[str, str]) -> None:
     before = dict(env)
@@ -283,4 +283,6 @@ def test_slurm_meets_at_the_first_node() -> None:
     assert launch.master_addr == "gpu07" and launch.master_port is not None and 20000 <= launch.master_port < 32000
     assert detect({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "5"}).master_addr == "x"
     assert detect({**SLURM, "SLURM_STEP_RESV_PORTS": "12001-12003"}).master_port == 12001
+    for no_port in ("0", "123456"):
+        assert detect({**SLURM, "SLURM_STEP_RESV_PORTS": no_port}).master_port == launch.master_port
     assert detect({**SLURM, "SLURM_STEP_ID": "1"}).master_port != launch.master_port

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -47,6 +48,8 @@ OWN = ("exception", "exit 0", "no memory", "full disk", "closed pipe")
 CALLS = ("other shape", "other operation", "other order")
 LINKS = ("link down", "firewall")
 KINDS = (*GONE, *OWN, *CALLS, *LINKS)
+#: How a rank ended that raised nothing.
+ENDED = "ended by its launcher"
 MOMENTS = ("init", "forward", "backward", "collective", "save", "end")
 #: By what computes. In ``env`` no launcher ends a survivor: each must end by itself.
 LAUNCHERS = {
@@ -156,8 +159,12 @@ class Outcome:
 
     @property
     def named(self) -> bool | None:
-        """Whether an error names the victim; None where nobody raised one."""
-        return any(error.names(self.case.victim) for error in self.errors) if self.errors else None
+        """Whether an error names the victim; None where nobody raised one before the launcher began to end ranks."""
+        if any(error.names(self.case.victim) for error in self.errors):
+            return True
+        began = min((seconds for how, seconds in self.survivors.values() if how == ENDED), default=math.inf)
+        # A rank that was ended may have been the store's server, or all that another one saw go.
+        return False if any(self.survivors[error.rank][1] < began for error in self.errors) else None
 
     @property
     def misnamed(self) -> bool:
@@ -281,7 +288,7 @@ def _watch(
             if pid is None or not _runs(pid):
                 lines = _log(directory, rank)
                 last = lines[-1] if lines else {"event": "never began"}
-                how = {"start": "ended by its launcher", "fault": "ended"}.get(last["event"], last["event"])
+                how = {"start": ENDED, "fault": "ended"}.get(last["event"], last["event"])
                 if how == "raised":
                     how = last["error"]
                     if rank != case.victim or case.kind not in OWN:

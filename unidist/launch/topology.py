@@ -388,8 +388,8 @@ def first_host(nodelist: str) -> str:
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:
-    reserved = re.match(r"[0-9]+", env.get("SLURM_STEP_RESV_PORTS", ""))
-    if reserved:
+    reserved = re.match(r"[0-9]{1,5}(?![0-9])", env.get("SLURM_STEP_RESV_PORTS", ""))
+    if reserved and 0 < int(reserved.group()) < 65536:
         return int(reserved.group())
     digits = [re.sub(r"\D", "", env.get(name, "")) or "0" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     job, step = (int(text[-9:]) for text in digits)
