@@ -1,6 +1,6 @@
 """One training script, any launcher, any backend."""
 
-import ast
+import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +76,12 @@ __version__ = "0.1.0"
 
 #: The module of each public name, by the imports above.
 _MODULES: dict[str, str] = {
-    alias.name: node.module or ""
-    for node in ast.walk(ast.parse(__loader__.get_source(__name__)))  # type: ignore[name-defined]
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unidist.")
-    for alias in node.names
-    if alias.asname
+    name: module
+    for module, name in re.findall(
+        r"^    from (unidist\.[\w.]+) import \w+ as (\w+)$",
+        __loader__.get_source(__name__),  # type: ignore[name-defined]
+        re.MULTILINE,
+    )
 }
 #: Without print: ``from unidist import *`` must not replace Python's.
 __all__ = sorted({*_MODULES} - {"print"})
