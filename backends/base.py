@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -86,6 +86,17 @@ class Group:
         return self  # of a copied model or metric, too
 
 
+class ComparedCall(NamedTuple):
+    """A collective call, while the ranks compare it."""
+
+    #: Name, dtype and shape of what is compared.
+    call: dict[str, Any]
+    #: That makes it.
+    thread: int
+    #: By ``time.monotonic()``.
+    began: float
+
+
 class Watcher(Protocol):
     """What knows the other ranks."""
 
@@ -118,8 +129,8 @@ class Backend(ABC):
         self.groups: dict[tuple[int, ...], Group] = {}
         #: Bytes that ``all_gather`` sends along with the sizes, by group; the same on every rank of it.
         self.inline_bytes: dict[Group | None, int] = {}
-        #: Name, dtype and shape of the call that is being compared.
-        self.comparing: dict[str, Any] | None = None
+        #: The call that this rank compares now.
+        self.comparing: ComparedCall | None = None
         #: The number of calls that were or may have been compared, by group; the same on every rank of it.
         self.calls: dict[Group | None, int] = {}
         #: The block that waits for an operation now, by group.
@@ -252,12 +263,15 @@ class Backend(ABC):
 
     def as_called(self, records: list[OperationRecord]) -> list[OperationRecord]:
         """The records, where that of the comparison that is made has the call that is compared."""
-        call = self.comparing
-        if call is None:
+        made = self.comparing
+        if made is None:
             return records
-        # PyTorch's flight recorder counts what failed as done.
-        comparison = min((each for each in records if each.shape == (2,)), key=lambda each: each.seconds, default=None)
-        return [each._replace(**call) if each is comparison else each for each in records]
+        since = time.monotonic() - made.began
+
+        def is_its(each: OperationRecord) -> bool:  # done or not: PyTorch's flight recorder counts what failed as done
+            return (each.dtype, each.shape) == ("int64", (2,)) and each.seconds <= since
+
+        return [each._replace(**made.call) if is_its(each) else each for each in records]
 
     def follows(self, error: BaseException, trace: TracebackType | None) -> bool:
         """Whether an error is one of a collective call, so that another rank may have failed first."""
@@ -277,8 +291,8 @@ class Backend(ABC):
         if getattr(error, "is_explained", False):  # the backend has asked them
             return CollectiveError(f"{error}{hint}")
         reason = str(error).rstrip(".")
-        if self.comparing is not None:
-            call = self.comparing["name"]
+        if self.comparing is not None and self.comparing.thread == threading.get_ident():
+            call = self.comparing.call["name"]
         what, others = call, ""
         if self.watch is not None:
             with suppress(Exception):  # which would hide the library's

@@ -76,7 +76,8 @@ def test_latest_while_another_job_saves_and_deletes(tmp_path: Path) -> None:
     while job.is_alive():
         found.append(files.latest(tmp_path, "*.pt"))
     job.join()
-    assert len(found) > 10 and None not in found
+    steps = [int(path.stem.removeprefix("run-")) for path in found if path]
+    assert len(found) == len(steps) > 10 and steps == sorted(steps)
     assert files.latest(tmp_path, "*.pt") == tmp_path / "run-2999.pt"
 
 

@@ -592,7 +592,7 @@ def test_files_that_reach_for_horovod_otherwise(tmp_path: Path) -> None:
     """By a computed name, by Lightning, by the launcher's variables; and Horovod's own sources."""
     (tmp_path / "composed.py").write_text('import importlib\n\nhvd = importlib.import_module(f"horovod.{kind}")\n')
     (tmp_path / "lightning.py").write_text('trainer = Trainer(accelerator="horovod", devices=1)\n')
-    (tmp_path / "plugin.py").write_text("import torch\n\nfrom pytorch_lightning.strategies import HorovodStrategy\n")
+    (tmp_path / "plugin.py").write_text('"""As with Horovod."""\n\nfrom lightning import HorovodStrategy\n')
     (tmp_path / "environment.py").write_text('import os\n\nrank = int(os.environ["OMPI_COMM_WORLD_RANK"])\n')
     (tmp_path / "third_party/horovod/torch").mkdir(parents=True)
     for name in ("common/util.py", "torch/mpi_ops.py", "torch/__init__.py"):
@@ -606,7 +606,7 @@ def test_files_that_reach_for_horovod_otherwise(tmp_path: Path) -> None:
     assert found["lightning.py"] == (True, ["with this argument, Lightning imports Horovod"])
     assert found["plugin.py"] == (True, ["the file still imports Horovod"])
     (finding,) = next(each["findings"] for each in report if each["path"] == "plugin.py")
-    assert (finding["line"], finding["what"]) == (3, "from pytorch_lightning.strategies import HorovodStrategy")
+    assert (finding["line"], finding["what"]) == (3, "from lightning import HorovodStrategy")
     assert found["environment.py"] == (False, ["MPI launchers or Horovod set this variable, torchrun does not"])
     assert found["third_party/horovod"] == (False, ["these are Horovod's own sources, which are not migrated"])
     assert len(found) == 5

@@ -185,12 +185,14 @@ def test_slots_that_others_have(spark: Any, tmp_path: Path) -> None:
 
     others = threading.Thread(target=lambda: spark.sparkContext.range(4, numSlices=4).foreach(work))
     others.start()
-    while len(list(tmp_path.iterdir())) < 4:
-        time.sleep(0.1)
-    with pytest.raises(UnidistError, match="Spark has not started the 2 tasks within 1 s"):
-        unidist.spark.run(train, (1,), num_proc=2, start_timeout=1)
-    (tmp_path / "end").touch()
-    others.join()
+    try:
+        while len(list(tmp_path.iterdir())) < 4:
+            time.sleep(0.1)
+        with pytest.raises(UnidistError, match="Spark has not started the 2 tasks within 1 s"):
+            unidist.spark.run(train, (1,), num_proc=2, start_timeout=1)
+    finally:
+        (tmp_path / "end").touch()
+        others.join()
 
 
 # ------------------------------------------------------------------------------------ Databricks

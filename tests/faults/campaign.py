@@ -105,6 +105,8 @@ class Error:
     rank: int
     kind: str
     text: str
+    #: After the fault.
+    seconds: float
 
     def ranks(self) -> set[int]:
         """Those that it names."""
@@ -164,7 +166,7 @@ class Outcome:
             return True
         began = min((seconds for how, seconds in self.survivors.values() if how == ENDED), default=math.inf)
         # A rank that was ended may have been the store's server, or all that another one saw go.
-        return False if any(self.survivors[error.rank][1] < began for error in self.errors) else None
+        return False if any(error.seconds < began for error in self.errors) else None
 
     @property
     def misnamed(self) -> bool:
@@ -292,7 +294,7 @@ def _watch(
                 if how == "raised":
                     how = last["error"]
                     if rank != case.victim or case.kind not in OWN:
-                        outcome.errors.append(Error(rank, last["error"], last["text"]))
+                        outcome.errors.append(Error(rank, last["error"], last["text"], last["time"] - struck))
                 outcome.survivors[rank] = (how, time.time() - struck)
             elif late:
                 outcome.survivors[rank] = ("hung", time.time() - struck)
@@ -442,7 +444,7 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
         f"slowest {slowest:.1f} s; hung in {sum(each.hung for each in outcomes)} cases, and in "
         f"{sum(each.left_to_mpirun for each in outcomes)} more that are left to mpirun; status 0 wrongly in "
         f"{sum(bool(each.wrong_status) for each in outcomes)}; the victim named in "
-        f"{sum(asked)} of {len(asked)} in which a survivor raised, only others in "
+        f"{sum(asked)} of {len(asked)} in which a survivor raised before the launcher ended another, only others in "
         f"{sum(each.misnamed for each in outcomes)}; orphans in "
         f"{sum(bool(each.orphans) for each in outcomes)}, broken files in "
         f"{sum(bool(each.broken) for each in outcomes)}, launchers that hang in "

@@ -499,6 +499,7 @@ def _fits(thing: Any, state: Any) -> bool:
         and all(
             isinstance(theirs[key], Tensor)
             and isinstance(value, Tensor)
+            and not (value.is_nested or theirs[key].is_nested)
             and (value.shape, value.layout) == (theirs[key].shape, theirs[key].layout)
             for key, value in own.items()
         )

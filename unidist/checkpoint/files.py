@@ -205,7 +205,7 @@ def _replaced(path: Path) -> Path:
 
 def found(path: Path) -> Path:
     """Where the checkpoint of a name is: under another one where a process was killed while it replaced it."""
-    replaced = _replaced(path.resolve())
+    replaced = _replaced(Path(os.path.realpath(path)))
     return replaced if replaced.exists() and not path.exists() else path
 
 
@@ -320,7 +320,7 @@ def order(path: Path) -> tuple[int, int]:
     numbers = re.findall(r"\d+", path.name)
     try:
         written = found(path).stat().st_mtime_ns
-    except FileNotFoundError:  # another job has deleted it
+    except OSError:  # another job has deleted it
         written = 0
     return int(numbers[-1]) if numbers else -1, written
 
@@ -328,13 +328,17 @@ def order(path: Path) -> tuple[int, int]:
 def latest(directory: Path, pattern: str) -> Path | None:
     """The latest of the checkpoints that a pattern matches."""
     above, name = os.path.split(pattern)
-    names: set[Path] = set()
+    names: set[Path] | None = None
     while True:
         before = names
-        replaced = directory.glob(os.path.join(above, f".{name}{_REPLACED}"))
-        names = {path.with_name(path.name[1 : -len(_REPLACED)]) for path in replaced} | set(directory.glob(pattern))
-        latest = max(filter(is_checkpoint, names), key=order, default=None)
-        if latest or names == before:  # else another job may have deleted them after it wrote a later one
+        try:
+            replaced = directory.glob(os.path.join(above, f".{name}{_REPLACED}"))
+            names = {path.with_name(path.name[1 : -len(_REPLACED)]) for path in replaced} | set(directory.glob(pattern))
+        except FileNotFoundError:  # of a directory that another job deleted meanwhile
+            continue
+        # Another job may delete them: the oldest first, after it wrote a later one.
+        latest = next(filter(is_checkpoint, sorted(names, key=order, reverse=True)), None)
+        if latest or names == before:
             return latest
 
 
@@ -345,7 +349,7 @@ def prune(path: Path, keep: int) -> None:
         for other in path.parent.iterdir()
         if re.fullmatch(_series(path.name), other.name) and is_checkpoint(other) and other.name != path.name
     ]
-    for other in sorted(others, key=order, reverse=True)[keep - 1 :]:
+    for other in reversed(sorted(others, key=order, reverse=True)[keep - 1 :]):
         remove(other)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
+import time
 from functools import lru_cache
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from unidist.backends.base import Backend, Group
+from unidist.backends.base import Backend, ComparedCall, Group
 from unidist.diagnosis.operations import dtype_name, format_ranks
 from unidist.diagnosis.watch.locations import here
 from unidist.errors import MismatchError
@@ -49,7 +51,8 @@ def compare(
         # The complement orders the other way.
         ends = torch.tensor([mine, ~mine])
         dtype, shape = ("", None) if tensor is None else (dtype_name(tensor.dtype), tuple(tensor.shape))
-        backend.comparing = {"name": call.partition(" ")[0], "dtype": dtype, "shape": shape}
+        compared = {"name": call.partition(" ")[0], "dtype": dtype, "shape": shape}
+        backend.comparing = ComparedCall(compared, threading.get_ident(), time.monotonic())
         try:
             backend.all_reduce(ends, "max", group)
         finally:

@@ -401,7 +401,7 @@ def _refuse_smaller_world(env: Mapping[str, str], launch: Launch) -> None:
     """RANK and WORLD_SIZE left over in a shell would turn an srun or mpiexec of N processes into N worlds of one."""
     for row in LAUNCHERS[LAUNCHERS.index(launch.launcher) + 1 :]:
         size = env.get(row.world_size, "") if row.started(env) else ""
-        if size.isascii() and size.isdigit() and launch.world_size < int(size):
+        if re.fullmatch("[0-9]{1,9}", size) and launch.world_size < int(size):
             raise LaunchError(
                 f"RANK={launch.rank} WORLD_SIZE={launch.world_size} are set, but {row.world_size}={size}: unset RANK "
                 f"and WORLD_SIZE, or set {settings.LAUNCHER}={row.name} to follow the launcher or "

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import libcst as cst
 
@@ -348,7 +349,8 @@ def _still_imports_horovod(path: Path, level: Level, exports: Exports) -> bool:
 def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate, *, of_torch: bool) -> FileReport:
     try:
         with _no_garbage_collection():
-            after, remarks = migrate_notebook(text, rules) if what == "notebook" else rules(text)
+            migrated = partial(_with_remaining_import, rules)
+            after, remarks = migrate_notebook(text, migrated) if what == "notebook" else migrated(text)
     except cst.ParserSyntaxError as error:
         report = _failed(
             path, error.raw_line, f"it does not parse: {error.message.splitlines()[0]}", "fix it, then migrate again"
@@ -364,11 +366,18 @@ def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate, *, of_t
     report.count(_code_of(text, what), code)
     report.needs_horovod = imports_horovod(code)
     report.uses_drop_in = imports_drop_in(code)
-    if report.needs_horovod and not report.remarks:
-        named = enumerate((line.strip() for line in code.splitlines()), 1)
-        line, shown = next(((line, text) for line, text in named if "horovod" in text.lower()), (1, ""))
-        report.remarks.append(Remark(line, shown, "the file still imports Horovod", "replace what it uses by hand"))
     return report
+
+
+def _with_remaining_import(rules: Migrate, text: str, **options: Any) -> tuple[str, list[Remark]]:
+    """What the rules make of a module; a remark on an import of Horovod that is left, if they make none."""
+    after, remarks = rules(text, **options)
+    if not remarks and imports_horovod(after):
+        found = (pattern.search(text) for pattern in (_IMPORTS, _LOADED, _USES_LIGHTNING))
+        line = next((text.count("\n", 0, match.end()) + 1 for match in found if match), 1)
+        shown = text.splitlines()[line - 1].strip()
+        remarks = [Remark(line, shown, "the file still imports Horovod", "replace what it uses by hand")]
+    return after, remarks
 
 
 @contextmanager
