@@ -337,9 +337,9 @@ def latest(directory: Path, pattern: str) -> Path | None:
         except FileNotFoundError:  # of a directory that another job deleted meanwhile
             continue
         # Another job may delete them: the oldest first, after it wrote a later one.
-        latest = next(filter(is_checkpoint, sorted(names, key=order, reverse=True)), None)
-        if latest or names == before:
-            return latest
+        newest = next(filter(is_checkpoint, sorted(names, key=order, reverse=True)), None)
+        if newest or names == before:
+            return newest
 
 
 def prune(path: Path, keep: int) -> None:

@@ -30,7 +30,7 @@ from unidist.cli.build_horovod import CONTROLLERS_CODE
 from unidist.cli.toolchain import last_line
 from unidist.context import BACKENDS
 from unidist.errors import UnidistError
-from unidist.launch.topology import LAUNCHERS, NONE, detect
+from unidist.launch.topology import LAUNCHERS, NONE, detect, tcp_port
 from unidist.launchers.process import output_of
 from unidist.launchers.table import COMMANDS, missing
 from unidist.launchers.world import environment, usable_cores
@@ -255,10 +255,11 @@ def network(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _is_free(port: str) -> bool | None:
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    number = tcp_port(port)
+    if number is None:
         return None
     try:
-        with socket.create_server(("", int(port))):
+        with socket.create_server(("", number)):
             return True
     except OSError:
         return False

@@ -369,14 +369,19 @@ def master(env: Mapping[str, str], row: Launcher) -> tuple[str | None, int | Non
     """
     addr = env.get("MASTER_ADDR") or None
     text = env.get("MASTER_PORT", "")
-    if text and not (re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 65536):
+    port = tcp_port(text)
+    if text and port is None:
         raise LaunchError(f"MASTER_PORT={text!r} is not a TCP port: use a free one from 1024 to 65535.")
-    port = int(text) if text else None
     if row.rendezvous == "slurm":
         nodes = env.get("SLURM_STEP_NODELIST", "")
         addr = addr or (first_host(nodes) if nodes else None)
         port = port or _slurm_port(env)
     return addr, port
+
+
+def tcp_port(text: str) -> int | None:
+    """The number of a TCP port; None if the text is none."""
+    return int(text) if re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 65536 else None
 
 
 def first_host(nodelist: str) -> str:
@@ -388,9 +393,9 @@ def first_host(nodelist: str) -> str:
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:
-    reserved = re.match(r"[0-9]{1,5}(?![0-9])", env.get("SLURM_STEP_RESV_PORTS", ""))
-    if reserved and 0 < int(reserved.group()) < 65536:
-        return int(reserved.group())
+    first = re.split("[^0-9]", env.get("SLURM_STEP_RESV_PORTS", ""))[0]  # of 12001-12003, say
+    if (reserved := tcp_port(first)) is not None:
+        return reserved
     digits = [re.sub(r"\D", "", env.get(name, "")) or "0" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     job, step = (int(text[-9:]) for text in digits)
     # The private ports 49152-65535 are what the kernel hands to clients; stay below them.

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException
 from torch.multiprocessing.spawn import spawn as start_processes
@@ -58,7 +58,7 @@ def start(
     fn: Callable[..., T], nprocs: int, args: tuple[Any, ...] = (), backend: context.BackendName | None = None
 ) -> list[T]:
     """``spawn``; without a backend, ``fn`` calls ``init`` itself."""
-    if not isinstance(nprocs, int) or nprocs < 1:
+    if not isinstance(nprocs, SupportsIndex) or nprocs < 1:  # NumPy's integers, too
         raise ValueError(f"spawn(nprocs={nprocs!r}) needs at least 1 process.")
     from unidist.backends import rendezvous
     from unidist.network.addresses import LOOPBACK
