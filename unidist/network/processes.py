@@ -21,10 +21,7 @@ class Process(NamedTuple):
     @classmethod
     def current(cls) -> Process:
         """This process."""
-        namespace = 0
-        with suppress(OSError):
-            namespace = os.stat("/proc/self/ns/pid").st_ino
-        return cls(addresses.this_host(), os.getpid(), namespace)
+        return cls(addresses.this_host(), os.getpid(), pid_namespace())
 
     @classmethod
     def from_row(cls, row: Any) -> Process:
@@ -43,6 +40,13 @@ class Process(NamedTuple):
         """Whether a process is neither stopped nor ended (one in a debugger is not); None: it cannot be seen."""
         state = self.state()
         return state not in "TZX" if state else None
+
+
+def pid_namespace() -> int:
+    """Return the number of this process's namespace of pids, 0 where it cannot be seen."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
 
 
 def start_time(pid: int) -> str:

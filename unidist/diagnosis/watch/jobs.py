@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from unidist.diagnosis.watch.server import Peer
-from unidist.network.processes import Process, start_time
+from unidist.network.processes import pid_namespace, start_time
 
 #: A directory that all users share.
 _SHARED = Path("/tmp")
@@ -49,7 +50,7 @@ def write(rank: int, backend: str, key: bytes, peers: dict[int, Peer]) -> Path |
         "key": key.hex(),
         "peers": list(peers.values()),
     }
-    for directory in (*_directories(), None):
+    for directory in chain(_directories(), [None]):
         with suppress(OSError, ValueError):
             if directory is None:  # another user has the name
                 directory = Path(tempfile.mkdtemp(prefix=f"{_name()}-", dir=_SHARED))
@@ -88,11 +89,12 @@ def _running() -> Iterator[RunningRank]:
             yield RunningRank(row["pid"], row["rank"], row["backend"], bytes.fromhex(row["key"]), peers)
 
 
-def _directories() -> list[Path]:
+def _directories() -> Iterator[Path]:
     """Where files may be: a job and the user's shell need not have the same variables."""
-    own = [Path(os.environ["XDG_RUNTIME_DIR"]) / "unidist"] if os.environ.get("XDG_RUNTIME_DIR") else []
-    made = [Path(f"/run/user/{os.getuid()}/unidist"), _SHARED / _name(), *_SHARED.glob(f"{_name()}-*")]
-    return list(dict.fromkeys([*own, *made]))
+    of_user = (os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{os.getuid()}")
+    yield from dict.fromkeys(Path(directory, "unidist") for directory in of_user if directory)
+    yield _SHARED / _name()
+    yield from _SHARED.glob(f"{_name()}-*")  # the last: it reads a directory that may have thousands of entries
 
 
 def _name() -> str:
@@ -101,7 +103,7 @@ def _name() -> str:
 
 def _files() -> str:
     """The pattern of the names of files, by pids: those of other namespaces are nothing here."""
-    return f"{Process.current().pid_namespace}-*.json"
+    return f"{pid_namespace()}-*.json"
 
 
 def _is_private(directory: Path) -> bool:

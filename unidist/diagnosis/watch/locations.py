@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import site
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
@@ -94,7 +93,7 @@ def find_libraries() -> tuple[str, ...]:
     roots = {
         package,
         os.path.realpath(os.path.join(package, "backends")),
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        os.path.dirname(os.__file__),
         *site.getsitepackages(),
         site.getusersitepackages(),
     }
