@@ -172,14 +172,14 @@ def load_checkpoint(
     of_world(_Writing).of_group(group)
     call = f"load_checkpoint({os.fspath(path)!r})"
     path = files.found(Path(path))
-    has_shards = broadcast_object((path / files.REST).is_file(), current().ranks(group)[0], group)
-    with _open(call, path / files.REST if has_shards else path, group) as file:
+    opened, has_shards = _open(call, path, group)
+    with opened as file:
         state = _attempt(call, group, lambda: _checked(files.read(file), objects))
     if has_shards:
         state = _attempt(call, group, lambda: _with_shards(state, objects, path))
     fitting = [name for name, thing in objects.items() if _fits(thing, state[name])]
     kept = [name for name, thing in objects.items() if hasattr(thing, "state_dict") and name not in fitting]
-    undo = _attempt(call, group, lambda: _undo({name: objects[name] for name in kept}))
+    undo: Callable[[], list[str]] = list
 
     def restore(names: Iterable[str]) -> None:
         for name in names:
@@ -189,6 +189,8 @@ def load_checkpoint(
                 _restore(objects[name], saved)
 
     def restore_kept() -> None:
+        nonlocal undo
+        undo = _undo({name: objects[name] for name in kept})
         restore(kept)
         saved = state.pop(_RNG, None)
         if saved and random_states:
@@ -235,11 +237,19 @@ def _attempt(call: str, group: Group | None, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         mine = error
-    errors = all_gather_object(None if mine is None else f"{type(mine).__name__}: {mine}", group)
+    _raise_first(call, group, all_gather_object(_text(mine), group), mine)
+    return result
+
+
+def _text(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _raise_first(call: str, group: Group | None, errors: list[str | None], mine: BaseException | None) -> None:
+    """Raise the error of the lowest rank that has one, if any."""
     for rank, text in zip(current().ranks(group), errors):
         if text is not None:
             raise CheckpointError(f"{call} failed on rank {rank}: {text} (called at {here()})") from mine
-    return result
 
 
 class _Job(Generic[T]):
@@ -273,9 +283,12 @@ class _Job(Generic[T]):
 
     def result(self) -> T | None:
         """What the action returned on this rank; its error on any rank is raised on all. Collective."""
+        ended, errors = [False], list[str | None]()
         try:
-            while not all(all_gather_object(self.wait(_PERIOD_S), self.group)):
-                pass
+            while not all(ended):
+                has_ended = self.wait(_PERIOD_S)
+                mine = (has_ended, _text(self.done.exception()) if has_ended else None)
+                ended, errors = map(list, zip(*all_gather_object(mine, self.group)))
         except Exception:
             self.wait()
             raise
@@ -283,7 +296,8 @@ class _Job(Generic[T]):
             self.stop.set()
             self.wait(_GRACE_S)
             raise
-        return _attempt(self.call, self.group, self.done.result)
+        _raise_first(self.call, self.group, errors, self.done.exception())
+        return self.done.result()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether this rank's action has ended. Not collective."""
@@ -404,8 +418,10 @@ def _with_shards(state: dict[str, Any], objects: dict[str, Any], directory: Path
 
 
 # ------------------------------------------------------------------------------------ the file on every rank
-def _open(call: str, path: Path, group: Group | None) -> IO[bytes]:
-    """The first rank's file on every rank: opened where the rank sees it, else in memory. Collective."""
+def _open(call: str, path: Path, group: Group | None) -> tuple[IO[bytes], bool]:
+    """The first rank's file on every rank: opened where the rank sees it, else in memory; and whether it is that of a
+    directory with shards. Collective.
+    """
     ranks = current().ranks(group)
     me = current().topology.rank
     opened = _on_first(call, group, lambda stop: files.opened(path))
@@ -419,7 +435,7 @@ def _open(call: str, path: Path, group: Group | None) -> IO[bytes]:
         _Job(call, group, (lambda stop: archive.verify(mine)) if mine and me in readers.values() else None).result()
         sent = None if all(seen for _, seen in sees.values()) else _send_file(call, mine, wanted.size, group)
         stack.pop_all()
-    return cast(IO[bytes], sent or mine)
+    return cast(IO[bytes], sent or mine), wanted.has_shards
 
 
 def _open_same(path: Path, wanted: files.Content) -> IO[bytes] | None:
@@ -572,21 +588,28 @@ def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    version, words, *rest = random.getstate()
+    # torch.load(weights_only=True) takes 4 us for each number that is in no tensor.
+    state: dict[str, Any] = {
+        "python": [version, torch.tensor(words, device="cpu"), *rest],
+        "torch": torch.get_rng_state(),
+    }
     numpy = sys.modules.get("numpy")
     if numpy:
         name, keys, *rest = numpy.random.get_state()
-        state["numpy"] = [name, keys.tolist(), *rest]
+        state["numpy"] = [name, torch.tensor(keys.tolist(), device="cpu"), *rest]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state(current().device if current().device.type == "cuda" else "cuda")
     return state
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
+    version, words, *rest = state["python"]
+    random.setstate((version, tuple(torch.as_tensor(words).tolist()), *rest))
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
     if numpy and "numpy" in state:
-        numpy.random.set_state(tuple(state["numpy"]))
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, torch.as_tensor(keys).tolist(), *rest))
     if "cuda" in state and current().device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], current().device)

@@ -270,27 +270,30 @@ class Content(NamedTuple):
 
     size: int
     digest: bytes
+    #: Whether it is that of a directory with shards.
+    has_shards: bool
 
 
 def opened(path: Path) -> tuple[IO[bytes], Content]:
     """The file of a checkpoint. Raises ``ValueError`` for what is no file, or is truncated."""
     if kind := _kind(path):
         raise ValueError(f"it is not a checkpoint but a {kind}")
+    has_shards = (path / REST).is_file()
     with ExitStack() as stack:
-        file = stack.enter_context(path.open("rb"))
-        found = content(file)
+        file = stack.enter_context((path / REST if has_shards else path).open("rb"))
+        size, digest = os.fstat(file.fileno()).st_size, _digest(file)
         stack.pop_all()
-    return file, found
+    return file, Content(size, digest, has_shards)
 
 
-def content(file: IO[bytes]) -> Content:
+def _digest(file: IO[bytes]) -> bytes:
     """The same for files of equal content. Of what ``torch.save`` writes, the checksums of all tensors are in it."""
     entries = archive.entries(file)
     digest = hashlib.sha256(repr([(entry.filename, entry.file_size, entry.CRC) for entry in entries]).encode())
     if not entries:
         for data in archive.pieces(file, 0, os.fstat(file.fileno()).st_size):
             digest.update(data)
-    return Content(os.fstat(file.fileno()).st_size, digest.digest())
+    return digest.digest()
 
 
 def read(file: IO[bytes]) -> dict[str, Any]:
