@@ -61,15 +61,18 @@ class Start:
         return self.timeout or START_TIMEOUT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
-    """Some ranks of the world; the result of ``unidist.new_group``."""
+    """Some ranks of the world; the result of ``unidist.new_group``.
+
+    Two groups of the same ranks are not equal: each has its own order of calls.
+    """
 
     #: Global ranks, ascending.
     ranks: tuple[int, ...]
     #: The library's own handle.
-    handle: Any = field(repr=False, compare=False)
-    _rank: int = field(default=-1, repr=False, compare=False)
+    handle: Any = field(repr=False)
+    _rank: int = field(default=-1, repr=False)
 
     def rank(self) -> int:
         """Return this process's rank in the group, from 0; -1 outside it, as torch does."""
@@ -392,7 +395,7 @@ class _ErrorsOf:
             f"rank {self.backend.topology.rank} of {self.backend.topology.world_size} ({self.backend.name}): thread "
             f"{first.mixed!r} made a call of a group in which another thread waited. A group's calls are matched by "
             "their order, which threads do not keep, so that values may already be another call's: call from one "
-            "thread, or give each thread a group of its own, unidist.new_group(ranks)."
+            "thread, or in a group of other ranks."
         )
 
     def __exit__(

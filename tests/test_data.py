@@ -4,7 +4,7 @@ import gc
 import math
 import random
 from collections.abc import Iterator
-from itertools import permutations, product
+from itertools import islice, permutations, product
 from typing import Any, Literal
 
 import pytest
@@ -560,3 +560,47 @@ def test_a_stateful_data_loader_stays_one(workers: int) -> None:
 def test_an_unloaded_loader_is_a_data_loader() -> None:
     (loader,) = world(SequentialSampler(range(4)), 1)
     assert isinstance(loader, DataLoader) and len(loader.dataset) == 10**6  # type: ignore[arg-type]
+
+
+class OwnOrder:
+    """A batch sampler that shuffles its own list, and so goes on from the last epoch's order."""
+
+    def __init__(self, n: int) -> None:
+        self.batches = [[2 * i, 2 * i + 1] for i in range(n)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        random.shuffle(self.batches)
+        return iter(self.batches)
+
+
+def test_a_sampler_that_shuffles_its_own_list_resumes() -> None:
+    def batches(loader: ShardLoader, count: int) -> list[list[int]]:
+        return [batch.tolist() for batch in islice(iter(loader), count)]
+
+    def make() -> ShardLoader:
+        sampler = ShardSampler(OwnOrder(10), Sharding(0, 1), 0)
+        return ShardLoader(sampler, 0, dataset=Numbers(20), batch_sampler=sampler)
+
+    whole, first, second = make(), make(), make()
+    epochs = [batches(whole, 10) for _ in range(3)]
+    assert batches(first, 1) == epochs[0][:1] and batches(first, 10) == epochs[0]  # the first one begins again
+    assert [batches(first, 10), batches(first, 4)] == [epochs[1], epochs[2][:4]]
+    second.load_state_dict(first.state_dict())
+    assert batches(second, 10) == epochs[2][4:]
+
+
+def test_a_sampler_that_depends_on_the_epoch_alone_draws_no_other_epochs() -> None:
+    class Counted(WeightedRandomSampler):
+        drawn = 0
+
+        def __iter__(self) -> Iterator[int]:
+            Counted.drawn += 1
+            return super().__iter__()
+
+    (loader,) = world(Counted([1.0] * 20, 20), 1)
+    loader.set_epoch(50)
+    list(loader)
+    assert Counted.drawn == 3  # two of them to see that they are equal

@@ -77,7 +77,7 @@ class ThreadWorld:
     def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call a function on every rank, and return the results in rank order.
 
-        The ranks are initialized: the first ``unidist.init()`` inside has no effect, whatever its arguments, but for a
+        The ranks are initialized: the first ``unidist.init()`` inside has no effect, but for its ``seed`` and a
         ``backend`` that it names. They take turns: one runs until it waits for the others. Each has its own random
         states (of Python, NumPy and torch's CPU generator) and warning filters, which begin as the caller's; what else
         a process has one of, they share. Arguments are the same objects on all ranks: make models inside.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -59,5 +59,6 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (list, tuple)):
         for value in output:
             yield from tensors_in(value)
-    elif is_dataclass(output):
-        yield from tensors_in(vars(output))
+    elif is_dataclass(output) and not isinstance(output, type):
+        declared = {each.name: getattr(output, each.name, None) for each in fields(output)}  # with slots, not in vars
+        yield from tensors_in({**declared, **getattr(output, "__dict__", {})})

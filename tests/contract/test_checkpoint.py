@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import threading
+import time
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -413,3 +414,48 @@ def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises((RuntimeError, InterruptedError)):
         checkpoint_files.write(tmp_path / "run.pt", {"x": torch.ones(1000)}, stop)
     assert not list(tmp_path.iterdir())
+
+
+class ExtraState(nn.Module):
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.values = values
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.values
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.values = state
+
+
+def test_lazy_conjugates_and_extra_states(folder: Path) -> None:
+    path, values = folder / "odd.pt", torch.arange(4.0)
+    conjugate, negative = torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag
+    for wait in (True, False):
+        unidist.save_checkpoint(path, wait=wait, z=conjugate, negative=negative, extra=ExtraState(values))
+        loaded = ExtraState(torch.zeros(4))
+        found = unidist.load_checkpoint(path, extra=loaded)
+        assert found["z"].tolist() == [1 - 2j] and found["negative"].tolist() == [-2]
+        unidist.barrier()
+        if unidist.is_main():
+            path.write_bytes(bytes(path.stat().st_size))  # as by a program that writes over a file in place
+        unidist.barrier()
+        assert loaded.values.tolist() == [0, 1, 2, 3]
+        unidist.barrier()
+
+
+def test_no_thread_is_left_that_frees_tensors(folder: Path) -> None:
+    """At the end of the interpreter it would abort the process."""
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.3)
+
+    kept = [Slow()]
+
+    def action(stop: Event) -> None:
+        stop.kept = kept.pop()  # type: ignore[attr-defined]  # freed with the job's thread
+
+    job = checkpoint._Job("call", None, action)
+    job.result()
+    assert job.thread is not None and not job.thread.is_alive()

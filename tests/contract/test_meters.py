@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import numpy
@@ -179,3 +180,38 @@ def test_metrics_of_a_group() -> None:
         found = metric.compute()
         assert ours.compute() == found["SumMetric"] == sum(group.ranks)
         assert found["raw"] == sum(group.ranks) / group.size()
+
+
+def test_metrics_with_lists_of_different_lengths() -> None:
+    """Ranks that have updated more or less often, or never; lists that torchmetrics does not join, and integers."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    rank, size = unidist.rank(), unidist.world_size()
+    made = [
+        (torchmetrics.retrieval.RetrievalMRR(), torchmetrics.AUROC(task="binary"), torchmetrics.CatMetric())
+        for _ in range(2)
+    ]
+    ours, alone = [unidist.wrap_metric(metric) for metric in made[0]], made[1]
+    for metric in alone:
+        metric.distributed_available_fn = lambda: False
+    for owner in range(size):
+        for number in range(1 + owner if owner < size - 1 or size == 1 else 0):
+            draw = torch.Generator().manual_seed(10 * owner + number)
+            scores = torch.rand(4, generator=draw)
+            targets = torch.tensor([0, 1, 1, number % 2])
+            for metrics in (ours, alone) if owner == rank else (alone,):
+                metrics[0].update(scores, targets, indexes=torch.full((4,), 10 * owner + number))
+                metrics[1].update(scores, targets)
+                metrics[2].update(scores)
+    for mine, metric in zip(ours, alone):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric")  # before any update, here
+            torch.testing.assert_close(mine.compute(), metric.compute())
+
+
+def test_weights_fit_the_values() -> None:
+    mean = unidist.Mean()
+    mean.update(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [3.0]]))
+    mean.update(torch.ones(2, 3), 2)
+    assert mean.compute() == pytest.approx((7 + 12) / (4 + 12))
+    with pytest.raises(ValueError, match=r"weights of shape \(3,\) do not fit values of shape \(3, 1\)"):
+        mean.update(torch.ones(3, 1), torch.ones(3))

@@ -71,3 +71,12 @@ def test_broadcast_optimizer_state_mismatch() -> None:
         params = list(make_model().parameters())[: 2 + unidist.rank()]
         with pytest.raises(unidist.MismatchError, match="parameter group 0 has"):
             unidist.broadcast_optimizer_state(torch.optim.SGD(params, lr=0.1))
+
+
+def test_state_of_another_dtype_than_the_parameter() -> None:
+    """Which ``load_state_dict`` rounds to that of the parameter."""
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([param], 0.1, momentum=0.9)
+    optimizer.state[param]["momentum_buffer"] = torch.full((2,), 1.0009765625 + unidist.rank())
+    unidist.broadcast_optimizer_state(optimizer)
+    assert optimizer.state[param]["momentum_buffer"].tolist() == [1.0009765625] * 2

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -353,8 +354,10 @@ def test_a_wrong_worker_split_is_an_error(make: Any, split: Any) -> None:
 def test_no_false_alarm(make: Any, workers: int, split: Any) -> None:
     torch.manual_seed(unidist.rank())
     loader = loader_of(make, workers, worker_split=split)
-    for _ in range(2):
+    may_shuffle = make in (noise, noise_of_its_own) and not workers and unidist.is_main() and unidist.world_size() > 1
+    with pytest.warns(UserWarning, match="by random numbers") if may_shuffle else contextlib.nullcontext():
         list(loader)
+    list(loader)
     if unidist.rank() == 0:
         list(loader)  # nothing is compared any more
     unidist.barrier()
@@ -541,3 +544,73 @@ def test_the_length_of_a_streams_dataset_is_that_of_the_whole_stream() -> None:
     assert len(loader.dataset) == 24  # type: ignore[arg-type]
     assert len(list(loader)) == len(loader)
     assert not hasattr(unidist.shard_loader(DataLoader(Stream(4))).dataset, "__len__")
+
+
+class ShuffledStream(IterableDataset[int]):
+    """Shuffles by the global generators."""
+
+    def __init__(self, n: int, kind: str) -> None:
+        self.n, self.kind = n, kind
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(range(self.n))
+        if self.kind == "python":
+            random.shuffle(numbers)
+            return iter(numbers)
+        return iter(torch.randperm(self.n).tolist())
+
+
+@pytest.mark.parametrize("kind", ["python", "torch"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stream_that_shuffles_in_its_workers(kind: str, workers: int) -> None:
+    source = DataLoader(ShuffledStream(20, kind), 2, num_workers=workers)
+    loader = unidist.shard_loader(source, pad=False, worker_split="loader" if workers > 1 else None)
+    orders = []
+    for _ in range(2):
+        mine = flat(seen(loader))
+        everyone = [number for numbers in unidist.all_gather_object(mine) for number in numbers]
+        assert sorted(everyone) == list(range(20))
+        orders.append(mine)
+    assert orders[0] != orders[1]
+    again = unidist.shard_loader(source, pad=False, worker_split="loader" if workers > 1 else None)
+    again.set_epoch(1)
+    assert flat(seen(again)) == orders[1]
+
+
+def test_a_stream_that_shuffles_otherwise_on_each_rank_is_a_warning() -> None:
+    torch.manual_seed(unidist.rank())
+    loader = unidist.shard_loader(DataLoader(ShuffledStream(20, "torch"), 2))
+    if unidist.is_main() and unidist.world_size() > 1:
+        with pytest.warns(UserWarning, match="other samples on each rank, by random numbers"):
+            list(loader)
+    else:
+        list(loader)
+
+
+class Cursor(IterableDataset[float]):
+    """Reads on from where it is."""
+
+    def __init__(self) -> None:
+        self.numbers = iter(range(24))
+
+    def __iter__(self) -> Iterator[float]:
+        for number in self.numbers:
+            yield number + 0.1 * torch.rand(()).item()
+
+
+def test_a_stream_that_cannot_be_read_again_loses_nothing() -> None:
+    torch.manual_seed(unidist.rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mine = [int(each) for batch in unidist.shard_loader(DataLoader(Cursor(), 2), pad=False) for each in batch]
+    assert sorted(number for each in unidist.all_gather_object(mine) for number in each) == list(range(24))
+
+
+def test_no_position_without_order() -> None:
+    loader = unidist.shard_loader(DataLoader(Numbers(24), 1, num_workers=1, in_order=False))
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(ValueError, match="in_order=False"):
+        loader.state_dict()
+    list(batches)
+    assert loader.state_dict()["position"] == 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import sys
 import warnings
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import unidist
 from tests.contract.models import (
@@ -752,3 +754,90 @@ def test_frames_of_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     sys.setprofile(before)
     assert seen[::2] == [documented("A gradient")] * 2 and len(seen) == 4
     assert 40 < calls <= 4 * 40
+
+
+class ActivatedNorm(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x))
+
+
+def test_sync_bn_keeps_hooks_and_refuses_layers_with_a_forward_of_their_own() -> None:
+    called: list[int] = []
+    norm = nn.BatchNorm1d(2)
+    norm.register_forward_hook(lambda *_: called.append(1))
+    model = unidist.wrap_model(nn.Sequential(nn.Linear(3, 2), norm), sync_bn=True)
+    model(torch.randn(4, 3))
+    assert model.module[1] is norm and called == [1]
+    other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), ActivatedNorm(2))
+    with pytest.raises(ValueError, match="ActivatedNorm is a BatchNorm with a forward of its own"):
+        unidist.wrap_model(other, sync_bn=True)
+    assert type(other[1]) is nn.BatchNorm1d
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    loss: Tensor
+    logits: Tensor
+
+
+class SlottedOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Output:
+        logits = self.inner(x)
+        return Output(logits.sum(), logits)
+
+
+def test_outputs_in_a_dataclass_with_slots() -> None:
+    model = unidist.wrap_model(SlottedOutput())
+    model(torch.full((1, 2), unidist.rank() + 1.0)).loss.backward()
+    mean = sum(range(1, unidist.world_size() + 1)) / unidist.world_size()
+    torch.testing.assert_close(model.module.inner.weight.grad, torch.full((1, 2), mean))
+
+
+def test_parameters_and_buffers_of_unusual_strides() -> None:
+    """One element of any stride, lazy conjugates and negatives."""
+    model = nn.Linear(3, 2)
+    model.one = nn.Parameter(torch.ones(3, 2)[:1, 0])
+    model.register_buffer("expanded", torch.tensor(2.0).expand(1))
+    model.register_buffer("conjugate", torch.tensor([1 + 2j]).conj())
+    model.register_buffer("negative", torch.tensor([1 + 2j]).conj().imag)
+    unidist.broadcast_model_state(model)
+    unidist.assert_in_sync(model)
+    wrapped = unidist.wrap_model(model, find_unused_parameters=True)
+    wrapped(torch.ones(1, 3)).sum().backward()
+    assert model.conjugate.tolist() == [1 - 2j] and model.negative.tolist() == [-2]
+
+
+def test_a_large_complex_parameter_with_a_lazy_conjugate_gradient() -> None:
+    param = nn.Parameter(torch.zeros(2**19 + 1, dtype=torch.complex64))
+    model = unidist.replicate(nn.ParameterList([param]))
+    factor = torch.tensor(1 + 1j * unidist.rank())
+    (model[0] * factor).real.sum().backward()
+    mean = 1 - 1j * (unidist.world_size() - 1) / 2
+    torch.testing.assert_close(model[0].grad, torch.full_like(param, mean))
+
+
+def test_a_backward_pass_after_one_that_failed() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            raise ValueError("failed")
+
+    model = unidist.wrap_model(nn.Linear(3, 2))
+    x = Failing.apply(torch.ones(1, 3, requires_grad=True))
+    with pytest.raises(ValueError, match="failed"):
+        model(x).sum().backward()
+    model.zero_grad()
+    if isinstance(model, DistributedDataParallel):
+        with pytest.raises(unidist.UnidistError, match=r"backward pass of this model has failed.*wrap_model again"):
+            model(torch.ones(1, 3))
+    else:
+        model(torch.ones(1, 3)).sum().backward()
+        torch.testing.assert_close(model.module.weight.grad, torch.ones(2, 3))

@@ -138,6 +138,92 @@ def test_a_compressor_of_the_users_own(rank: int, size: int) -> None:
 
 
 @alone
+@pytest.mark.parametrize("predivide", [1.0, 2.0])
+def test_factors_are_of_what_a_compressor_makes(predivide: float, rank: int, size: int) -> None:
+    class Signs:
+        """An object, as compressors with options are."""
+
+        def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
+            return torch.sign(tensor), None
+
+        def decompress(self, tensor: Tensor, ctx: None) -> Tensor:
+            return tensor.clamp(-0.5, 0.5)
+
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([param], 1.0), [("p", param)], Signs(), gradient_predivide_factor=predivide
+    )
+    (param * torch.tensor([1.5, -0.4])).sum().backward()
+    optimizer.step()
+    assert torch.allclose(param, torch.tensor([-0.5, 0.5]))
+
+
+@pytest.mark.parametrize("in_one_tensor", [False, True])
+def test_gradients_that_the_script_keeps_are_reduced(in_one_tensor: bool, rank: int, size: int) -> None:
+    model = net()
+    model.unused.requires_grad_(False)
+    optimizer = distributed(model)
+    params = [param for param in model.parameters() if param.requires_grad]
+    whole = torch.zeros(sum(param.numel() for param in params))
+    for step in range(3):
+        if not in_one_tensor:
+            model.zero_grad()
+        elif step == 0:
+            for param, part in zip(params, whole.split([param.numel() for param in params])):
+                param.grad = part.view_as(param)
+        else:
+            whole.zero_()
+        loss_of(model, rank, step).backward()
+        kept = [param.grad for param in params]
+        optimizer.synchronize()
+        for param, grad in zip(params, kept):
+            assert grad is not None and param.grad is grad
+            grad.mul_(0.25)
+        assert not in_one_tensor or torch.equal(whole, torch.cat([grad.reshape(-1) for grad in kept]))  # type: ignore[union-attr]
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert_same(model, scaled_reference(size, 3, 0.25))
+
+
+def scaled_reference(size: int, steps: int, scale: float) -> Net:
+    model = net()
+    model.unused.requires_grad_(False)
+    optimizer = sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(size):
+            (loss_of(model, rank, step) * scale / size).backward()
+        optimizer.step()
+    return model
+
+
+def test_an_operation_that_goes_on_beside_a_step(rank: int, size: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        handle = hvd.allreduce_async(torch.tensor([float(rank)]), name="beside", op=hvd.Sum)
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        assert hvd.synchronize(handle).item() == sum(range(size))
+    assert_same(model, reference(size, 3))
+
+
+def test_a_model_of_another_dtype_after_the_first_steps(rank: int, size: int) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    for step in range(4):
+        if step == 2:
+            model.double()
+        optimizer.zero_grad()
+        x, y = batch(rank, step)
+        F.cross_entropy(model(x.to(model.a.weight.dtype)), y).backward()
+        optimizer.step()
+        means = hvd.allreduce(model.a.weight.grad.clone(), name="means")
+        assert model.a.weight.grad.dtype == model.a.weight.dtype and torch.allclose(means, model.a.weight.grad)
+
+
+@alone
 def test_unused_parameters_become_zero_gradients(rank: int, size: int) -> None:
     model = net()
     optimizer = distributed(model)

@@ -270,10 +270,12 @@ class _Job(Generic[T]):
         self.process = os.getpid()
         self.stop = Event()
         self.done: Future[T | None] = Future()
+        self.thread: Thread | None = None
         if action is None:
             self.done.set_result(None)
         else:
-            Thread(target=self._run, args=(action,), name="unidist-checkpoint", daemon=True).start()
+            self.thread = Thread(target=self._run, args=(action,), name="unidist-checkpoint", daemon=True)
+            self.thread.start()
 
     def _run(self, action: Callable[[Event], T]) -> None:
         try:
@@ -301,7 +303,10 @@ class _Job(Generic[T]):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether this rank's action has ended. Not collective."""
-        return bool(wait_for([self.done], timeout).done)
+        has_ended = bool(wait_for([self.done], timeout).done)
+        if has_ended and self.thread is not None:
+            self.thread.join()  # it frees copies of tensors, which at the interpreter's end would abort the process
+        return has_ended
 
 
 class _Writing(Feature):
@@ -523,7 +528,7 @@ def _fits(thing: Any, state: Any) -> bool:
 
 
 def _loads_as_torch_does(module: nn.Module) -> bool:
-    methods = (module.load_state_dict, module._load_from_state_dict)
+    methods = (module.load_state_dict, module._load_from_state_dict, module.get_extra_state)
     return all(method.__module__.startswith("torch.nn.") for method in methods) and not (
         module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
     )
@@ -570,6 +575,9 @@ def _copy_to_cpu(state: Any) -> Any:
         source = leaf.detach()
         if shards.is_sharded(source):
             tensors[id(leaf)] = source.clone()
+            continue
+        if leaf.is_conj() or leaf.is_neg():  # a tensor of the storage would have lost that
+            tensors[id(leaf)] = source.resolve_conj().resolve_neg().to("cpu", copy=True)
             continue
         if leaf.layout != torch.strided or leaf.is_nested or type(source) is not Tensor:
             tensors[id(leaf)] = source.to("cpu", copy=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unidist.backends.base import Group
 from unidist.collectives.operations import all_gather_object, all_reduce
-from unidist.gradients.buckets import flatten_bytes, split_into_buckets
+from unidist.gradients.buckets import as_bytes, flatten_bytes, split_into_buckets
 
 #: Words of 8 bytes that are mixed together: on the CPU they stay in a core's cache.
 _CHUNK = 2**15
@@ -68,7 +68,7 @@ def digest(tensor: Tensor) -> int:
     It is computed where the tensor is, and no copy is made of a contiguous one. Each word of 8 bytes is multiplied by a
     random odd number of its own, its upper half is mixed into the lower one, and the words are added.
     """
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    data = as_bytes(tensor)
     count = data.numel()
     if data.data_ptr() % 8:
         data = data.clone()

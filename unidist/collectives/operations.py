@@ -291,9 +291,12 @@ def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | N
         if backend.topology.rank != src and not in_place:
             sizes = [tensor.numel() for tensor in same]
             received = torch.split(sent.to(flat.device), sizes)
-            torch._foreach_copy_(
-                [tensor.detach() for tensor in same], [part.view(tensor.shape) for part, tensor in zip(received, same)]
-            )
+            parts = [part.view(tensor.shape) for part, tensor in zip(received, same)]
+            if any(map(_is_lazy, same)):
+                for tensor, part in zip(same, parts):
+                    tensor.detach().copy_(part)
+            else:
+                torch._foreach_copy_([tensor.detach() for tensor in same], parts)
 
 
 def all_to_all(tensor: Tensor, splits: Sequence[int] | None = None, group: Group | None = None) -> Tensor:
@@ -595,9 +598,14 @@ def transport_device(backend: Backend, tensor: Tensor) -> torch.device:
 
 def _is_flat(backend: Backend, tensor: Tensor) -> bool:
     """Whether the backend takes the tensor's own memory."""
-    # One expanded element counts as contiguous with stride 0, which no byte view takes.
-    is_dense = tensor.is_contiguous() and tensor.stride()[-1:] != (0,) and not tensor.is_conj() and not tensor.is_neg()
+    # One element counts as contiguous with any stride, of which no view of bytes is possible.
+    is_dense = tensor.is_contiguous() and tensor.stride()[-1:] in ((), (1,)) and not _is_lazy(tensor)
     return is_dense and transport_device(backend, tensor) == tensor.device
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Whether the memory has not the values themselves, as of ``x.conj()``."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
@@ -612,7 +620,7 @@ def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
             )
         dtype = WIDER[dtype]
     device = transport_device(backend, tensor)
-    if dtype == tensor.dtype and device == tensor.device and not tensor.is_conj() and not tensor.is_neg():
+    if dtype == tensor.dtype and device == tensor.device and not _is_lazy(tensor):
         sent = tensor.clone(memory_format=torch.contiguous_format)
     else:
         sent = torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)

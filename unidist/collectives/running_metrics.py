@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from unidist.backends.base import Group
 from unidist.collectives.metric_reduction import allreduce_metric
 from unidist.collectives.operations import all_gather_object
 from unidist.context import current
+from unidist.tree import map_leaves
 
 M = TypeVar("M")
 
@@ -72,6 +74,9 @@ class Mean(Metric):
         mean of.
 
         A value of weight 0 does not count, whatever it is.
+
+        Raises:
+            ValueError: the weights have a shape that cannot be expanded to that of the values.
         """
         if isinstance(value, (int, float)) and isinstance(weight, (int, float)):
             self._add(value * weight if weight else 0.0, weight)
@@ -79,6 +84,14 @@ class Mean(Metric):
         values, weights = _doubles(value, "Mean.update"), _doubles(weight, "Mean.update")
         device = values.device if isinstance(value, Tensor) else weights.device
         weights = weights.to(device)
+        if values.dim():
+            try:
+                weights = weights.expand_as(values)
+            except RuntimeError:
+                raise ValueError(
+                    f"Mean.update: weights of shape {tuple(weights.shape)} do not fit values of shape "
+                    f"{tuple(values.shape)}: reshape one of them."
+                ) from None
         products = torch.where(weights == 0, 0.0, values.to(device) * weights)
         self._add(products.sum(), weights.expand_as(products).sum())
 
@@ -179,6 +192,8 @@ def wrap_metric(metric: M, group: Group | None = None) -> M:
     own: Any = metric
     own.dist_sync_fn, own.process_group = _gather, group or own.process_group
     own.distributed_available_fn = _has_peers
+    if type(own)._sync_dist.__qualname__ == "Metric._sync_dist":  # else it gathers in a way of its own, or nothing
+        own._sync_dist = partial(_sync, own)
     for child in own.modules() if hasattr(own, "modules") else ():
         if child is not own and hasattr(child, "dist_sync_fn"):
             wrap_metric(child, group)
@@ -188,6 +203,27 @@ def wrap_metric(metric: M, group: Group | None = None) -> M:
 def _gather(tensor: Tensor, group: Group | None = None) -> list[Tensor]:
     """torchmetrics' ``dist_sync_fn``: every rank's tensor, of any shapes."""
     return [part.to(tensor.device) for part in all_gather_object(tensor.detach().cpu(), group)]
+
+
+def _sync(metric: Any, gather: object = None, process_group: Group | None = None) -> None:
+    """torchmetrics' ``Metric._sync_dist`` in one collective: that gathers each tensor of a list on its own, where the
+    ranks may have lists of different lengths, and has float32 in place of an empty one.
+    """
+    own = {name: getattr(metric, name) for name in metric._reductions}
+    states = all_gather_object(map_leaves(_on_cpu, own), process_group or metric.process_group)
+    for name, reduction in metric._reductions.items():
+        parts = [state[name] for state in states]
+        if isinstance(own[name], list):
+            device = own[name][0].device if own[name] else metric.device
+            whole: Any = [tensor.to(device) for part in parts for tensor in part]
+        else:
+            whole = torch.stack(parts).to(own[name].device)
+        is_kept = reduction is None or (isinstance(whole, list) and not whole)
+        setattr(metric, name, whole if is_kept else reduction(whole))
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def _has_peers() -> bool:

@@ -51,7 +51,9 @@ class Rows(DataComparison):
 
     def at(self, batch: int, *, end: bool) -> None:
         """See ``DataComparison``."""
-        if batch or not current().compares or first_difference([str(fingerprint(self.dataset))], self.group) is None:
+        # The first word is what a rank that makes another call is told.
+        mine = ["the data of shard_loader", str(fingerprint(self.dataset))]
+        if batch or not current().compares or first_difference(mine, self.group) is None:
             return  # the fingerprint of a transform that cannot be hashed is random
         difference = first_difference([str(each) for each in first_rows(self.dataset)], self.group)
         if difference is None:
@@ -94,11 +96,19 @@ class Streams(DataComparison):
         if not current().compares or not differ(first := self._gathered(table[0])):
             return
         # By random numbers? Read again, with fixed seeds.
-        if _differ_when_repeated(self._gathered(first_samples(dataset, self.workers)), first):
+        again = first_samples(dataset, self.workers)
+        if _differ_when_repeated(self._gathered(torch.zeros_like(table[0]) if again is None else again), first):
             raise MismatchError(
                 f"shard_loader: {type(dataset).__name__} yields another stream on each rank, so that each would skip "
                 "samples that no other has: is it split by rank already? Let it yield the whole stream on every rank, "
                 "give it a method set_shard(index, num_shards), or pass check_stream=False if its samples are random."
+            )
+        if current().topology.rank == 0:
+            warnings.warn(
+                f"shard_loader: {type(dataset).__name__} yields other samples on each rank, by random numbers. If it "
+                "shuffles by them, samples are lost and others repeated: let it draw the order from a generator that "
+                "its set_epoch(epoch) seeds. If it only augments samples, pass check_stream=False.",
+                stacklevel=2,
             )
 
     def _gathered(self, table: Tensor) -> Tensor:
@@ -114,8 +124,9 @@ class Streams(DataComparison):
                     f"{type(dataset).__name__}, which does not split itself among them: pass worker_split='loader'."
                 )
         elif differ(table):
-            again = torch.stack([first_samples(dataset, self.workers, i) for i in range(self.workers)])
-            if _differ_when_repeated(again, table):
+            again = [first_samples(dataset, self.workers, worker) for worker in range(self.workers)]
+            found = [each for each in again if each is not None]  # the workers of a rank have equal random numbers
+            if len(found) < self.workers or _differ_when_repeated(torch.stack(found), table):
                 raise MismatchError(
                     f"shard_loader(worker_split='loader'): each worker yields other samples of "
                     f"{type(dataset).__name__}, which splits itself among them, so that most of them would be skipped: "

@@ -74,8 +74,16 @@ class ShardLoader(DataLoader[T]):
         The same on every rank that has taken as many batches. The batch that was yielded last counts as consumed. A
         state saved at an epoch's last batch resumes with an iteration of no batches; one saved after the loop, with the
         next epoch.
+
+        Raises:
+            ValueError: in the middle of an epoch of a loader with ``in_order=False``.
         """
         epoch, position = self._progress.current()
+        if position and self.num_workers and not getattr(self, "in_order", True):
+            raise ValueError(
+                "shard_loader with in_order=False yields batches as workers finish them, so that a position does not "
+                "tell which samples have come: pass in_order=True to the DataLoader, or save at the end of an epoch."
+            )
         if isinstance(self._source, ShardSampler):  # the length of a stream may be unknown
             position = min(position, self._source.total())
         state: dict[str, int | str] = {"epoch": epoch, "position": position, "seed": self._seed}
@@ -144,10 +152,16 @@ class ShardLoader(DataLoader[T]):
         What a sum over all ranks is divided by, where one process divides by ``len(loader.dataset)``.
 
         Raises:
-            TypeError: the loader has a batch sampler, or an iterable dataset without a length.
+            TypeError: the loader has a batch sampler, an iterable dataset without a length, or ``drop_last=True`` with
+                one that splits itself.
         """
         if self.batch_size is None and self.batch_sampler is not None:
             raise TypeError("global_samples: a batch sampler yields batches of any length: sum up len(batch).")
+        if self.drop_last and isinstance(self._source, ShardStream) and self._source.splits_itself(self.num_workers):
+            raise TypeError(
+                f"global_samples: with drop_last=True each part of {type(self._source.dataset).__name__}, which splits "
+                "itself, drops samples of its own: sum up len(batch)."
+            )
         total, size = self._source.total(), self._source.sharding.world_size
         if not self.drop_last:
             return total
@@ -220,7 +234,9 @@ def shard_loader(
       numbers, and the ranks take its items in turn. It must draw from its ``generator`` attribute or from the global
       generators of torch, Python or NumPy; any other generator would not follow the epoch when a run resumes.
     * A batch sampler is drawn in the same way, and the ranks take whole batches in turn.
-    * An iterable dataset must yield the same stream on every rank, and the ranks take its samples in turn. With two or
+    * An iterable dataset must yield the same stream on every rank, and the ranks take its samples in turn. If it
+      shuffles, let it draw from a generator that its ``set_epoch`` seeds, or in workers, which draw the same numbers on
+      every rank (unless ``collate_fn`` draws some of them). With two or
       more workers, ``worker_split`` says who divides the stream among those of a rank.
       A dataset with a method ``set_shard(index, num_shards)`` shards itself: it is called before each epoch, in each
       worker of each rank, and the dataset yields no other samples: nothing is read that is not used.
@@ -309,7 +325,7 @@ def shard_loader(
             raise TypeError("shard_loader(shuffle=True): an iterable dataset has an order of its own.")
         _check_permutation(permutation, None)
         stream = SizedShardStream if hasattr(loader.dataset, "__len__") else ShardStream
-        source = stream(loader.dataset, sharding, loader.batch_size or 1, _worker_split(loader, worker_split))
+        source = stream(loader.dataset, sharding, loader.batch_size or 1, _worker_split(loader, worker_split), seed)
         _warn_of_waste(source, loader.num_workers)
         options.update(dataset=source, batch_size=loader.batch_size, drop_last=drop_last)
         options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ _INDICES = 1000
 
 def own_split(dataset: object, depth: int = _DEPTH) -> str:
     """What in a dataset divides it among the ranks, such as ``split_by_node``; empty where nothing is known to."""
-    if getattr(dataset, "_distributed", None) is not None:
+    if getattr(dataset, "_distributed", None):
         return "split_dataset_by_node"
     if getattr(getattr(dataset, "func", dataset), "__name__", "") == "split_by_node":
         return "split_by_node"
@@ -63,16 +64,23 @@ def recorded(samples: Iterator[Any], table: Tensor) -> Iterator[Any]:
     yield from samples
 
 
-def first_samples(dataset: Any, workers: int, worker: int = 0) -> Tensor:
+def first_samples(dataset: Any, workers: int, worker: int = 0) -> Tensor | None:
     """The table of a stream that is read once more, in this process, as a worker reads it, with fixed seeds.
 
-    It is zeros where the stream cannot be repeated: it has no samples then, or others.
+    It is zeros where the stream cannot be repeated: it has no samples then, or others, or reads on from where it is.
+    None where that fails, as without what a ``worker_init_fn`` does.
     """
     tables = empty_table(2)
+    if any(hasattr(part, "__next__") for part in (dataset, *getattr(dataset, "__dict__", {}).values())):
+        return tables[0]
     for table in tables:
-        with seeded(None, 0), _as_worker(dataset, workers, worker):
-            for _ in islice(recorded(iter(dataset), table), _SAMPLES):
-                pass
+        try:
+            again = copy.copy(dataset)
+            with seeded(None, 0), _as_worker(again, workers, worker):
+                for _ in islice(recorded(iter(again), table), _SAMPLES):
+                    pass
+        except Exception:
+            return None
     return tables[0] * bool((tables[0] == tables[1]).all())
 
 
@@ -94,7 +102,8 @@ def first_rows(dataset: Any) -> list[Any]:
     if isinstance(dataset, Subset):
         return [len(dataset), [str(i) for i in islice(dataset.indices, _INDICES)]]
     if isinstance(dataset, ITEMS):
-        return [len(dataset), [_row(dataset[i]).tolist() for i in (0, len(dataset) - 1) if len(dataset)]]
+        with seeded(None, 0):  # a subclass may augment them
+            return [len(dataset), [_row(dataset[i]).tolist() for i in (0, len(dataset) - 1) if len(dataset)]]
     if not hasattr(dataset, "with_format"):
         return [len(dataset)]
     rows = dataset.with_format("arrow")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
 
 from unidist.data.permutation import FeistelPermutation
 from unidist.data.sharding import Position, Progress, Sharding, mix_seeds
@@ -26,7 +27,8 @@ class ShardSampler(Sampler[Any]):
     """This rank's shard of the items that ``source`` draws: indices, or the batches of a batch sampler.
 
     Every rank draws the whole epoch, from ``seed`` and the epoch alone, and takes its items; of a Feistel permutation
-    it computes its own items only. The global random state is left untouched.
+    it computes its own items only. A sampler that goes on from the order it has drawn last, as with
+    ``random.shuffle(self.batches)``, draws the epochs before first. The global random state is left untouched.
 
     Args:
         source: a sampler or batch sampler with a length. What it draws at random must come from its ``generator``
@@ -43,6 +45,9 @@ class ShardSampler(Sampler[Any]):
         self.permutation: Permutation = permutation or ("feistel" if len(source) >= _LARGE else "randperm")
         #: Each iteration is the next epoch; the loader counts what it has yielded of it.
         self.progress = Progress()
+        #: Epochs that the source has drawn, and the items of the last one.
+        self._drawn = 0
+        self._items: list[Any] = []
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration this epoch; without this call, epochs count up from 0."""
@@ -88,16 +93,35 @@ class ShardSampler(Sampler[Any]):
             # The order of DistributedSampler.
             generator = torch.Generator().manual_seed(self.seed + epoch)
             return torch.randperm(len(source), generator=generator, device="cpu")
-        with seeded(source, mix_seeds(self.seed, epoch)):
-            if hasattr(source, "set_epoch"):
-                source.set_epoch(epoch)
-            items = list(source)
+        if epoch == self._drawn - 1:  # an epoch that begins again
+            return self._items
+        for earlier in range(self._drawn, epoch) if self._goes_on(epoch) else ():
+            self._items_of(source, earlier)
+        items = self._items_of(source, epoch)
+        self._drawn, self._items = epoch + 1, items
         if len(items) != len(source):
             raise ValueError(
                 f"{type(source).__name__} has length {len(source)} and drew {len(items)} items: its items cannot be "
                 "divided among the ranks."
             )
         return items
+
+    def _items_of(self, source: Any, epoch: int) -> list[Any]:
+        with seeded(source, mix_seeds(self.seed, epoch)):
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
+            return list(source)
+
+    def _goes_on(self, epoch: int) -> bool:
+        """Whether an epoch depends on those before it, which this process has not drawn all."""
+        if epoch <= self._drawn:
+            return False
+        data = {id(each): each for each in getattr(self.source, "__dict__", {}).values() if isinstance(each, Dataset)}
+        try:
+            again = copy.deepcopy(self.source, data)
+            return self._items_of(again, epoch) != self._items_of(again, epoch)
+        except Exception:  # what cannot be copied or compared
+            return True
 
 
 class StatefulShardSampler(ShardSampler):

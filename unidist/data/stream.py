@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unidist.data.same_stream import recorded
-from unidist.data.sharding import Progress, Sharding
+from unidist.data.sharding import Progress, Sharding, mix_seeds
+from unidist.seed import set_seed
 
 #: Who divides a stream among the workers of a rank.
 WorkerSplit = Literal["dataset", "loader"]
@@ -29,7 +30,8 @@ class ShardStream(IterableDataset[Any]):
 
     With ``worker_split="loader"`` every worker of every rank reads the whole stream and keeps its own samples: the
     ranks take samples in turn, and the workers of a rank batches. With ``"dataset"`` each worker's stream is divided
-    among the ranks only.
+    among the ranks only. Workers that read the same stream draw the same random numbers for it, from ``seed`` and the
+    epoch: it may shuffle by them.
 
     The method ``set_shard(index, num_shards)`` of a dataset is called with the shard of this rank and worker, if it has
     one; the dataset yields no other samples then.
@@ -39,15 +41,22 @@ class ShardStream(IterableDataset[Any]):
         sharding: how the stream is divided among the ranks.
         batch_size: number of samples that a worker makes a batch of.
         worker_split: who divides the stream among the workers.
+        seed: the same on every rank.
     """
 
     def __init__(
-        self, dataset: IterableDataset[Any], sharding: Sharding, batch_size: int, worker_split: WorkerSplit = "loader"
+        self,
+        dataset: IterableDataset[Any],
+        sharding: Sharding,
+        batch_size: int,
+        worker_split: WorkerSplit = "loader",
+        seed: int = 0,
     ) -> None:
         self.dataset = dataset
         self.sharding = sharding
         self.batch_size = batch_size
         self.worker_split = worker_split
+        self.seed = seed
         #: Each iteration is the next epoch, also in a worker's copy; the loader counts what it has yielded of it.
         self.progress = Progress()
         #: The digests of each worker's first samples, until they are compared; in memory that workers share.
@@ -64,6 +73,10 @@ class ShardStream(IterableDataset[Any]):
             return 1
         return self.sharding.world_size * (max(workers, 1) if self.worker_split == "loader" else 1)
 
+    def splits_itself(self, workers: int) -> bool:
+        """Whether the dataset divides its samples among ranks or workers."""
+        return shards_itself(self.dataset) or (self.worker_split == "dataset" and workers > 1)
+
     def total(self) -> int:
         """The number of samples of a whole epoch, over all ranks, where the dataset has a length."""
         return len(self.dataset)  # type: ignore[arg-type]
@@ -76,6 +89,9 @@ class ShardStream(IterableDataset[Any]):
         start = self.progress.begin()
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(start.epoch)
+        info = get_worker_info()
+        if info is not None and not shards_itself(self.dataset):
+            set_seed(mix_seeds(self.seed, start.epoch, info.id if self.worker_split == "dataset" else 0))
         return self._shard(start.position)
 
     def _shard(self, skip: int) -> Iterator[Any]:

@@ -165,6 +165,8 @@ class LargeBucket(Bucket):
         param, grad = self.params[0], self.params[0].grad
         if grad is not None and grad.layout != torch.strided:
             grad = self._dense(param, grad)
+        if grad is not None:
+            grad = grad.resolve_conj().resolve_neg()
         numel, _, strides = self._layouts[0]
         has_layout = grad is not None and (grad.stride() == strides or (strides is None and grad.is_contiguous()))
         if grad is not None and has_layout and not grad.requires_grad:
@@ -186,6 +188,20 @@ class LargeBucket(Bucket):
         """See ``Bucket``."""
         self.views = []
         del self.flat
+
+
+def kept_gradients(params: Iterable[Tensor], buckets: Iterable[Bucket]) -> list[tuple[Tensor, Tensor]]:
+    """Return the dense gradients that are in no bucket yet, and to which or to whose storage the script refers, too."""
+    own = [(param, param.grad) for param in params if param.grad is not None]
+    counts = _reference_counts([grad for _, grad in own])
+    views = {id(view) for bucket in buckets for view in bucket.views}
+    return [
+        (param, grad)
+        for (param, grad), count in zip(own, counts)
+        if id(grad) not in views
+        and grad.layout == torch.strided
+        and (count > _UNSHARED + _of_grad() + 1 or grad.untyped_storage().nbytes() > grad.nbytes)
+    ]
 
 
 def make_bucket(params: list[Tensor], prescale: float, *, takes_sparse: bool) -> Bucket:
@@ -234,7 +250,14 @@ def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def flatten_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of tensors of one device, of any dtypes, in one uint8 tensor."""
-    return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+    return torch.cat([as_bytes(tensor) for tensor in tensors])
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor of any dtype; no copy is made of a contiguous one."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    # One element may have any stride, of which no view of another dtype is possible.
+    return (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 @torch.no_grad()
@@ -244,7 +267,7 @@ def unflatten_bytes(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     A graph may contain them: frozen statistics are left as they are, for another backward pass.
     """
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() * t.element_size() for t in tensors])):
-        if not torch.equal(tensor.detach().reshape(-1).view(torch.uint8), part):
+        if not torch.equal(as_bytes(tensor), part):
             # A part may begin at an address that is not aligned to the dtype; its copy does not.
             tensor.copy_(part.clone().view(tensor.dtype).view_as(tensor))
 

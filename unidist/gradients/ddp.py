@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unidist.diagnosis.spans import NEVER, spans
-from unidist.errors import MismatchError
+from unidist.errors import MismatchError, UnidistError
 from unidist.gradients.backward_pass import BackwardPass, BackwardPasses, PlainPass, current_pass
 from unidist.gradients.reducer import GradientReducer
 from unidist.gradients.wrapper import (
@@ -103,6 +103,11 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
                 self.rebuild_buckets()
             output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
+            if "unmarked_param_indices" in str(error):  # an assertion of its reducer
+                raise UnidistError(
+                    "a backward pass of this model has failed before, after which DistributedDataParallel cannot go "
+                    "on: pass the model to wrap_model again, on every rank."
+                ) from error
             # DDP reports unused parameters here, one step late and by their indices.
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if found is None:

@@ -10,12 +10,12 @@ from unidist.hvd.common.util import check_extension
 from unidist.hvd.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from unidist.hvd.mpi_ops import *  # noqa: F403 - what it has is in its __all__
 from unidist.hvd.optimizer import DistributedOptimizer
-from unidist.hvd.run import run
+from unidist.hvd.run import run as run  # not in __all__: no name of horovod.torch's, which "import *" would bring
 from unidist.hvd.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "DistributedOptimizer", "SyncBatchNorm", "allgather_object", "broadcast_object", "broadcast_optimizer_state",
-    "broadcast_parameters", "check_extension", "compression", "elastic", "functions", "mpi_ops", "optimizer", "run",
+    "broadcast_parameters", "check_extension", "compression", "elastic", "functions", "mpi_ops", "optimizer",
     "sync_batch_norm",
 ]  # fmt: skip
 __all__ += mpi_ops.__all__

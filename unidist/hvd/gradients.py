@@ -18,10 +18,10 @@ from unidist.diagnosis.watch.locations import here
 from unidist.errors import UnidistError
 from unidist.gradients.averager import GradientAverager
 from unidist.gradients.backward_pass import watch_gradients
-from unidist.gradients.buckets import Bucket
+from unidist.gradients.buckets import Bucket, kept_gradients
 from unidist.gradients.reducer import GradientReducer, empty_sparse_gradient
 from unidist.hvd.basics import Average, Max, Min, Product, Sum
-from unidist.hvd.compression import Compressor, NoneCompressor, compress_bucket
+from unidist.hvd.compression import Compressor, FP16Compressor, NoneCompressor, compress_bucket
 from unidist.hvd.errors import HorovodInternalError
 from unidist.hvd.mpi_ops import sparse_allreduce_async
 from unidist.hvd.operation import GLOBAL_SET
@@ -108,10 +108,13 @@ class OptimizerGradients:
             self._join_session()
         self.warn_of_unfrozen()
         self._announce_round()
-        if self._averager is None:
+        if self._averager is None or self._has_changed(self._averager):
             self._averager = self._make_averager()
+        kept = kept_gradients(self._names, self._averager.buckets)
         self._begin(self._averager)
         self._averager.finish()
+        for param, grad in kept:
+            _move_into(grad, param)
         self._end_round()
 
     def reduce_zeros(self) -> None:
@@ -155,7 +158,7 @@ class OptimizerGradients:
         self._passes_left[param] -= 1
         self.in_progress = True
         averager = self._averager
-        if averager is None or self._session.ended:
+        if averager is None or self._session.ended or self._has_changed(averager):
             return
         self._begin(averager)
         if self._passes_left[param]:
@@ -170,6 +173,10 @@ class OptimizerGradients:
             averager.overlap = self._session.rounds.is_only_reducer(self._id)
             averager.begin()
 
+    def _has_changed(self, averager: GradientAverager) -> bool:
+        """Whether the buckets have another dtype or device than the parameters, as after ``model.double()``."""
+        return not self._averaging and not all(bucket.fits() for bucket in averager.buckets)
+
     def _announce_round(self) -> None:
         if not self._announced:
             self._announced = True
@@ -183,7 +190,8 @@ class OptimizerGradients:
         """Compare the parameters with the other ranks', and make the buckets. Collective."""
         compression, op, predivide, sparse_as_dense, _ = self._options
         group = self._session.process_sets[self._id.set_id].gradients
-        options = f"options {op} {compression.__name__} {predivide}"
+        named = getattr(compression, "__name__", type(compression).__name__)  # a class, or an object with its methods
+        options = f"options {op} {named} {predivide}"
         mine = [f"{name!r} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for p, name in self._names.items()]
         difference = first_difference([options, *mine], group)
         if difference is not None:
@@ -241,16 +249,23 @@ class _Reducer(GradientReducer):
             self._prescale = 1.0 / len(self.ranks)
         elif options.op == Average:
             self._prescale, self._postscale = 1.0 / options.predivide, options.predivide / len(self.ranks)
+        #: Whether they are factors of what a user's compressor makes of the gradients, as Horovod's are.
+        self._scales_compressed = options.compression not in (NoneCompressor, FP16Compressor)
 
     def prescale(self, dtype: torch.dtype) -> float:
         """See ``GradientReducer``."""
-        return self._prescale
+        return 1.0 if self._scales_compressed else self._prescale
 
     def start(self, bucket: Bucket, index: int) -> Wait:
         """See ``GradientReducer``."""
         self._announce()
         flat, timeline, row = bucket.flat, self._session.timeline, f"{self._label}.bucket.{index}"
         sent, decompress = compress_bucket(bucket, self._options.compression)
+        scaled, postscale = flat, self._postscale
+        if self._scales_compressed and sent.is_floating_point():
+            scaled = sent.mul_(self._prescale)
+        elif self._scales_compressed:  # integers have no fractions
+            postscale *= self._prescale
         if timeline.on:
             timeline.begin(row, "ALLREDUCE")
         with horovod_errors():
@@ -259,10 +274,12 @@ class _Reducer(GradientReducer):
         def finish() -> None:
             with horovod_errors():
                 wait()
+            if scaled is not flat:
+                scaled.mul_(postscale)
             if decompress is not None:
                 decompress()
-            if self._postscale != 1.0:
-                flat.mul_(self._postscale)
+            if scaled is flat and postscale != 1.0:
+                flat.mul_(postscale)
             if timeline.on:
                 timeline.end(row)
             bucket.restore_sparse()
@@ -282,6 +299,18 @@ class _Reducer(GradientReducer):
             param.grad = result.to_dense() if dense else result
 
         return wait
+
+
+def _move_into(grad: Tensor, param: Tensor) -> None:
+    """Let a gradient that the script keeps have the reduced values, as Horovod, which reduces it in place."""
+    reduced = param.grad
+    if reduced is None or reduced is grad or reduced.is_sparse or grad.shape != reduced.shape:
+        return
+    if grad.untyped_storage().nbytes() > grad.nbytes:  # part of a tensor of the script's
+        grad.copy_(reduced)
+    else:
+        grad.set_(reduced)  # type: ignore[call-overload]
+    param.grad = grad
 
 
 @contextmanager

@@ -76,9 +76,10 @@ def _as_module(cells: list[Any]) -> tuple[str, list[str], list[str], list[Remark
         if source.startswith("%%") and not source.startswith(_PYTHON):
             unread.append(source)
             continue
-        parts_of = []
+        parts_of, is_python = [], _parses(source)
         for index, line in enumerate(source.split("\n")):
-            match = _MAGIC.match(line)
+            # "%" may also continue an expression.
+            match = None if is_python else _MAGIC.match(line)
             parts_of.append(hide(match, line) if match else line)
             if match:
                 remarks += [replace(remark, line=index + 1, cell=number + 1) for remark in _of_magic(line)]
@@ -86,15 +87,20 @@ def _as_module(cells: list[Any]) -> tuple[str, list[str], list[str], list[Remark
         try:
             cst.parse_module(hidden)
         except cst.ParserSyntaxError as error:
-            if "horovod" in source:
-                why = f"the cell does not parse: {error.message.splitlines()[0]}"
-                remarks.append(
-                    Remark(error.raw_line, source.split("\n")[0], why, "fix it, then migrate again", number + 1)
-                )
+            why = f"the cell does not parse: {error.message.splitlines()[0]}"
+            remarks.append(Remark(error.raw_line, source.split("\n")[0], why, "fix it, then migrate again", number + 1))
             unread.append(source)
             continue
         parts.append(f"{_CELL}({number})\n{hidden}\n")
     return "".join(parts), lines, unread, remarks
+
+
+def _parses(source: str) -> bool:
+    try:
+        cst.parse_module(source)
+    except cst.ParserSyntaxError:
+        return False
+    return True
 
 
 def _of_magic(line: str) -> list[Remark]:

@@ -73,26 +73,19 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
 
 
-def convert_batch_norm(module: nn.Module, group: Group | None) -> nn.Module:
-    """Replace each BatchNorm inside ``module`` by a ``SyncBatchNorm`` with the same parameters and buffers."""
-    return _converted(module, group, {})
+def convert_batch_norm(module: nn.Module, group: Group | None) -> None:
+    """Make each BatchNorm inside ``module`` a ``SyncBatchNorm``: the layers stay the objects that they are.
 
-
-def _converted(module: nn.Module, group: Group | None, done: dict[nn.Module, nn.Module]) -> nn.Module:
-    if module in done:  # held under two names
-        return done[module]
-    done[module] = module
-    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        replacement = SyncBatchNorm(
-            module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
-        )
-        replacement.weight, replacement.bias = module.weight, module.bias
-        replacement.running_mean, replacement.running_var = module.running_mean, module.running_var
-        replacement.num_batches_tracked = module.num_batches_tracked
-        replacement.train(module.training)
-        replacement.group = group
-        done[module] = replacement
-    for name, child in module._modules.items():
-        if child is not None and (converted := _converted(child, group, done)) is not child:
-            setattr(module, name, converted)
-    return done[module]
+    Raises:
+        ValueError: a layer has a ``forward`` of its own, which would be lost.
+    """
+    layers = [each for each in module.modules() if isinstance(each, _BatchNorm) and not isinstance(each, SyncBatchNorm)]
+    for layer in layers:
+        if not type(layer).forward.__module__.startswith("torch.nn."):
+            raise ValueError(
+                f"sync_bn=True: {type(layer).__name__} is a BatchNorm with a forward of its own, which SyncBatchNorm "
+                "does not have: use a plain BatchNorm and do the rest in a module after it, or leave out sync_bn."
+            )
+    for layer in layers:
+        layer.__class__ = SyncBatchNorm
+        layer.group = group  # type: ignore[assignment]

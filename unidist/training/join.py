@@ -26,9 +26,9 @@ def join(*objects: Any, group: Group | None = None) -> Iterator[None]:
 
     A rank that has left the loop contributes zeros to the others' gradients, which remain the mean over all ranks of
     the group, as in the joins of DDP and Horovod; use ``global_mean`` for the mean over all samples. In
-    ``allreduce_metric`` it has weight 0, in ``all_reduce`` it contributes nothing, and ``barrier`` does not wait for
-    it. Calls that gather, such as ``save_checkpoint`` and ``assert_in_sync``, raise an error inside the block. At the
-    end every rank gets the state of the lowest of the ranks that trained longest.
+    ``allreduce_metric`` it has weight 0, in ``all_reduce`` it contributes nothing (a mean is divided by all ranks), and
+    ``barrier`` does not wait for it. Calls that gather, such as ``save_checkpoint`` and ``assert_in_sync``, raise an
+    error inside the block. At the end every rank gets the state of the lowest of the ranks that trained longest.
 
     ::
 

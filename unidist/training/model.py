@@ -101,7 +101,7 @@ def wrap_model(
         raise ValueError(f"wrap_model: this {type(model).__name__} is data-parallel already, by unidist.replicate.")
     _check_same(model, group, layout=True)
     if sync_bn:
-        model = convert_batch_norm(model, group)  # type: ignore[assignment]  # a model that is not itself a BatchNorm keeps its class
+        convert_batch_norm(model, group)
     options = replace(
         _options(bucket_cap_mb, compression, group),
         find_unused_parameters=find_unused_parameters,
@@ -376,7 +376,17 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, gr
     if current().topology.rank != src:
         state = map_leaves(lambda leaf: leaf.empty(optimizer) if isinstance(leaf, _Described) else leaf, structure)
     broadcast_tensors_([leaf for _, leaf in walk(state) if isinstance(leaf, Tensor)], src, group)
+    if current().topology.rank == src:
+        return
     optimizer.load_state_dict(state)
+    params = [param for entry in optimizer.param_groups for param in entry["params"]]
+    ids = [id_ for entry in state["param_groups"] for id_ in entry["params"]]
+    for id_, param in zip(ids, params):
+        # load_state_dict has converted what is not of the parameter's dtype.
+        for name, value in state["state"].get(id_, {}).items():
+            loaded = optimizer.state[param][name]
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and value.dtype != loaded.dtype:
+                optimizer.state[param][name] = value.to(loaded.device)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ _SAME_LENGTH_METHODS = {
 }  # fmt: skip
 
 _NOT_EVERY_EPOCH = (
-    "whether set_epoch() precedes every iteration over the loader cannot be determined; "
+    "whether every iteration over the loader has a set_epoch() of its own before it cannot be determined; "
     "shard_loader counts each iteration as an epoch"
 )
 _CALL_SET_EPOCH = (
@@ -145,7 +145,9 @@ def _change_pair(context: Context, pair: SampledLoader) -> bool:
         return False
     shuffle = not is_constant(pair.arguments.get("shuffle"), False)
     epochs = [tree.statement(use) for use in uses if tree.called_method(use) == "set_epoch"]
-    if shuffle and epochs and not all(_follows_set_epoch(context, use, epochs) for use in _iterations(context, pair)):
+    before = [_epochs_before(context, use, epochs) for use in _iterations(context, pair)]
+    each_once = len({id(epoch) for found in before for epoch in found}) == sum(map(len, before))
+    if shuffle and epochs and not (all(before) and each_once):
         context.remark(pair.sampler, _NOT_EVERY_EPOCH, _CALL_SET_EPOCH)
         return False
     if shuffle and not epochs:
@@ -321,24 +323,27 @@ def _iterations(context: Context, pair: SampledLoader) -> list[cst.BaseExpressio
     return [use for use in uses if not isinstance(tree.parent(use), cst.Attribute) and not _is_length(context, use)]
 
 
-def _follows_set_epoch(
+def _epochs_before(
     context: Context, use: cst.CSTNode, epochs: Sequence[cst.CSTNode | None], depth: int = 3
-) -> bool:
-    """Whether a ``set_epoch`` precedes each execution of a use."""
+) -> list[cst.CSTNode]:
+    """The calls of ``set_epoch`` that precede the executions of a use; none if one has none before it."""
     tree = context.tree
     child, loops = use, 0
     for above in tree.parents(use):
         if isinstance(above, (cst.FunctionDef, cst.Lambda)):
             calls = callers(tree, above)
-            once = depth > 0 and not loops and bool(calls)
-            return once and all(_follows_set_epoch(context, call, epochs, depth - 1) for call in calls)
-        in_block = isinstance(above, (cst.Module, cst.IndentedBlock))
-        if in_block and any(each is epoch for each in tree.siblings(child)[0] for epoch in epochs):
-            return loops == 0
+            if depth == 0 or loops:
+                return []
+            found = [_epochs_before(context, call, epochs, depth - 1) for call in calls]
+            return [epoch for each in found for epoch in each] if all(found) else []
+        if isinstance(above, (cst.Module, cst.IndentedBlock)):
+            preceding = [each for each in tree.siblings(child)[0] if any(each is epoch for epoch in epochs)]
+            if preceding:
+                return [] if loops else preceding[-1:]
         if isinstance(above, (cst.For, cst.While)) and child is above.body:
             loops += 1
         child = above
-    return False
+    return []
 
 
 def _is_length(context: Context, use: cst.CSTNode) -> bool:
