@@ -76,7 +76,7 @@ def test_a_run_goes_on_from_its_checkpoint(folder: Path) -> None:
     assert_same(others[0], parts[0], rtol=1e-6, atol=1e-7)
     assert others[2].get_last_lr() == parts[2].get_last_lr()
 
-    if unidist.is_main():  # as files were written before: numbers in no tensor, for which torch.load takes 4 us each
+    if unidist.is_main():  # as files were written before: numbers in no tensor
         whole = torch.load(folder / "deep" / "run.pt", weights_only=True)
         for state in whole["unidist_rng"]:
             assert all(isinstance(state[name][1], torch.Tensor) for name in ("python", "numpy"))
