@@ -61,8 +61,8 @@ class HorovodBackend(Backend):
         self, topology: Topology, device: torch.device, timeout: timedelta | None, release: Callable[[], None] | None
     ) -> None:
         super().__init__("horovod", topology, device)
-        #: The names of the operations that are not waited for yet; the same on every rank of the group.
-        self._pending = defaultdict[Group | None, set[str]](set)
+        #: The names of the operations that are not waited for yet, by their ranks; the same on each of these.
+        self._pending = defaultdict[tuple[int, ...], set[str]](set)
         #: Seconds.
         self._timeout = self.lock_timeout = (timeout or _TIMEOUT).total_seconds()
         self._release = release
@@ -159,7 +159,7 @@ class HorovodBackend(Backend):
 
     def _start(self, call: str, tensor: Tensor, group: Group | None, start: Callable[..., Any], kind: str) -> Wait:
         """Start an operation of Horovod under a name that no pending operation of the group has."""
-        names = self._pending[group]
+        names = self._pending[self.ranks(group)]
         base = _name(kind, group)
         name = next(name for name in (base, *(f"{base}.{i}" for i in range(len(names)))) if name not in names)
         span = self.began(call, tensor, group)

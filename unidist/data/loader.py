@@ -173,6 +173,8 @@ class ShardLoader(DataLoader[T]):
         if progress.start is not None and progress.consumed <= self._items_per_batch:
             progress.restart()  # the last iteration does not count
             self._iterator = None
+            if isinstance(self._source, ShardSampler):
+                self._source.repeats = True
             self._left += 1
             if self._left == 2 and isinstance(self._source, ShardSampler) and self._source.is_random():
                 warnings.warn(_LEFT, stacklevel=2)

@@ -48,6 +48,8 @@ class ShardSampler(Sampler[Any]):
         #: Epochs that the source has drawn, and the items of the last one.
         self._drawn = 0
         self._items: list[Any] = []
+        #: Whether the next iteration is the last one again, of which no more than one batch has been taken.
+        self.repeats = False
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration this epoch; without this call, epochs count up from 0."""
@@ -93,7 +95,8 @@ class ShardSampler(Sampler[Any]):
             # The order of DistributedSampler.
             generator = torch.Generator().manual_seed(self.seed + epoch)
             return torch.randperm(len(source), generator=generator, device="cpu")
-        if epoch == self._drawn - 1:  # an epoch that begins again
+        repeats, self.repeats = self.repeats, False
+        if repeats and epoch == self._drawn - 1:
             return self._items
         for earlier in range(self._drawn, epoch) if self._goes_on(epoch) else ():
             self._items_of(source, earlier)

@@ -301,10 +301,11 @@ class _Reducer(GradientReducer):
         return wait
 
 
+@torch.no_grad()
 def _move_into(grad: Tensor, param: Tensor) -> None:
     """Let a gradient that the script keeps have the reduced values, as Horovod, which reduces it in place."""
     reduced = param.grad
-    if reduced is None or reduced is grad or reduced.is_sparse or grad.shape != reduced.shape:
+    if reduced is None or reduced is grad or reduced.is_sparse or grad.shape != reduced.shape or grad.requires_grad:
         return
     if grad.untyped_storage().nbytes() > grad.nbytes:  # part of a tensor of the script's
         grad.copy_(reduced)
