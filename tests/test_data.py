@@ -590,17 +590,3 @@ def test_a_sampler_that_shuffles_its_own_list_resumes() -> None:
     assert [batches(first, 10), batches(first, 4)] == [epochs[1], epochs[2][:4]]
     second.load_state_dict(first.state_dict())
     assert batches(second, 10) == epochs[2][4:]
-
-
-def test_a_sampler_that_depends_on_the_epoch_alone_draws_no_other_epochs() -> None:
-    class Counted(WeightedRandomSampler):
-        drawn = 0
-
-        def __iter__(self) -> Iterator[int]:
-            Counted.drawn += 1
-            return super().__iter__()
-
-    (loader,) = world(Counted([1.0] * 20, 20), 1)
-    loader.set_epoch(50)
-    list(loader)
-    assert Counted.drawn == 3  # two of them to see that they are equal

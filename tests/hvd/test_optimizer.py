@@ -185,6 +185,22 @@ def test_gradients_that_the_script_keeps_are_reduced(in_one_tensor: bool, rank: 
     assert_same(model, scaled_reference(size, 3, 0.25))
 
 
+def test_gradients_of_any_size_in_a_tensor_of_the_scripts(rank: int, size: int) -> None:
+    params = [nn.Parameter(torch.zeros(n)) for n in (400_000, 1_500_000, 3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), [(f"p{i}", p) for i, p in enumerate(params)])
+    whole = torch.zeros(sum(param.numel() for param in params))
+    for param, part in zip(params, whole.split([param.numel() for param in params])):
+        param.grad = part.view_as(param)
+    for step in range(3):
+        whole.zero_()
+        sum((param * (rank + 1.0 + step)).sum() for param in params).backward()  # type: ignore[union-attr]
+        optimizer.synchronize()
+        assert torch.equal(whole, torch.full_like(whole, (size + 1) / 2 + step))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert all(torch.allclose(param, torch.tensor(-3 * (size + 1) / 2 - 3)) for param in params)
+
+
 def scaled_reference(size: int, steps: int, scale: float) -> Net:
     model = net()
     model.unused.requires_grad_(False)

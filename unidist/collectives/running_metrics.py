@@ -192,7 +192,8 @@ def wrap_metric(metric: M, group: Group | None = None) -> M:
     own: Any = metric
     own.dist_sync_fn, own.process_group = _gather, group or own.process_group
     own.distributed_available_fn = _has_peers
-    if type(own)._sync_dist.__qualname__ == "Metric._sync_dist":  # else it gathers in a way of its own, or nothing
+    sync = type(own)._sync_dist
+    if (sync.__module__, sync.__qualname__) == ("torchmetrics.metric", "Metric._sync_dist"):  # else it has its own way
         own._sync_dist = partial(_sync, own)
     for child in own.modules() if hasattr(own, "modules") else ():
         if child is not own and hasattr(child, "dist_sync_fn"):

@@ -234,7 +234,8 @@ def shard_loader(
 
     * A sampler (weighted, random with replacement, of a subset, your own) is drawn by every rank with the same random
       numbers, and the ranks take its items in turn. It must draw from its ``generator`` attribute or from the global
-      generators of torch, Python or NumPy; any other generator would not follow the epoch when a run resumes.
+      generators of torch, Python or NumPy; any other generator would not follow the epoch when a run resumes. A
+      sampler of your own then draws the epochs before, too, as it may go on from the order that it has drawn last.
     * A batch sampler is drawn in the same way, and the ranks take whole batches in turn.
     * An iterable dataset must yield the same stream on every rank, and the ranks take its samples in turn. If it
       shuffles, let it draw from a generator that its ``set_epoch`` seeds, or in workers, which draw the same numbers on

@@ -71,7 +71,7 @@ def first_samples(dataset: Any, workers: int, worker: int = 0) -> Tensor | None:
     None where that fails, as without what a ``worker_init_fn`` does.
     """
     tables = empty_table(2)
-    if any(hasattr(part, "__next__") for part in (dataset, *getattr(dataset, "__dict__", {}).values())):
+    if any(map(_reads_on, (dataset, *getattr(dataset, "__dict__", {}).values()))):
         return tables[0]
     for table in tables:
         try:
@@ -82,6 +82,11 @@ def first_samples(dataset: Any, workers: int, worker: int = 0) -> Tensor | None:
         except Exception:
             return None
     return tables[0] * bool((tables[0] == tables[1]).all())
+
+
+def _reads_on(part: Any) -> bool:
+    """Whether it is an iterator, or a file that is read."""
+    return hasattr(part, "__next__") and (not hasattr(part, "readable") or part.readable())
 
 
 def fingerprint(dataset: Any) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from unidist.data.permutation import FeistelPermutation
 from unidist.data.sharding import Position, Progress, Sharding, mix_seeds
@@ -27,8 +26,8 @@ class ShardSampler(Sampler[Any]):
     """This rank's shard of the items that ``source`` draws: indices, or the batches of a batch sampler.
 
     Every rank draws the whole epoch, from ``seed`` and the epoch alone, and takes its items; of a Feistel permutation
-    it computes its own items only. A sampler that goes on from the order it has drawn last, as with
-    ``random.shuffle(self.batches)``, draws the epochs before first. The global random state is left untouched.
+    it computes its own items only. A sampler that is not torch's may go on from the order it has drawn last, as with
+    ``random.shuffle(self.batches)``, so it draws the epochs before first. The global random state is left untouched.
 
     Args:
         source: a sampler or batch sampler with a length. What it draws at random must come from its ``generator``
@@ -96,35 +95,26 @@ class ShardSampler(Sampler[Any]):
             generator = torch.Generator().manual_seed(self.seed + epoch)
             return torch.randperm(len(source), generator=generator, device="cpu")
         repeats, self.repeats = self.repeats, False
-        if repeats and epoch == self._drawn - 1:
+        if _is_torchs(source) and _is_torchs(getattr(source, "sampler", None)):
+            return self._items_of(source, epoch)
+        if repeats and epoch == self._drawn - 1 and len(self._items) == len(source):
             return self._items
-        for earlier in range(self._drawn, epoch) if self._goes_on(epoch) else ():
+        for earlier in range(self._drawn, epoch):
             self._items_of(source, earlier)
-        items = self._items_of(source, epoch)
-        self._drawn, self._items = epoch + 1, items
+        self._drawn, self._items = epoch + 1, self._items_of(source, epoch)
+        return self._items
+
+    def _items_of(self, source: Any, epoch: int) -> list[Any]:
+        with seeded(source, mix_seeds(self.seed, epoch)):
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
+            items = list(source)
         if len(items) != len(source):
             raise ValueError(
                 f"{type(source).__name__} has length {len(source)} and drew {len(items)} items: its items cannot be "
                 "divided among the ranks."
             )
         return items
-
-    def _items_of(self, source: Any, epoch: int) -> list[Any]:
-        with seeded(source, mix_seeds(self.seed, epoch)):
-            if hasattr(source, "set_epoch"):
-                source.set_epoch(epoch)
-            return list(source)
-
-    def _goes_on(self, epoch: int) -> bool:
-        """Whether an epoch depends on those before it, which this process has not drawn all."""
-        if epoch <= self._drawn:
-            return False
-        data = {id(each): each for each in getattr(self.source, "__dict__", {}).values() if isinstance(each, Dataset)}
-        try:
-            again = copy.deepcopy(self.source, data)
-            return self._items_of(again, epoch) != self._items_of(again, epoch)
-        except Exception:  # what cannot be copied or compared
-            return True
 
 
 class StatefulShardSampler(ShardSampler):
@@ -154,6 +144,10 @@ def is_shuffle(sampler: object) -> bool:
     return (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )
+
+
+def _is_torchs(sampler: object) -> bool:
+    return sampler is None or type(sampler).__module__ == "torch.utils.data.sampler"
 
 
 @contextmanager

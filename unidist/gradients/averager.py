@@ -66,6 +66,8 @@ class GradientAverager:
             make_bucket(params, self.reducer.prescale(params[0].dtype), takes_sparse=self.reducer.takes_sparse)
             for params in dense
         ]
+        for bucket in self.buckets:
+            bucket.serves_kept = self.reducer.serves_kept
         self._positions = {
             param: (i, index) for i, bucket in enumerate(self.buckets) for index, param in enumerate(bucket.params)
         }

@@ -67,6 +67,9 @@ class Bucket:
         #: Whether each gradient is copied in when it is ready, which frees the memory of its own, or all together,
         #: which is faster.
         self.copies_each = max(map(_nbytes, params)) >= _LARGE_BYTES
+        #: Whether gradients that are replaced, and to which the script refers, too, get the reduced values.
+        self.serves_kept = False
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def reallocate(self) -> None:
         """Allocate the storage, also anew, so that gradients of an earlier step that somebody keeps stay as they
@@ -106,7 +109,7 @@ class Bucket:
         with torch.no_grad():  # backward(create_graph=True) records what its hooks do
             if not self.views:
                 self.reallocate()
-            grads, views, in_place = [], [], []
+            grads, views, in_place, replaced = [], [], [], []
             for index in indices:
                 param, grad = self.params[index], self.params[index].grad
                 if grad is not None and grad.layout != torch.strided:
@@ -121,7 +124,11 @@ class Bucket:
                 else:
                     grads.append(grad)
                     views.append(view)
+                    replaced.append(param)
                     param.grad = view
+            grad = None
+            if self.serves_kept and grads:
+                self._note_kept(grads, replaced)
             if len(grads) == 1:
                 torch.mul(grads[0], prescale, out=views[0])
             elif grads:
@@ -147,6 +154,25 @@ class Bucket:
             if param.grad is not None and not param.grad.is_sparse:
                 param.grad = param.grad.to_sparse()
         self._were_sparse.clear()
+
+    def _note_kept(self, grads: list[Tensor], params: list[Tensor]) -> None:
+        for grad, param, count in zip(grads, params, _reference_counts(grads)):
+            if count > _UNSHARED or grad.untyped_storage().nbytes() > grad.nbytes:
+                self._kept.append((grad, param))
+
+    @torch.no_grad()
+    def serve_kept(self) -> None:
+        """Give reduced values to the gradients that the script keeps; they are the parameters' again."""
+        for grad, param in self._kept:
+            reduced = param.grad
+            if reduced is None or reduced is grad or reduced.is_sparse or grad.is_sparse or grad.requires_grad:
+                continue
+            if grad.is_conj() or grad.is_neg() or grad.untyped_storage().nbytes() > grad.nbytes:
+                grad.copy_(reduced)  # part of a tensor of the script's
+            else:
+                grad.set_(reduced)  # type: ignore[call-overload]
+            param.grad = grad
+        self._kept.clear()
 
     def release(self) -> None:
         """The parameters have their gradients: drop what is not needed until the next ones."""
@@ -176,7 +202,9 @@ class LargeBucket(Bucket):
             view.zero_() if grad is None else view.copy_(grad)
         if prescale != 1:
             view.mul_(prescale)
-        if grad is not None:
+        if param.grad is not None and param.grad is not view:
+            if self.serves_kept:
+                self._kept.append((param.grad, param))
             param.grad = view
         self.views, self.flat = [view], view.as_strided((numel,), (1,))
 
@@ -188,20 +216,6 @@ class LargeBucket(Bucket):
         """See ``Bucket``."""
         self.views = []
         del self.flat
-
-
-def kept_gradients(params: Iterable[Tensor], buckets: Iterable[Bucket]) -> list[tuple[Tensor, Tensor]]:
-    """Return the dense gradients that are in no bucket yet, and to which or to whose storage the script refers, too."""
-    own = [(param, param.grad) for param in params if param.grad is not None]
-    counts = _reference_counts([grad for _, grad in own])
-    views = {id(view) for bucket in buckets for view in bucket.views}
-    return [
-        (param, grad)
-        for (param, grad), count in zip(own, counts)
-        if id(grad) not in views
-        and grad.layout == torch.strided
-        and (count > _UNSHARED + _of_grad() + 1 or grad.untyped_storage().nbytes() > grad.nbytes)
-    ]
 
 
 def make_bucket(params: list[Tensor], prescale: float, *, takes_sparse: bool) -> Bucket:

@@ -27,6 +27,8 @@ class GradientReducer:
 
     #: Whether sparse gradients may be in buckets, as dense ones.
     takes_sparse = False
+    #: Whether gradients that the script keeps, and that a bucket replaces, get the reduced values.
+    serves_kept = False
 
     def __init__(self, backend: Callable[[], Backend], compression: torch.dtype | None, group: Group | None) -> None:
         self.backend = backend

@@ -18,7 +18,7 @@ from unidist.diagnosis.watch.locations import here
 from unidist.errors import UnidistError
 from unidist.gradients.averager import GradientAverager
 from unidist.gradients.backward_pass import watch_gradients
-from unidist.gradients.buckets import Bucket, kept_gradients
+from unidist.gradients.buckets import Bucket
 from unidist.gradients.reducer import GradientReducer, empty_sparse_gradient
 from unidist.hvd.basics import Average, Max, Min, Product, Sum
 from unidist.hvd.compression import Compressor, FP16Compressor, NoneCompressor, compress_bucket
@@ -110,11 +110,8 @@ class OptimizerGradients:
         self._announce_round()
         if self._averager is None or self._has_changed(self._averager):
             self._averager = self._make_averager()
-        kept = kept_gradients(self._names, self._averager.buckets)
         self._begin(self._averager)
         self._averager.finish()
-        for param, grad in kept:
-            _move_into(grad, param)
         self._end_round()
 
     def reduce_zeros(self) -> None:
@@ -232,6 +229,7 @@ class _Reducer(GradientReducer):
     """
 
     takes_sparse = True
+    serves_kept = True
 
     def __init__(
         self, session: Session, options: ReduceOptions, reducer_id: ReducerId, wide: bool, announce: Callable[[], None]
@@ -283,6 +281,7 @@ class _Reducer(GradientReducer):
             if timeline.on:
                 timeline.end(row)
             bucket.restore_sparse()
+            bucket.serve_kept()
 
         return finish
 
@@ -299,19 +298,6 @@ class _Reducer(GradientReducer):
             param.grad = result.to_dense() if dense else result
 
         return wait
-
-
-@torch.no_grad()
-def _move_into(grad: Tensor, param: Tensor) -> None:
-    """Let a gradient that the script keeps have the reduced values, as Horovod, which reduces it in place."""
-    reduced = param.grad
-    if reduced is None or reduced is grad or reduced.is_sparse or grad.shape != reduced.shape or grad.requires_grad:
-        return
-    if grad.untyped_storage().nbytes() > grad.nbytes:  # part of a tensor of the script's
-        grad.copy_(reduced)
-    else:
-        grad.set_(reduced)  # type: ignore[call-overload]
-    param.grad = grad
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from unidist.backends.base import Group
 from unidist.collectives.operations import all_reduce
@@ -77,14 +78,16 @@ def convert_batch_norm(module: nn.Module, group: Group | None) -> None:
     """Make each BatchNorm inside ``module`` a ``SyncBatchNorm``: the layers stay the objects that they are.
 
     Raises:
-        ValueError: a layer has a ``forward`` of its own, which would be lost.
+        ValueError: a layer has a ``forward`` of its own or a parametrization, which would be lost.
     """
     layers = [each for each in module.modules() if isinstance(each, _BatchNorm) and not isinstance(each, SyncBatchNorm)]
     for layer in layers:
-        if not type(layer).forward.__module__.startswith("torch.nn."):
+        own = "forward" in vars(layer) or not type(layer).forward.__module__.startswith("torch.nn.")
+        if own or is_parametrized(layer):
             raise ValueError(
-                f"sync_bn=True: {type(layer).__name__} is a BatchNorm with a forward of its own, which SyncBatchNorm "
-                "does not have: use a plain BatchNorm and do the rest in a module after it, or leave out sync_bn."
+                f"sync_bn=True: {type(layer).__name__} is a BatchNorm with a forward of its own or a parametrization, "
+                "which SyncBatchNorm does not have: use a plain BatchNorm and do the rest in a module after it, or "
+                "leave out sync_bn."
             )
     for layer in layers:
         layer.__class__ = SyncBatchNorm

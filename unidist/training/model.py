@@ -383,10 +383,13 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, src: int = 0, gr
     ids = [id_ for entry in state["param_groups"] for id_ in entry["params"]]
     for id_, param in zip(ids, params):
         # load_state_dict has converted what is not of the parameter's dtype.
+        own = optimizer.state.get(param)
+        if not isinstance(own, dict):  # an optimizer may load its state in a way of its own
+            continue
         for name, value in state["state"].get(id_, {}).items():
-            loaded = optimizer.state[param][name]
+            loaded = own.get(name)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor) and value.dtype != loaded.dtype:
-                optimizer.state[param][name] = value.to(loaded.device)
+                own[name] = value.to(loaded.device)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -340,10 +340,19 @@ def _epochs_before(
             preceding = [each for each in tree.siblings(child)[0] if any(each is epoch for epoch in epochs)]
             if preceding:
                 return [] if loops else preceding[-1:]
-        if isinstance(above, (cst.For, cst.While)) and child is above.body:
+        if _repeats(above, child):
             loops += 1
         child = above
     return []
+
+
+def _repeats(above: cst.CSTNode, child: cst.CSTNode) -> bool:
+    """Whether a loop or a comprehension executes a part of it more than once."""
+    if isinstance(above, (cst.For, cst.While)):
+        return child is above.body or (isinstance(above, cst.While) and child is above.test)
+    if isinstance(above, cst.CompFor):
+        return child is not above.iter
+    return isinstance(above, cst.BaseComp) and child is not above.for_in
 
 
 def _is_length(context: Context, use: cst.CSTNode) -> bool:
