@@ -107,8 +107,8 @@ class Streams(DataComparison):
             warnings.warn(
                 f"shard_loader: {type(dataset).__name__} yields other samples on each rank. If it is split by rank "
                 "already, or shuffles by random numbers, samples are lost and others repeated: let it yield the whole "
-                "stream, in an order from a generator that its set_epoch(epoch) seeds. If its samples are random numbers, or "
-                "augmented by them, pass check_stream=False.",
+                "stream, in an order from a generator that its set_epoch(epoch) seeds. If its samples are random "
+                "numbers, or augmented by them, pass check_stream=False.",
                 stacklevel=2,
             )
 
