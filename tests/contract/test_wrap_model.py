@@ -768,10 +768,14 @@ def test_sync_bn_keeps_hooks_and_refuses_layers_with_a_forward_of_their_own() ->
     model = unidist.wrap_model(nn.Sequential(nn.Linear(3, 2), norm), sync_bn=True)
     model(torch.randn(4, 3))
     assert model.module[1] is norm and called == [1]
-    other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), ActivatedNorm(2))
-    with pytest.raises(ValueError, match="ActivatedNorm is a BatchNorm with a forward of its own"):
-        unidist.wrap_model(other, sync_bn=True)
-    assert type(other[1]) is nn.BatchNorm1d
+    replaced, parametrized = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    replaced.forward = lambda x: x  # type: ignore[method-assign]
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+    for layer in (ActivatedNorm(2), replaced, parametrized):
+        other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), layer)
+        with pytest.raises(ValueError, match="is a BatchNorm with a forward of its own or a parametrization"):
+            unidist.wrap_model(other, sync_bn=True)
+        assert type(other[1]) is nn.BatchNorm1d
 
 
 @dataclasses.dataclass(slots=True)
