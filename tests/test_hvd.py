@@ -547,7 +547,6 @@ def test_init_again_after_shutdown() -> None:
 @pytest.mark.unit
 def test_the_suite_calls_every_public_name() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "tests/hvd").glob("*.py"))
-    # Its own test has it: run() starts a world.
     missing = [name for name in unidist.hvd.__all__ if not re.search(rf"hvd\.{name}\b", sources)]
     # Some are asked for by a name in a list.
     assert not [name for name in missing if f'"{name}"' not in sources], missing

@@ -1,4 +1,4 @@
-"""Nested dicts, lists and tuples."""
+"""Nested dicts, lists and tuples, and the tensors in them."""
 
 from __future__ import annotations
 
@@ -62,3 +62,8 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     elif is_dataclass(output) and not isinstance(output, type):
         declared = {each.name: getattr(output, each.name, None) for each in fields(output)}  # with slots, not in vars
         yield from tensors_in({**declared, **getattr(output, "__dict__", {})})
+
+
+def is_lazy_view(tensor: Tensor) -> bool:
+    """Whether the memory has other values than the tensor: as of ``x.conj()``, and of ``x.conj().imag``."""
+    return tensor.is_conj() or tensor.is_neg()

@@ -182,7 +182,7 @@ def test_gradients_that_the_script_keeps_are_reduced(in_one_tensor: bool, rank: 
         assert not in_one_tensor or torch.equal(whole, torch.cat([grad.reshape(-1) for grad in kept]))  # type: ignore[union-attr]
         with optimizer.skip_synchronize():
             optimizer.step()
-    assert_same(model, scaled_reference(size, 3, 0.25))
+    assert_same(model, reference(size, 3, 0.25))
 
 
 def test_gradients_of_any_size_in_a_tensor_of_the_scripts(rank: int, size: int) -> None:
@@ -199,18 +199,6 @@ def test_gradients_of_any_size_in_a_tensor_of_the_scripts(rank: int, size: int) 
         with optimizer.skip_synchronize():
             optimizer.step()
     assert all(torch.allclose(param, torch.tensor(-3 * (size + 1) / 2 - 3)) for param in params)
-
-
-def scaled_reference(size: int, steps: int, scale: float) -> Net:
-    model = net()
-    model.unused.requires_grad_(False)
-    optimizer = sgd(model)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(size):
-            (loss_of(model, rank, step) * scale / size).backward()
-        optimizer.step()
-    return model
 
 
 def test_an_operation_that_goes_on_beside_a_step(rank: int, size: int) -> None:

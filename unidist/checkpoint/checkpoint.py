@@ -27,7 +27,7 @@ from unidist.context import current, of_world
 from unidist.diagnosis.watch.locations import here
 from unidist.errors import CheckpointError
 from unidist.training.model import assert_in_sync, unwrap
-from unidist.tree import map_leaves, walk
+from unidist.tree import is_lazy_view, map_leaves, walk
 from unidist.world import Feature
 
 T = TypeVar("T")
@@ -576,7 +576,7 @@ def _copy_to_cpu(state: Any) -> Any:
         if shards.is_sharded(source):
             tensors[id(leaf)] = source.clone()
             continue
-        if leaf.is_conj() or leaf.is_neg():  # a tensor of the storage would have lost that
+        if is_lazy_view(leaf):  # a tensor of the storage would have lost that
             tensors[id(leaf)] = source.resolve_conj().resolve_neg().to("cpu", copy=True)
             continue
         if leaf.layout != torch.strided or leaf.is_nested or type(source) is not Tensor:

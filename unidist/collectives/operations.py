@@ -33,7 +33,7 @@ from unidist.context import current, is_main, local_rank
 from unidist.diagnosis.operations import format_ranks
 from unidist.errors import CollectiveError
 from unidist.gradients.buckets import split_into_buckets
-from unidist.tree import map_leaves, walk
+from unidist.tree import is_lazy_view, map_leaves, walk
 
 T = TypeVar("T")
 TensorOrBool = TypeVar("TensorOrBool", Tensor, bool)
@@ -292,7 +292,7 @@ def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | N
             sizes = [tensor.numel() for tensor in same]
             received = torch.split(sent.to(flat.device), sizes)
             parts = [part.view(tensor.shape) for part, tensor in zip(received, same)]
-            if any(map(_is_lazy, same)):
+            if any(map(is_lazy_view, same)):
                 for tensor, part in zip(same, parts):
                     tensor.detach().copy_(part)
             else:
@@ -599,13 +599,8 @@ def transport_device(backend: Backend, tensor: Tensor) -> torch.device:
 def _is_flat(backend: Backend, tensor: Tensor) -> bool:
     """Whether the backend takes the tensor's own memory."""
     # One element counts as contiguous with any stride, of which no view of bytes is possible.
-    is_dense = tensor.is_contiguous() and tensor.stride()[-1:] in ((), (1,)) and not _is_lazy(tensor)
+    is_dense = tensor.is_contiguous() and tensor.stride()[-1:] in ((), (1,)) and not is_lazy_view(tensor)
     return is_dense and transport_device(backend, tensor) == tensor.device
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    """Whether the memory has not the values themselves, as of ``x.conj()``."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
@@ -620,7 +615,7 @@ def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
             )
         dtype = WIDER[dtype]
     device = transport_device(backend, tensor)
-    if dtype == tensor.dtype and device == tensor.device and not _is_lazy(tensor):
+    if dtype == tensor.dtype and device == tensor.device and not is_lazy_view(tensor):
         sent = tensor.clone(memory_format=torch.contiguous_format)
     else:
         sent = torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)

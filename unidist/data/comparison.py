@@ -51,7 +51,7 @@ class Rows(DataComparison):
 
     def at(self, batch: int, *, end: bool) -> None:
         """See ``DataComparison``."""
-        # The first word is what a rank that makes another call is told.
+        # The first entry is in the error where another rank makes another call.
         mine = ["the data of shard_loader", str(fingerprint(self.dataset))]
         if batch or not current().compares or first_difference(mine, self.group) is None:
             return  # the fingerprint of a transform that cannot be hashed is random

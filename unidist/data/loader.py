@@ -239,8 +239,8 @@ def shard_loader(
     * A batch sampler is drawn in the same way, and the ranks take whole batches in turn.
     * An iterable dataset must yield the same stream on every rank, and the ranks take its samples in turn. If it
       shuffles, let it draw from a generator that its ``set_epoch`` seeds, or in workers, which draw the same numbers on
-      every rank (unless ``collate_fn`` draws some of them). With two or
-      more workers, ``worker_split`` says who divides the stream among those of a rank.
+      every rank (unless ``collate_fn`` draws some of them). With two or more workers, ``worker_split`` says who
+      divides the stream among those of a rank.
       A dataset with a method ``set_shard(index, num_shards)`` shards itself: it is called before each epoch, in each
       worker of each rank, and the dataset yields no other samples: nothing is read that is not used.
     * torchdata's ``StatefulDataLoader`` remains one; its own ``state_dict()`` contains the position.

@@ -63,14 +63,21 @@ class GradientAverager:
         """Make the buckets, also anew. The same parameters on every rank."""
         dense = split_into_buckets([p for p in self.names if p not in self._sparse], self._bucket_cap_mb)
         self.buckets = [
-            make_bucket(params, self.reducer.prescale(params[0].dtype), takes_sparse=self.reducer.takes_sparse)
+            make_bucket(
+                params,
+                self.reducer.prescale(params[0].dtype),
+                takes_sparse=self.reducer.takes_sparse,
+                serves_kept=self.reducer.serves_kept,
+            )
             for params in dense
         ]
-        for bucket in self.buckets:
-            bucket.serves_kept = self.reducer.serves_kept
         self._positions = {
             param: (i, index) for i, bucket in enumerate(self.buckets) for index, param in enumerate(bucket.params)
         }
+
+    def fits(self) -> bool:
+        """Whether the buckets have the dtypes and devices of the parameters; not after ``model.double()``."""
+        return all(bucket.fits() for bucket in self.buckets)
 
     def begin(self, *waits: Wait) -> None:
         """Begin an averaging, after the operations of one that failed.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unidist.errors import UnidistError
+from unidist.tree import is_lazy_view
 
 #: Size in bytes of a gradient from which on a second copy of it is worth avoiding.
 _LARGE_BYTES = 2**20
@@ -48,12 +49,13 @@ class Bucket:
         params: the parameters.
         prescale: the factor by which gradients are multiplied when they are copied in.
         takes_sparse: whether sparse (COO) gradients are copied in, as dense ones.
+        serves_kept: whether gradients that are replaced, and to which the script refers, too, get the reduced values.
     """
 
     #: All gradients, one after the other; valid after ``copy_in``.
     flat: Tensor
 
-    def __init__(self, params: list[Tensor], prescale: float, *, takes_sparse: bool) -> None:
+    def __init__(self, params: list[Tensor], prescale: float, *, takes_sparse: bool, serves_kept: bool) -> None:
         self.params = params
         self.prescale = prescale
         # Fixed from here on: a rank that changes a memory format later must not lay out its bucket unlike the others.
@@ -67,8 +69,8 @@ class Bucket:
         #: Whether each gradient is copied in when it is ready, which frees the memory of its own, or all together,
         #: which is faster.
         self.copies_each = max(map(_nbytes, params)) >= _LARGE_BYTES
-        #: Whether gradients that are replaced, and to which the script refers, too, get the reduced values.
-        self.serves_kept = False
+        self._serves_kept = serves_kept
+        #: Replaced gradients that the script keeps, and their parameters.
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def reallocate(self) -> None:
@@ -126,8 +128,8 @@ class Bucket:
                     views.append(view)
                     replaced.append(param)
                     param.grad = view
-            grad = None
-            if self.serves_kept and grads:
+            grad = None  # a reference that would count
+            if self._serves_kept and grads:
                 self._note_kept(grads, replaced)
             if len(grads) == 1:
                 torch.mul(grads[0], prescale, out=views[0])
@@ -167,7 +169,7 @@ class Bucket:
             reduced = param.grad
             if reduced is None or reduced is grad or reduced.is_sparse or grad.is_sparse or grad.requires_grad:
                 continue
-            if grad.is_conj() or grad.is_neg() or grad.untyped_storage().nbytes() > grad.nbytes:
+            if is_lazy_view(grad) or grad.untyped_storage().nbytes() > grad.nbytes:
                 grad.copy_(reduced)  # part of a tensor of the script's
             else:
                 grad.set_(reduced)  # type: ignore[call-overload]
@@ -181,18 +183,17 @@ class Bucket:
 class LargeBucket(Bucket):
     """One large parameter, whose gradient is reduced where autograd has put it, and is not kept."""
 
-    def __init__(self, params: list[Tensor], prescale: float, *, takes_sparse: bool) -> None:
-        super().__init__(params, prescale, takes_sparse=takes_sparse)
+    def __init__(self, params: list[Tensor], prescale: float, *, takes_sparse: bool, serves_kept: bool) -> None:
+        super().__init__(params, prescale, takes_sparse=takes_sparse, serves_kept=serves_kept)
         self.copies_each = False
 
     @torch.no_grad()
     def copy_in(self, indices: Iterable[int], prescale: float) -> None:
         """See ``Bucket``."""
         param, grad = self.params[0], self.params[0].grad
-        if grad is not None and grad.layout != torch.strided:
-            grad = self._dense(param, grad)
         if grad is not None:
-            grad = grad.resolve_conj().resolve_neg()
+            dense = grad if grad.layout == torch.strided else self._dense(param, grad)
+            grad = dense.resolve_conj().resolve_neg()
         numel, _, strides = self._layouts[0]
         has_layout = grad is not None and (grad.stride() == strides or (strides is None and grad.is_contiguous()))
         if grad is not None and has_layout and not grad.requires_grad:
@@ -203,7 +204,7 @@ class LargeBucket(Bucket):
         if prescale != 1:
             view.mul_(prescale)
         if param.grad is not None and param.grad is not view:
-            if self.serves_kept:
+            if self._serves_kept:
                 self._kept.append((param.grad, param))
             param.grad = view
         self.views, self.flat = [view], view.as_strided((numel,), (1,))
@@ -218,10 +219,10 @@ class LargeBucket(Bucket):
         del self.flat
 
 
-def make_bucket(params: list[Tensor], prescale: float, *, takes_sparse: bool) -> Bucket:
+def make_bucket(params: list[Tensor], prescale: float, *, takes_sparse: bool, serves_kept: bool) -> Bucket:
     """Return a bucket for parameters of one dtype and device."""
     kind = LargeBucket if len(params) == 1 and _nbytes(params[0]) >= _ALONE_BYTES else Bucket
-    return kind(params, prescale, takes_sparse=takes_sparse)
+    return kind(params, prescale, takes_sparse=takes_sparse, serves_kept=serves_kept)
 
 
 def split_into_buckets(params: Iterable[Tensor], cap_mb: float) -> list[list[Tensor]]:

@@ -130,7 +130,7 @@ class _Watched:
     @staticmethod
     def fit(averager: GradientAverager) -> None:
         """Make the buckets anew after ``model.cuda()``, ``model.half()`` and the like."""
-        if any(not bucket.fits() for bucket in averager.buckets):
+        if not averager.fits():
             averager.settle()
             averager.lay_out()
 

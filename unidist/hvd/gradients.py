@@ -108,7 +108,7 @@ class OptimizerGradients:
             self._join_session()
         self.warn_of_unfrozen()
         self._announce_round()
-        if self._averager is None or self._has_changed(self._averager):
+        if self._averager is None or not self._fits(self._averager):
             self._averager = self._make_averager()
         self._begin(self._averager)
         self._averager.finish()
@@ -155,7 +155,7 @@ class OptimizerGradients:
         self._passes_left[param] -= 1
         self.in_progress = True
         averager = self._averager
-        if averager is None or self._session.ended or self._has_changed(averager):
+        if averager is None or self._session.ended or not self._fits(averager):
             return
         self._begin(averager)
         if self._passes_left[param]:
@@ -170,9 +170,9 @@ class OptimizerGradients:
             averager.overlap = self._session.rounds.is_only_reducer(self._id)
             averager.begin()
 
-    def _has_changed(self, averager: GradientAverager) -> bool:
-        """Whether the buckets have another dtype or device than the parameters, as after ``model.double()``."""
-        return not self._averaging and not all(bucket.fits() for bucket in averager.buckets)
+    def _fits(self, averager: GradientAverager) -> bool:
+        """Whether the buckets serve this round: no longer those of before ``model.double()``."""
+        return self._averaging or averager.fits()
 
     def _announce_round(self) -> None:
         if not self._announced:

@@ -76,17 +76,17 @@ def _as_module(cells: list[Any]) -> tuple[str, list[str], list[str], list[Remark
         if source.startswith("%%") and not source.startswith(_PYTHON):
             unread.append(source)
             continue
-        parts_of, is_python = [], _parses(source)
-        for index, line in enumerate(source.split("\n")):
-            # "%" may also continue an expression.
-            match = None if is_python else _MAGIC.match(line)
-            parts_of.append(hide(match, line) if match else line)
-            if match:
-                remarks += [replace(remark, line=index + 1, cell=number + 1) for remark in _of_magic(line)]
-        hidden = "\n".join(parts_of)
-        try:
-            cst.parse_module(hidden)
-        except cst.ParserSyntaxError as error:
+        hidden, error = source, _syntax_error(source)
+        if error is not None:  # else a line that begins with "%" goes on with an expression
+            parts_of = []
+            for index, line in enumerate(source.split("\n")):
+                match = _MAGIC.match(line)
+                parts_of.append(hide(match, line) if match else line)
+                if match:
+                    remarks += [replace(remark, line=index + 1, cell=number + 1) for remark in _of_magic(line)]
+            hidden = "\n".join(parts_of)
+            error = _syntax_error(hidden)
+        if error is not None:
             why = f"the cell does not parse: {error.message.splitlines()[0]}"
             remarks.append(Remark(error.raw_line, source.split("\n")[0], why, "fix it, then migrate again", number + 1))
             unread.append(source)
@@ -95,12 +95,12 @@ def _as_module(cells: list[Any]) -> tuple[str, list[str], list[str], list[Remark
     return "".join(parts), lines, unread, remarks
 
 
-def _parses(source: str) -> bool:
+def _syntax_error(source: str) -> cst.ParserSyntaxError | None:
     try:
         cst.parse_module(source)
-    except cst.ParserSyntaxError:
-        return False
-    return True
+    except cst.ParserSyntaxError as error:
+        return error
+    return None
 
 
 def _of_magic(line: str) -> list[Remark]:
