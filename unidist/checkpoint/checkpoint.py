@@ -433,12 +433,14 @@ def _open(call: str, path: Path, group: Group | None) -> tuple[IO[bytes], bool]:
     wanted = broadcast_object(opened and opened[1], ranks[0], group)
     assert wanted is not None  # else an error has been raised
     file = opened[0] if opened else _open_same(path, wanted)
-    sees = dict(zip(ranks, all_gather_object((current().topology.node_rank, file is not None), group)))
-    readers = {node: rank for rank, (node, seen) in reversed(sees.items()) if seen}
+    node = current().topology.node_rank
+    sees = all_gather_object(node if file else None, group)
+    readers = [rank for rank, seen in zip(ranks, sees) if seen == node]  # of this host
     with ExitStack() as stack:
         mine = stack.enter_context(file) if file else None
-        _Job(call, group, (lambda stop: archive.verify(mine)) if mine and me in readers.values() else None).result()
-        sent = None if all(seen for _, seen in sees.values()) else _send_file(call, mine, wanted.size, group)
+        part = (readers.index(me), len(readers)) if mine else (0, 1)
+        _Job(call, group, (lambda stop: archive.verify(mine, *part)) if mine else None).result()
+        sent = _send_file(call, mine, wanted.size, group) if None in sees else None
         stack.pop_all()
     return cast(IO[bytes], sent or mine), wanted.has_shards
 
