@@ -104,8 +104,8 @@ class Watcher(Protocol):
     """What knows the other ranks."""
 
     def explain(self, call: str, error: BaseException) -> tuple[str, str]:
-        """The operation in which this rank has failed and its line in the user's code, and which ranks are missing and
-        where the others are; the latter is empty where that is not known. Takes at most some 2 s.
+        """Return the operation in which this rank has failed and its line in the user's code, and which ranks are
+        missing and where the others are; the latter is empty where that is not known. Takes at most some 2 s.
         """
 
 
@@ -153,7 +153,7 @@ class Backend(ABC):
 
     @classmethod
     def adopt(cls, start: Start) -> Backend | None:
-        """The backend that this process has started without unidist, or None. ``shutdown`` leaves it running."""
+        """Return the backend that this process has started without unidist, or None. ``shutdown`` leaves it running."""
         return None
 
     @abstractmethod
@@ -172,7 +172,7 @@ class Backend(ABC):
         return self.topology.world_size
 
     def exchange(self, value: str, timeout: float | None = None) -> list[str]:
-        """Every rank's ``value``, in rank order, at a start: a rank may be gone. Collective.
+        """Return every rank's ``value``, in rank order, at a start: a rank may be gone. Collective.
 
         On torch.distributed it goes through the store of the rendezvous. Elsewhere the library's own timeout counts.
 
@@ -244,7 +244,7 @@ class Backend(ABC):
 
     # ------------------------------------------------------------------ the same for every backend
     def ranks(self, group: Group | None) -> tuple[int, ...]:
-        """The global ranks of a group, ascending."""
+        """Return the global ranks of a group, ascending."""
         return group.ranks if group else self._all_ranks
 
     @cached_property
@@ -261,11 +261,11 @@ class Backend(ABC):
         time.sleep(_QUIESCE_S)
 
     def operations(self) -> list[OperationRecord]:
-        """This rank's pending operations, and the last ones that are done. Any thread, not collective."""
+        """Return this rank's pending operations, and the last ones that are done. Any thread, not collective."""
         return self.as_called(self.recent.records() if self.recent is not None else [])
 
     def as_called(self, records: list[OperationRecord]) -> list[OperationRecord]:
-        """The records, where that of the comparison that is made has the call that is compared."""
+        """Return the records, where that of the comparison that is made has the call that is compared."""
         made = self.comparing
         if made is None:
             return records
@@ -277,7 +277,7 @@ class Backend(ABC):
         return [each._replace(**made.call) if is_its(each) else each for each in records]
 
     def follows(self, error: BaseException, trace: TracebackType | None) -> bool:
-        """Whether an error is one of a collective call, so that another rank may have failed first."""
+        """Return whether an error is one of a collective call, so that another rank may have failed first."""
         return isinstance(error, CollectiveError) or type(error).__name__ == "HorovodInternalError"
 
     def explained(self, error: BaseException, trace: TracebackType | None) -> BaseException | None:
@@ -287,7 +287,7 @@ class Backend(ABC):
         return None
 
     def failure(self, call: str, error: BaseException) -> CollectiveError:
-        """The ``CollectiveError`` for a library's own error. Asks the other ranks, not for long."""
+        """Return the ``CollectiveError`` for a library's own error. Asks the other ranks, not for long."""
         topology = self.topology
         own = f"rank {topology.rank} of {topology.world_size}"
         hint = open_files.advice(topology.world_size) if open_files.EXHAUSTED in str(error) else ""
@@ -334,7 +334,7 @@ class Backend(ABC):
         return _ErrorsOf(self, call, tensor, group, began, waits)
 
     def began(self, call: str, tensor: torch.Tensor, group: Group | None) -> Collective | None:
-        """A collective that this rank starts, for the timeline; None where none is on."""
+        """Return a collective that this rank starts, for the timeline; None where none is on."""
         return spans.collective(call, self.ranks(group), tensor) if spans.on else None
 
 

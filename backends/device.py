@@ -8,7 +8,7 @@ from unidist.errors import BackendError
 
 
 def default_device(requested: torch.device | None, local_rank: int) -> torch.device:
-    """The requested device, else this local rank's GPU, else the CPU.
+    """Return the requested device, else this local rank's GPU, else the CPU.
 
     A single visible GPU belongs to this process (some schedulers show each task only its own).
 

@@ -130,7 +130,7 @@ class HorovodBackend(Backend):
             return Group(ranks, hvd.add_process_set(list(ranks)))
 
     def wait(self, handle: Any) -> Any:
-        """The result of an asynchronous call; Horovod's own ``synchronize`` would keep a core busy.
+        """Return the result of an asynchronous call; Horovod's own ``synchronize`` would keep a core busy.
 
         Raises:
             TimeoutError: another rank has not made the call in time.
@@ -260,7 +260,7 @@ def _by_horovodrun(start: Start) -> bool:
 
 
 def _by_mpi(launch: Launch) -> bool:
-    """Whether this launcher's MPI is the one that Horovod was built for, and Gloo was not asked for."""
+    """Return whether this launcher's MPI is the one that Horovod was built for, and Gloo was not asked for."""
     wanted = os.environ.get("HOROVOD_CONTROLLER", "mpi").lower()
     return bool(launch.launcher.mpi) and wanted == "mpi" and hvd.mpi_built() and _built_for() == launch.launcher.mpi
 
@@ -274,7 +274,7 @@ def _built_for() -> str:
 
 
 def _topology(launch: Launch) -> Topology:
-    """The launcher's declaration where it fits Horovod's world; what is missing, Horovod knows. Collective."""
+    """Return the launcher's declaration where it fits Horovod's world; what is missing, Horovod knows. Collective."""
     if (launch.rank, launch.world_size) != (hvd.rank(), hvd.size()):
         launch = Launch(launch.launcher, hvd.rank(), hvd.size())
     if launch.local_rank is None or launch.local_size is None:

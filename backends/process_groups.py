@@ -45,7 +45,7 @@ class LazyProcessGroup:
         self._lock = threading.Lock()
 
     def get(self) -> Any:
-        """torch's process group. Collective over its members at the first call."""
+        """Return torch's process group. Collective over its members at the first call."""
         if self._made is None:
             with self._lock:
                 if self._made is None:
@@ -98,7 +98,7 @@ class ProcessGroups:
         self.ended = ""
 
     def new_group(self, ranks: Sequence[int]) -> LazyProcessGroup:
-        """A group of some ranks (ascending), of which this process is one. Members make equal groups in the same
+        """Make a group of some ranks (ascending), of which this process is one. Members make equal groups in the same
         order.
         """
         number = self._numbers[tuple(ranks)]
@@ -110,7 +110,7 @@ class ProcessGroups:
         return group
 
     def waits(self) -> list[tuple[tuple[int, ...], float]]:
-        """The groups whose other members this rank waits for, and for how many seconds."""
+        """Return the groups whose other members this rank waits for, and for how many seconds."""
         now = time.monotonic()
         return [(ranks, now - since) for ranks, since in list(self._waiting.items())]
 
@@ -256,7 +256,7 @@ class GlooSockets:
 
     @contextmanager
     def opened_inside(self) -> Iterator[None]:
-        """Gloo devices are made inside, and no other listening socket is polled from now on."""
+        """Find the sockets of gloo devices that are made inside; no other listening socket is polled from now on."""
         before = _polls()
         try:
             yield
@@ -264,7 +264,7 @@ class GlooSockets:
             self._polls |= _polls() - before
 
     def add(self, other: GlooSockets) -> None:
-        """Those of another object too."""
+        """Add the sockets of another object."""
         self._polls |= other._polls
 
     def shutdown(self) -> None:
@@ -278,7 +278,7 @@ class GlooSockets:
 
 
 def _polls() -> set[_Poll]:
-    """This process's epoll instances that poll a listening socket."""
+    """Return this process's epoll instances that poll a listening socket."""
     found = set()
     with suppress(OSError):  # not Linux
         for entry in os.listdir("/proc/self/fd"):
@@ -290,7 +290,7 @@ def _polls() -> set[_Poll]:
 
 
 def _polled_sockets(poll: int) -> dict[int, int]:
-    """The file descriptors that an epoll instance polls, and their inodes."""
+    """Return the file descriptors that an epoll instance polls, and their inodes."""
     found = {}
     with suppress(OSError), open(f"/proc/self/fdinfo/{poll}") as file:
         for words in map(str.split, file):

@@ -23,7 +23,7 @@ _PAIRWISE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def neutral_element(op: str, dtype: torch.dtype) -> float:
-    """The value that changes no result: 0 in a sum or mean, 1 in a product, the dtype's limit in ``min`` and
+    """Return the value that changes no result: 0 in a sum or mean, 1 in a product, the dtype's limit in ``min`` and
     ``max``.
     """
     if op in ("sum", "mean", "average"):
@@ -37,7 +37,7 @@ def neutral_element(op: str, dtype: torch.dtype) -> float:
 
 
 def reduced(tensors: Sequence[Tensor], op: Op) -> Tensor:
-    """The reduction of tensors of one dtype and shape, in their order."""
+    """Return the reduction of tensors of one dtype and shape, in their order."""
     result = tensors[0].clone()
     for tensor in tensors[1:]:
         result = _PAIRWISE[op](result, tensor)

@@ -54,7 +54,7 @@ class Rendezvous(NamedTuple):
     hosts: list[Host]
 
     def exchange(self, key: str, value: str, timeout: timedelta) -> list[str]:
-        """Every rank's ``value``, in rank order. Collective; a key can be used once. Raises as ``exchange``."""
+        """Return every rank's ``value``, in rank order. Collective; a key can be used once. Raises as ``exchange``."""
         names = [host.name for host in self.hosts]
         return exchange(dist.PrefixStore(key, self.store), self.topology.rank, names, value, timeout)
 
@@ -95,18 +95,18 @@ def join(start: Start) -> Rendezvous:
 
 
 def own_row(launch: Launch) -> tuple[Slot, Host]:
-    """What ``world_of`` needs of each rank."""
+    """Return what ``world_of`` needs of each rank."""
     host = this_host()
     return Slot(launch.host or host.id, launch.local_rank, launch.node_rank), host
 
 
 def world_of(store: dist.Store, launch: Launch, rows: Sequence[tuple[Slot, Host]]) -> Rendezvous:
-    """What follows from the rows of all ranks, in rank order."""
+    """Return what follows from the rows of all ranks, in rank order."""
     return Rendezvous(store, locate(launch, [slot for slot, _ in rows]), [host for _, host in rows])
 
 
 def exchange(store: dist.Store, rank: int, hosts: Sequence[str], value: str, timeout: timedelta) -> list[str]:
-    """Every rank's ``value``, in rank order. Collective; once for a store.
+    """Return every rank's ``value``, in rank order. Collective; once for a store.
 
     Args:
         store: without other keys.
@@ -154,7 +154,7 @@ def exchange(store: dist.Store, rank: int, hosts: Sequence[str], value: str, tim
 
 
 def in_time(call: Callable[[], T], timeout: timedelta) -> T:
-    """The result of a call, made in a thread: torch's stores wait for ever for a server that has stopped.
+    """Return the result of a call, made in a thread: torch's stores wait for ever for a server that has stopped.
 
     Raises:
         TimeoutError: there is none.
@@ -186,7 +186,7 @@ def in_time(call: Callable[[], T], timeout: timedelta) -> T:
 
 
 def open_on_free_port(address: str, timeout: timedelta = START_TIMEOUT) -> dist.TCPStore:
-    """A store that this process serves; ``.port`` is its port.
+    """Open a store that this process serves; ``.port`` is its port.
 
     Args:
         address: the address of this host on which it listens.
@@ -196,7 +196,7 @@ def open_on_free_port(address: str, timeout: timedelta = START_TIMEOUT) -> dist.
 
 
 def serve(address: str, listening: socket.socket, timeout: timedelta = START_TIMEOUT) -> dist.TCPStore:
-    """A store that this process serves on a socket that listens at an address."""
+    """Open a store that this process serves on a socket that listens at an address."""
     return dist.TCPStore(
         address,
         listening.getsockname()[1],
@@ -265,7 +265,7 @@ def _at_master(launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def _at(addr: str, port: int, launch: Launch, timeout: timedelta) -> dist.Store:
-    """The store at a host and port, which rank 0 serves: on the address that is meant, where that is clear."""
+    """Return the store at a host and port, which rank 0 serves: on the address that is meant, where that is clear."""
     if launch.rank != 0:
         return _connect(addr, port, timeout)
     meant = addresses.own_address(addr, alone=launch.num_nodes == 1 or launch.local_size == launch.world_size)
@@ -282,7 +282,7 @@ def _at(addr: str, port: int, launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def _connect(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A client of rank 0's store; torch's constructor tries for longer than its timeout."""
+    """Return a client of rank 0's store; torch's constructor tries for longer than its timeout."""
     try:
         if membership.current() is not None:  # the store of a generation that is over is closed: do not try again
             socket.create_connection((address, port), timeout.total_seconds()).close()
@@ -305,14 +305,14 @@ def _at_horovod(launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def _address_for_horovodrun(server: str) -> str:
-    """This host's address in the network of horovodrun's server, through which the hosts reach each other."""
+    """Return this host's address in the network of horovodrun's server, through which the hosts reach each other."""
     if source_address(server) == server:  # horovodrun is on this host
         return server
     return listen_address(this_host(), [Host("", "of horovodrun", (server,))])
 
 
 def _ask(request: urllib.request.Request, timeout: timedelta) -> str:
-    """The response of horovodrun's server, which is requested until there is one."""
+    """Return the response of horovodrun's server, which is requested until there is one."""
     end = time.monotonic() + timeout.total_seconds()
     pause = 0.005
     while True:

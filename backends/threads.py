@@ -239,7 +239,7 @@ class ThreadsBackend(Backend):
             operation.left = len(ranks)
 
         def reason() -> str:
-            """Why it cannot complete; empty: it can."""
+            """Return why it cannot complete; empty: it can."""
             absent = [each for each in ranks if each in self._ranks.ended and each not in operation.given]
             ended = f"rank {absent[0]} has ended" if absent else ""
             return operation.error or self._aborted or ended
@@ -262,7 +262,7 @@ class ThreadsBackend(Backend):
         return explanation(call, self.state(), [each.state() for each in self._ranks.backends])
 
     def state(self) -> RankState:
-        """What this rank does. Any thread."""
+        """Return what this rank does. Any thread."""
         rank, process = self.topology.rank, _this_process()
         state = RankState(rank, process.host.name, process.pid, operations=tuple(self.operations()))
         if rank not in self._ranks.ended:

@@ -134,7 +134,7 @@ class TorchBackend(Backend):
         return first + (super().operations() if self.recent is not None else self.as_called(mpi_watch.operations()))
 
     def _groups_by_name(self) -> dict[str, tuple[int, ...]]:
-        """The ranks of torch's process groups, those that the script made too; empty for all ranks."""
+        """Return the ranks of torch's process groups, those that the script made too; empty for all ranks."""
         names = dict(self.process_groups.ranks_by_name)
         for group, name in list(dist.distributed_c10d._world.pg_names.items()):
             with suppress(Exception):  # it is being destroyed
@@ -249,7 +249,7 @@ class TorchBackend(Backend):
         return self.process_groups.new_group(ranks) if self.topology.rank in ranks else None
 
     def _handle(self, group: Group | None, device_type: str) -> Any:
-        """torch's process group; None for its default one."""
+        """Return torch's process group; None for its default one."""
         if self.process_groups.ended:
             raise CollectiveError(f"rank {self.topology.rank}: the process groups were {self.process_groups.ended}.")
         found: LazyProcessGroup | None = group.handle if group else self._world[device_type]
@@ -257,7 +257,7 @@ class TorchBackend(Backend):
 
 
 def _is_lost_rank(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether an error is one of gloo that this package has not converted."""
+    """Return whether an error is one of gloo that this package has not converted."""
     if not isinstance(error, RuntimeError) or isinstance(error, UnidistError) or not LOST_RANK.search(str(error)):
         return False
     return any(module.startswith(_CALLING) for module in _modules(trace))
@@ -273,8 +273,8 @@ def _device(name: str, start: Start, topology: Topology) -> torch.device:
 
 
 def _library(name: str, start: Start) -> str:
-    """torch's name of the library: of ``mpi`` it is ``mpi`` where torch was built with MPI, else that of the process
-    group over mpi4py.
+    """Return torch's name of the library: of ``mpi`` it is ``mpi`` where torch was built with MPI, else that of the
+    process group over mpi4py.
     """
     if name != "mpi" or dist.is_mpi_available():
         return name
@@ -303,7 +303,7 @@ def _make_default_group(name: str, library: str, world: Rendezvous, device: torc
 
 
 def _world_of_default_group(start: Start) -> Rendezvous:
-    """A rendezvous in the default group and its store. Collective."""
+    """Return a rendezvous in the default group and its store. Collective."""
     launch = start.launch
     if (launch.rank, launch.world_size) != (dist.get_rank(), dist.get_world_size()):
         launch = Launch(launch.launcher, dist.get_rank(), dist.get_world_size())

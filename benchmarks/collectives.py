@@ -22,14 +22,14 @@ OURS_BY_NAME: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
-    """One case for each operation and size; of all_gather, the size is the result's."""
+    """Yield one case for each operation and size; of all_gather, the size is the result's."""
     for operation in OURS_BY_NAME:
         for nbytes in QUICK_SIZES if quick else SIZES:
             yield measure("collectives", world, operation, nbytes, rounds)
 
 
 def measure(suite: str, world: str, operation: str, nbytes: int, rounds: int) -> Case:
-    """The case of an operation at a size."""
+    """Return the case of an operation at a size."""
     ours, raw = OURS_BY_NAME[operation], operation.rstrip("_")
     whole = max(1, nbytes // 4)
     numel = max(1, whole // unidist.world_size()) if raw == "all_gather" else whole
@@ -40,13 +40,13 @@ def measure(suite: str, world: str, operation: str, nbytes: int, rounds: int) ->
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, by nccl-tests' doc/PERFORMANCE.md."""
+    """Return bus bandwidth over algorithm bandwidth, by nccl-tests' doc/PERFORMANCE.md."""
     factors = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": (ranks - 1) / ranks, "broadcast": 1.0}
     return factors[operation]
 
 
 def size_name(nbytes: int) -> str:
-    """4 B, 64 KiB, 16 MiB."""
+    """Return a size as text: 4 B, 64 KiB, 16 MiB."""
     for unit in ("B", "KiB"):
         if nbytes < 1024:
             return f"{nbytes} {unit}"

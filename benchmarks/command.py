@@ -131,7 +131,7 @@ def command(
 
 
 def _measure_here(wanted: Sequence[str], rounds: int, quick: bool, world: str | None) -> list[Case] | None:
-    """The suites inside this world. Collective; None on all ranks but 0."""
+    """Return the suites inside this world. Collective; None on all ranks but 0."""
     unidist.init()
     world = world or f"{unidist.backend_name()} under {detect(os.environ).launcher.name}, {unidist.world_size()} ranks"
     cases = []
@@ -148,7 +148,7 @@ def _measure_here(wanted: Sequence[str], rounds: int, quick: bool, world: str | 
 def _measure_in_worlds(
     wanted: Sequence[str], rounds: int, quick: bool, asked: Sequence[int], per_host: int, backends: Sequence[str]
 ) -> tuple[list[Case], list[str]]:
-    """The suites in worlds of our own: what they measured, and what went wrong."""
+    """Return the suites in worlds of our own: what they measured, and what went wrong."""
     cases: list[Case] = []
     failed: list[str] = []
     suites = [name for name in wanted if name in INSIDE]

@@ -72,8 +72,8 @@ ROWS = {
 def cases(
     rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[str], per_host: int = PER_HOST
 ) -> Iterator[Case]:
-    """CPU time of rank 0 in one turn of each row, and the bytes that it sends while all ranks join: with all ranks on
-    its host, and with ``per_host`` on each.
+    """Yield the CPU time of rank 0 in one turn of each row, and the bytes that it sends while all ranks join: with all
+    ranks on its host, and with ``per_host`` on each.
     """
     for size in ranks or (QUICK_RANKS if quick else RANKS):
         yield from _cases_of(rounds, size, size, f"{size} ranks")
@@ -140,7 +140,7 @@ class _World:
         self._ranks.communicate(timeout=60)
 
     def turn(self, kind: str, messages: int) -> float:
-        """Seconds of CPU until all ranks have received what executes."""
+        """Return the seconds of CPU until all ranks have received what executes."""
         requests = _requests(kind)
         self._left = len(requests)
         self._done.clear()
@@ -153,7 +153,7 @@ class _World:
         return time.process_time() - start
 
     def join(self) -> int:
-        """Bytes that the other ranks have received until all have joined."""
+        """Return the bytes that the other ranks have received until all have joined."""
         self._tell(["join", 0])
         return int(self._answer())
 
@@ -205,7 +205,7 @@ class _Ranks:
             self.selector.register(connection, selectors.EVENT_READ)
 
     def send(self, message: Any, but: int = 0) -> None:
-        """Each rank sends a message, but for one; a leader sends what all of its host submit by ids as one."""
+        """Send a message from each rank but one; a leader sends what all of its host submit by ids as one."""
         data = encode(message)
         for connection, ranks in self.connections.items():
             if len(ranks) == 1:
@@ -237,7 +237,7 @@ class _Ranks:
         self.receive(received, lambda: not left)
 
     def join(self) -> int:
-        """Each joins when the one before it is there; the others answer with the rounds that they have begun."""
+        """Let each rank join after the one before it; the others answer with the rounds that they have begun."""
         total = 0
         announced: set[Connection] = set()
         joined = set()

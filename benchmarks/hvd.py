@@ -31,7 +31,7 @@ MANY = 1000
 
 
 def cases(rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[str]) -> Iterator[Case]:
-    """A training step of each model, a blocking allreduce of 4 bytes, and many named ones in random order."""
+    """Yield a training step of each model, a blocking allreduce of 4 bytes, and many named ones in random order."""
     size = ranks[0] if ranks else 2
     for backend, (launcher, horovods) in LAUNCHERS_OF.items():
         if backend not in backends or unavailable(launcher, backend, size) or unavailable(horovods, "horovod", size):

@@ -17,7 +17,7 @@ SAMPLES, BATCH = 8192, 32
 
 
 def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
-    """One epoch, shuffled, in this process."""
+    """Yield one epoch, shuffled, in this process."""
     dataset = TensorDataset(torch.randn(SAMPLES * unidist.world_size(), 8))
 
     def make(**how: Any) -> DataLoader[Any]:

@@ -13,7 +13,7 @@ NBYTES = 128 * 2**20
 
 
 def limits() -> dict[str, float]:
-    """Bytes a second of a copy in memory, and of one TCP connection over loopback, each the best of 3."""
+    """Return the bytes a second of a copy in memory, and of one TCP connection over loopback, each the best of 3."""
     return {"memory copy": max(_copy() for _ in range(3)), "loopback": max(_loopback() for _ in range(3))}
 
 

@@ -36,11 +36,11 @@ class Case:
     unit: Literal["s", "B"] = "s"
 
     def median(self, contender: str = OURS) -> float:
-        """A contender's median."""
+        """Return a contender's median."""
         return statistics.median(self.samples[contender])
 
     def spread(self, contender: str = OURS) -> float:
-        """Half the interquartile range, relative to the median."""
+        """Return half the interquartile range, relative to the median."""
         values = self.samples[contender]
         if len(values) < 2:
             return 0.0
@@ -48,11 +48,11 @@ class Case:
         return (high - low) / 2 / self.median(contender)
 
     def ratio(self, other: str) -> float:
-        """Our median over the other's: below 1, ours is faster."""
+        """Return our median over the other's: below 1, ours is faster."""
         return self.median() / self.median(other)
 
     def as_json(self) -> dict[str, Any]:
-        """All samples, and the figures of the table."""
+        """Return all samples, and the figures of the table."""
         figures = {
             name: {"median": self.median(name), "spread": self.spread(name), "ratio": self.ratio(name)}
             for name in self.samples
@@ -61,12 +61,12 @@ class Case:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Case:
-        """The case that ``as_json`` wrote."""
+        """Return the case that ``as_json`` wrote."""
         return cls(**{name: data[name] for name in cls.__dataclass_fields__})
 
 
 def alternate(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of one call of each contender, measured in turns. Collective.
+    """Return the seconds of one call of each contender, measured in turns. Collective.
 
     Each round gives every contender one turn, in a random order that is the same on every rank. A turn is as many
     calls as fill ``TURN_S`` (at least 1), after a barrier. The figures are this rank's.

@@ -30,8 +30,8 @@ WIDTH, LAYERS = 2048, 12
 
 
 def cases(rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[str]) -> Iterator[Case]:
-    """Growth of a rank's resident memory while it trains a model of 192 MiB with momentum, with one backward pass a
-    step and with two.
+    """Yield the growth of a rank's resident memory while it trains a model of 192 MiB with momentum, with one backward
+    pass a step and with two.
     """
     size = ranks[0] if ranks else 2
     for passes in (1,) if quick else (1, 2):

@@ -10,7 +10,7 @@ from benchmarks.measure import OURS, Case, alternate
 
 
 def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
-    """1 and 16 numbers."""
+    """Yield a case of 1 and one of 16 numbers."""
     for count in (1, 16):
         figures = {f"figure{i}": 0.5 * i for i in range(count)}
 

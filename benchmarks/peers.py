@@ -24,18 +24,18 @@ Call = Callable[[], object]
 
 
 def over_horovod() -> bool:
-    """Whether this world runs on Horovod, so that the raw calls are Horovod's."""
+    """Return whether this world runs on Horovod, so that the raw calls are Horovod's."""
     return unidist.backend_name() == "horovod"
 
 
 def supported_by_peers() -> bool:
-    """Whether the layers over torch.distributed support this world's backend."""
+    """Return whether the layers over torch.distributed support this world's backend."""
     return unidist.backend_name() in ("gloo", "nccl")
 
 
 @cache
 def gloo_group() -> Any:
-    """gloo, beside the backend of this world."""
+    """Return a gloo group, beside the backend of this world."""
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo")
@@ -43,7 +43,7 @@ def gloo_group() -> Any:
 
 # ------------------------------------------------------------------------------------- training
 def trainers() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer], Prepared]]:
-    """How each prepares a model and an optimizer."""
+    """Return how each prepares a model and an optimizer."""
     found: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Prepared]] = {}
     found["hvd" if over_horovod() else "DDP"] = _horovod if over_horovod() else _ddp
     if unidist.backend_name() == "mpi":
@@ -111,7 +111,7 @@ def _launched_fabric() -> Any:
 
 # -------------------------------------------------------------------------------------- states
 def optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Call]]:
-    """How an optimizer's state, which is the same on every rank, is broadcast."""
+    """Yield how an optimizer's state, which is the same on every rank, is broadcast."""
 
     def one_by_one() -> None:
         for state in optimizer.state.values():
@@ -127,7 +127,7 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Ca
 
 # -------------------------------------------------------------------------------------- metrics
 def metrics(figures: dict[str, float]) -> Iterator[tuple[str, Call]]:
-    """How each averages some figures over the ranks; the first is the bare collective."""
+    """Yield how each averages some figures over the ranks; the first is the bare collective."""
     import torch.distributed as dist
 
     device = unidist.device()
@@ -181,7 +181,7 @@ def _torchmetrics(figures: dict[str, float]) -> Call:
 
 # ----------------------------------------------------------------------------------------- data
 def loaders(make: Callable[..., DataLoader[Any]]) -> Iterator[tuple[str, DataLoader[Any]]]:
-    """Each one's loader of this rank's shard of what ``make()`` loads."""
+    """Yield each one's loader of this rank's shard of what ``make()`` loads."""
     plain = make(shuffle=True)
     sampler: DistributedSampler[Any] = DistributedSampler(
         plain.dataset, num_replicas=unidist.world_size(), rank=unidist.rank()
@@ -204,7 +204,7 @@ def loaders(make: Callable[..., DataLoader[Any]]) -> Iterator[tuple[str, DataLoa
 
 # ---------------------------------------------------------------------------------- collectives
 def collectives(operation: str, tensor: Tensor) -> Iterator[tuple[str, Call]]:
-    """The raw libraries' call of an operation, results in new tensors as ours."""
+    """Yield the raw libraries' call of an operation, results in new tensors as ours."""
     size = unidist.world_size()
     if over_horovod():
         import horovod.torch as hvd

@@ -31,7 +31,7 @@ SUBJECTS = {
 
 
 def tables(cases: Sequence[Case]) -> Iterable[tuple[str, Table]]:
-    """A title and a table for each suite and world; a cell's second line is ours over the other's, or our spread.
+    """Yield a title and a table for each suite and world; a cell's second line is ours over the other's, or our spread.
 
     Where each case has contenders of its own, they are listed below each other.
     """
@@ -68,7 +68,7 @@ def _listed(table: Table, cases: Sequence[Case]) -> Table:
 
 
 def versus(case: Case, other: str) -> str:
-    """Another's figure, and the ratio of ours to it."""
+    """Return another's figure, and the ratio of ours to it."""
     if other not in case.samples:
         return "-"
     ratio = case.ratio(other)
@@ -77,7 +77,7 @@ def versus(case: Case, other: str) -> str:
 
 
 def amount(value: float, unit: str) -> str:
-    """Seconds or bytes in a readable unit."""
+    """Return seconds or bytes in a readable unit."""
     steps = [(1, "s"), (1e-3, "ms"), (1e-6, "us")] if unit == "s" else [(2**30, "GiB"), (2**20, "MiB"), (1, "B")]
     size, name = next((step for step in steps if value >= step[0]), steps[-1])
     return f"{value / size:.3g} {name}"

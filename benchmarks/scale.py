@@ -25,7 +25,7 @@ _SIZE = re.compile(r", ([\d,]+) (parameters|MiB|samples)$")
 
 
 def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
-    """One case for each cost and size."""
+    """Yield one case for each cost and size."""
     few = max(3, rounds // 3)
     counts = [100, 1000] if quick else [100, 1000, 10_000]
     for count in counts:
@@ -123,7 +123,7 @@ def _backward(count: int, rounds: int) -> dict[str, list[float]]:
 
 
 def laws(found: Sequence[Case]) -> Iterator[tuple[str, str, float]]:
-    """World, cost and exponent of its growth: the slope of a line through the medians, both in logarithms.
+    """Yield world, cost and exponent of its growth: the slope of a line through the medians, both in logarithms.
 
     Of a cost that was measured at two sizes or more.
     """

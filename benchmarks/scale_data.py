@@ -27,7 +27,7 @@ _MIB = 2**20
 
 
 def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
-    """One case for each cost and size."""
+    """Yield one case for each cost and size."""
     few = max(3, rounds // 3)
     yield _epoch(world, few, 20_000 if quick else 200_000)
     for resumed in (False, True):
@@ -102,7 +102,7 @@ class _ToldStream(_Stream):
 
 
 def _stream(world: str, rounds: int, samples: int) -> Case:
-    """An epoch of one worker's samples of an iterable dataset."""
+    """Return an epoch of one worker's samples of an iterable dataset."""
     every = RANKS * WORKERS
     streams = {
         OURS: ShardStream(_ToldStream(samples), Sharding(3, every), 1),
@@ -113,7 +113,7 @@ def _stream(world: str, rounds: int, samples: int) -> Case:
 
 
 def _checkpoints(world: str, rounds: int, mib: int) -> Iterator[Case]:
-    """A model saved and loaded, beside ``torch.save`` with ``fsync`` by rank 0, and ``torch.load`` by every rank."""
+    """Yield a model saved and loaded, and ``torch.save`` with ``fsync`` by rank 0 and ``torch.load`` by all ranks."""
     model = nn.ParameterList([nn.Parameter(torch.full((_MIB // 4,), float(index))) for index in range(mib)])
     folder = Path(unidist.broadcast_object(tempfile.mkdtemp() if unidist.is_main() else ""))
     ours, torchs = folder / "ours.pt", folder / "torch.pt"

@@ -32,7 +32,7 @@ HERE = "worlds of its own"
 
 
 def cases(rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[str]) -> Iterator[Case]:
-    """The import, then each launcher and backend by number of ranks: ``ranks``, or how it grows."""
+    """Yield the import, then each launcher and backend by number of ranks: ``ranks``, or how it grows."""
     yield Case("startup", HERE, "import", _imports(2 * rounds))
     if "gloo" in backends:
         yield Case("startup", HERE, "2 hosts of 2 ranks: unidist run, from command to prompt", _commands(rounds))
@@ -49,7 +49,7 @@ def cases(rounds: int, quick: bool, ranks: Sequence[int], backends: Collection[s
 
 
 def first_collective(launcher: str, backend: str, ranks: int) -> float:
-    """Seconds from the last rank's entry into ``init()`` to the last one's end of the first collective."""
+    """Return the seconds from the last rank's entry into ``init()`` to the last one's end of the first collective."""
     raw = backend.startswith("raw-")
     argv = ["-m", "benchmarks.startup", backend if raw else "unidist"]
     result = run_world(launcher, None if raw else backend, ranks, argv, timeout=300)

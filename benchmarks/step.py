@@ -17,7 +17,7 @@ Step = Callable[[], object]
 
 
 def cases(world: str, rounds: int, quick: bool) -> Iterator[Case]:
-    """One case for each model."""
+    """Yield one case for each model."""
     for name, workload in WORKLOADS.items():
         contenders: dict[str, Step] = {}
         batch = workload.batch()
@@ -42,7 +42,7 @@ def _in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> peers.Prepa
 def training_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, backward: peers.Backward, inputs: Tensor, labels: Tensor
 ) -> Step:
-    """What is measured."""
+    """Return what is measured."""
 
     def step() -> None:
         optimizer.zero_grad()

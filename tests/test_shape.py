@@ -183,9 +183,16 @@ def test_names_of_horovods_say_what_there_is_instead() -> None:
         assert not hasattr(unidist, name) or text == name, name
 
 
-def test_public_names_have_docstrings() -> None:
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    """As PyTorch's: "Return the rank", not "The rank"."""
     for name in unidist.__all__:
         assert inspect.getdoc(getattr(unidist, name)), f"{name} has no docstring"
+    nouns = re.compile(r"(The|A|An|Whether|What|How|Why|Where|All|Each|Every|This|Its|Those)\b")
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+                assert is_property or not nouns.match(ast.get_docstring(node) or ""), f"{path}:{node.lineno}"
 
 
 def test_modules_are_found_by_their_earlier_names() -> None:

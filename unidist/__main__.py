@@ -5,7 +5,7 @@ import sys
 
 
 def main(argv: list[str]) -> None:
-    """A name of a command is a command; ``-m``, a name that ends in .py, and that of a file are a script."""
+    """Run a command by its name; ``-m``, a name that ends in .py, and that of a file are a script."""
     name = argv[0] if argv else ""
     if name == "-m" or name.endswith(".py") or os.sep in name:
         return run_script(argv)

@@ -118,7 +118,7 @@ def init(
 
 
 def init_beside_default_group(backend: BackendName) -> None:
-    """``init`` without torch's default process group: a script may make and destroy that one, before and after.
+    """Initialize without torch's default process group: a script may make and destroy that one, before and after.
 
     The drop-in starts so, as Horovod's users expect. Collective.
     """
@@ -354,7 +354,7 @@ def of_world(kind: type[F]) -> F:
 
 @atexit.register
 def leave(*, alone: bool = True) -> None:
-    """``shutdown`` without waiting for the other ranks; ``alone``: they may go on."""
+    """Shut down without waiting for the other ranks; ``alone``: they may go on."""
     global _world
     for feature in () if _world is None else [*_world.features.values()]:
         feature.close()
@@ -365,7 +365,7 @@ def leave(*, alone: bool = True) -> None:
 
 
 def rejoin() -> None:
-    """``init`` with the arguments of the last world, after ``leave``: in the next generation of an elastic run.
+    """Initialize with the arguments of the last world, after ``leave``: in the next generation of an elastic run.
     Collective.
     """
     _init(**_last)
@@ -394,7 +394,7 @@ def is_initialized() -> bool:
 
 
 def current() -> Backend:
-    """The running backend.
+    """Return the running backend.
 
     Raises:
         NotInitializedError: ``init()`` has not been called, or ``shutdown()`` has.
@@ -411,24 +411,24 @@ def _running() -> World:
 
 
 def watch() -> Watch | None:
-    """What reports the ranks' states; None in a world of one."""
+    """Return what reports the ranks' states; None in a world of one."""
     return None if _world is None else _world.watch
 
 
 def timeout() -> timedelta | None:
-    """The timeout that ``init`` was given, or ``UNIDIST_TIMEOUT``; None without one."""
+    """Return the timeout that ``init`` was given, or ``UNIDIST_TIMEOUT``; None without one."""
     given = None if _world is None else _world.arguments.get("timeout")
     return given if isinstance(given, timedelta) else settings.timeout(os.environ)
 
 
 def in_join() -> bool:
-    """Whether a ``unidist.join`` block is running."""
+    """Return whether a ``unidist.join`` block is running."""
     return _world is not None and isinstance(_world.current, Joined)
 
 
 @contextmanager
 def replaced(backend: Backend) -> Iterator[None]:
-    """Inside, ``current()`` is another backend, on top of the running one."""
+    """Make ``current()`` another backend inside, on top of the running one."""
     world = _running()
     before, world.current = world.current, backend
     try:
@@ -523,7 +523,7 @@ def _class(name: str) -> type[Backend]:
 
 
 def _start(name: str, start: Start) -> tuple[Backend, str]:
-    """The backend, adopted or started, and the reason for the choice."""
+    """Return the backend, adopted or started, and the reason for the choice."""
     running = [name] if name != "auto" else [name for name, row in BACKENDS.items() if row.library in sys.modules]
     for candidate in running:
         adopted = _class(candidate).adopt(start)

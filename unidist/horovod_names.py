@@ -47,20 +47,20 @@ _OTHERS = {
 
 
 def is_collective(symbol: str) -> bool:
-    """Whether all ranks must call one of ``horovod.torch``'s names, as far as that can be said of a name."""
+    """Return whether all ranks must call one of ``horovod.torch``'s names, as far as that can be said of a name."""
     return symbol not in PLAIN_CALLS or symbol == "barrier"
 
 
 def hint(name: str) -> str:
-    """For the error about a name that Horovod has and unidist has not."""
+    """Return the hint for a name that Horovod has and unidist has not."""
     instead = _OTHERS.get(name) or PLAIN_CALLS.get(name, "") + "()"
     known = f"; Horovod's hvd.{name} is unidist.{instead}: docs/hvd-to-unidist.md, or `import unidist.hvd as hvd`"
     return known if instead != "()" else ""
 
 
 def directory() -> str:
-    """The directory for PYTHONPATH by which all programs find the drop-in as ``horovod``: scripts, console scripts,
-    and the processes that they start.
+    """Return the directory for PYTHONPATH by which all programs find the drop-in as ``horovod``: scripts, console
+    scripts, and the processes that they start.
     """
     return str(Path(__file__).parent / "hvd" / "as_horovod")
 
@@ -74,7 +74,7 @@ def export_directory() -> None:
 
 
 def drop_in_name(name: str) -> str | None:
-    """The drop-in's name for one of Horovod's; None where it has none."""
+    """Return the drop-in's name for one of Horovod's; None where it has none."""
     for prefix, module in _MODULES.items():
         if name == prefix:
             return module

@@ -10,7 +10,7 @@ import torch
 
 
 def integer(seed: object, call: str) -> int:
-    """A seed as an integer, also where it is NumPy's or a tensor. Raises ``TypeError``, which names the call."""
+    """Return a seed as an integer, also where it is NumPy's or a tensor. Raises ``TypeError``, which names the call."""
     try:
         return index(seed)  # type: ignore[arg-type]
     except TypeError:

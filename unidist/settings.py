@@ -39,13 +39,13 @@ def backend(env: Mapping[str, str]) -> str:
 
 
 def timeout(env: Mapping[str, str]) -> timedelta | None:
-    """The timeout, or None when unset."""
+    """Return the timeout, or None when unset."""
     found = _seconds(env, TIMEOUT)
     return None if found is None else timedelta(seconds=found)
 
 
 def grace(env: Mapping[str, str]) -> float:
-    """Seconds after which a worker hangs that others wait for."""
+    """Return the seconds after which a worker hangs that others wait for."""
     return _seconds(env, GRACE) or 60.0
 
 
@@ -63,23 +63,23 @@ def _seconds(env: Mapping[str, str], name: str) -> float | None:
 
 
 def timeline(env: Mapping[str, str], *, of_horovod: bool) -> str:
-    """The file of the timeline, or an empty string; with ``of_horovod`` that of HOROVOD_TIMELINE, too."""
+    """Return the file of the timeline, or an empty string; with ``of_horovod`` that of HOROVOD_TIMELINE, too."""
     return env.get(TIMELINE, "") or (env.get("HOROVOD_TIMELINE", "") if of_horovod else "")
 
 
 def stall(env: Mapping[str, str]) -> float:
-    """Seconds until a report; 0: there is none."""
+    """Return the seconds until a report; 0: there is none."""
     seconds: float = _number(env, STALL, 60)
     return seconds
 
 
 def check(env: Mapping[str, str]) -> bool:
-    """Whether the ranks compare their calls."""
+    """Return whether the ranks compare their calls."""
     return _flag(env, CHECK)
 
 
 def cache_dir(env: Mapping[str, str]) -> Path:
-    """The cache directory."""
+    """Return the cache directory."""
     if env.get(CACHE):
         return Path(env[CACHE]).expanduser()
     return Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unidist"
@@ -87,17 +87,17 @@ def cache_dir(env: Mapping[str, str]) -> Path:
 
 # ------------------------------------------------------------------------------------ Horovod's variables
 def horovod_number(env: Mapping[str, str], name: str, default: float, *, whole: bool = False) -> Any:
-    """A numeric variable of Horovod that the drop-in supports, at least 0."""
+    """Return a numeric variable of Horovod that the drop-in supports, at least 0."""
     return _number(env, name, default, whole=whole)
 
 
 def horovod_seconds(env: Mapping[str, str], name: str) -> float | None:
-    """A variable of Horovod in seconds, above 0; None where it is not set."""
+    """Return a variable of Horovod in seconds, above 0; None where it is not set."""
     return _seconds(env, name)
 
 
 def horovod_flag(env: Mapping[str, str], name: str) -> bool:
-    """Whether a boolean variable of Horovod that the drop-in supports is on."""
+    """Return whether a boolean variable of Horovod that the drop-in supports is on."""
     return _flag(env, name)
 
 

@@ -44,7 +44,7 @@ _GRACE_S = 5.0
 
 @contextmanager
 def world(size: int, *, timeout: float = 300.0) -> Iterator[ThreadWorld]:
-    """A world of ``size`` ranks in this process, on the backend ``threads``, for tests of training code. ::
+    """Start a world of ``size`` ranks in this process, on the backend ``threads``, for tests of training code. ::
 
         def test_training():
             with unidist.testing.world(4) as world:

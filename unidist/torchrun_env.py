@@ -135,7 +135,7 @@ def export(launch: Launch, topology: Topology, exchange: Callable[[str], list[st
 
 
 def _are_set(launch: Launch) -> bool:
-    """Whether torchrun's variables are there, by torchrun or by ``export``."""
+    """Return whether torchrun's variables are there, by torchrun or by ``export``."""
     return launch.launcher.name == "torchrun" or exported_row(os.environ) is not None
 
 

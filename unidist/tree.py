@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def walk(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Each value of nested dicts, lists and tuples with the keys that lead to it.
+    """Return each value of nested dicts, lists and tuples with the keys that lead to it.
 
     Dicts are visited in the order of sorted keys, which does not depend on the order in which each rank filled them.
     """
@@ -31,14 +31,14 @@ def _walk(tree: Any, path: tuple[Any, ...], found: list[tuple[tuple[Any, ...], A
 
 
 def sorted_keys(tree: dict[Any, Any]) -> list[Any]:
-    """A dict's keys in an order that is the same on every rank, for keys of any types."""
+    """Return a dict's keys in an order that is the same on every rank, for keys of any types."""
     if all(type(key) is str for key in tree):
         return sorted(tree)
     return sorted(tree, key=lambda key: (type(key).__name__, repr(key)))
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """The same structure with ``fn`` of each value, visited in the order of ``walk``."""
+    """Return the same structure with ``fn`` of each value, visited in the order of ``walk``."""
     if isinstance(tree, dict):
         done = {key: map_leaves(fn, tree[key]) for key in sorted_keys(tree)}
         return {key: done[key] for key in tree}
@@ -50,7 +50,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors of a model's output: a tensor, or dicts, lists, tuples and dataclasses of them."""
+    """Yield the tensors of a model's output: a tensor, or dicts, lists, tuples and dataclasses of them."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -65,5 +65,5 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def is_lazy_view(tensor: Tensor) -> bool:
-    """Whether the memory has other values than the tensor: as of ``x.conj()``, and of ``x.conj().imag``."""
+    """Return whether the memory has other values than the tensor: as of ``x.conj()``, and of ``x.conj().imag``."""
     return tensor.is_conj() or tensor.is_neg()

@@ -26,10 +26,10 @@ class Feature:
     """What a feature keeps for the running world, made at its first use."""
 
     def finish(self) -> None:
-        """``shutdown`` waits for the other ranks. Collective."""
+        """End what it does while ``shutdown`` waits for the other ranks. Collective."""
 
     def close(self) -> None:
-        """The backend is about to be shut down. Not collective."""
+        """Close it before the backend is shut down. Not collective."""
 
 
 class World:

@@ -37,7 +37,7 @@ class Call:
         self._copy_back: list[Step] = []
 
     def read_buffer(self, tensor: Tensor) -> Tensor:
-        """A buffer for MPI to read."""
+        """Return a buffer for MPI to read."""
         return self._buffer(tensor)[0]
 
     def separate_read_buffer(self, tensor: Tensor, *outputs: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Call:
         return flat.clone() if flat.untyped_storage().data_ptr() in written else flat
 
     def write_buffer(self, tensor: Tensor) -> Tensor:
-        """A buffer for MPI to write (and read), whose values ``tensor`` has in the end."""
+        """Return a buffer for MPI to write (and read), whose values ``tensor`` has in the end."""
         flat, copy_back = self._buffer(tensor)
         if copy_back is not None:
             self._copy_back.append(copy_back)
@@ -58,7 +58,7 @@ class Call:
         self._before_copy_back.append(step)
 
     def finish(self) -> Step | None:
-        """What remains to be done after MPI's part, or None."""
+        """Return what remains to be done after MPI's part, or None."""
         steps = [*self._before_copy_back, *self._copy_back]
         if not steps:
             return None
@@ -85,7 +85,7 @@ class Call:
 
 
 def describe(tensor: Tensor) -> str:
-    """A tensor for an error message."""
+    """Return a tensor for an error message."""
     return f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}"
 
 
@@ -103,7 +103,7 @@ def _staged(tensor: Tensor) -> tuple[Tensor, Step]:
 
 @cache
 def _is_cuda_aware() -> bool:
-    """Whether the MPI library says that it is CUDA-aware, in the way of Open MPI and MPICH."""
+    """Return whether the MPI library says that it is CUDA-aware, in the way of Open MPI and MPICH."""
     with suppress(AttributeError, OSError):
         return bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
     return False

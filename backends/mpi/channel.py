@@ -80,7 +80,7 @@ class Channel:
         self._coalescing = []
 
     def end_coalescing(self) -> dist.Work:
-        """The operations since ``start_coalescing``, as one work."""
+        """Return the operations since ``start_coalescing``, as one work."""
         works, self._coalescing = self._coalescing or [], None
         return _Coalesced(works)
 
@@ -139,7 +139,7 @@ class Channel:
                     self._break(self._explained(work, f"cannot complete, because these ranks have left: {ranks}"))
 
     def records(self) -> list[OperationRecord]:
-        """The pending operations, and the last ones that are done."""
+        """Return the pending operations, and the last ones that are done."""
         now = time.monotonic()
         pending = {work.sequence: work for work in list(self.collectives.pending)}
         ranks = () if self.comm.size == MPI.COMM_WORLD.size else tuple(self._ranks)
@@ -156,7 +156,7 @@ class Channel:
 
     # ---------------------------------------------------------------------------------------------
     def _missing(self, work: Work) -> list[int]:
-        """The ranks, in the group, that an operation needs and that have left."""
+        """Return the ranks, in the group, that an operation needs and that have left."""
         left = self._presence.left
         if not isinstance(work, Message):
             return [i for i, last in left.items() if last < work.sequence]
@@ -165,7 +165,7 @@ class Channel:
         return list(left) if len(left) == self.comm.size - 1 else []
 
     def _explained(self, work: Work, what: str) -> str:
-        """A failure of an operation, with what the other ranks do."""
+        """Return a failure of an operation, with what the other ranks do."""
         running = running_watch()
         if running is None:
             return f"{work} {what}."
@@ -210,14 +210,14 @@ class _Coalesced(dist.Work):
 
 
 def _explained_error(reason: str) -> dist.DistBackendError:
-    """An error that says what the other ranks do; ``Backend.failure`` asks them no more."""
+    """Return an error that says what the other ranks do; ``Backend.failure`` asks them no more."""
     error = dist.DistBackendError(reason)
     error.is_explained = True  # type: ignore[attr-defined]
     return error
 
 
 def _message(message: Message, now: float, group: str) -> OperationRecord:
-    """A pending message; its time counts from when it is waited for."""
+    """Return a pending message; its time counts from when it is waited for."""
     (tensor,) = message.result()
     return OperationRecord(
         message.name, message.sequence, dtype_name(tensor.dtype), tuple(tensor.shape), group=group,

@@ -57,7 +57,7 @@ _ROW_REDUCTIONS: dict[Reduction, Callable[[Tensor], Tensor]] = {
 
 
 def is_small(*tensors: Tensor) -> bool:
-    """Whether an operation on these tensors uses nonblocking calls."""
+    """Return whether an operation on these tensors uses nonblocking calls."""
     nbytes = 0
     for tensor in tensors:
         if tensor.dtype in _HALF_PRECISION:
@@ -168,12 +168,12 @@ def all_gather(comm: MPI.Comm, output: Tensor, tensor: Tensor) -> Requests:
 
 
 def gather(comm: MPI.Comm, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int) -> Requests:
-    """Every rank's tensor on ``dst``."""
+    """Gather every rank's tensor on ``dst``."""
     return exchange(comm, _for_rank_only(dst, comm, tensor), outputs)
 
 
 def scatter(comm: MPI.Comm, output: Tensor, tensors: Sequence[Tensor] | None, src: int) -> Requests:
-    """The i-th tensor of ``src`` on rank i."""
+    """Send the i-th tensor of ``src`` to rank i."""
     return exchange(comm, tensors, _for_rank_only(src, comm, output))
 
 
@@ -200,13 +200,13 @@ def exchange(
 
 
 def send(comm: MPI.Comm, tensor: Tensor, dst: int, tag: int) -> MPI.Request:
-    """One message."""
+    """Send one message."""
     with _message(tensor) as spec:
         return comm.Isend(spec, dst, tag)
 
 
 def receive(comm: MPI.Comm, tensor: Tensor, src: int, tag: int) -> MPI.Request:
-    """The message of ``send`` for a tensor of the same size."""
+    """Receive the message of ``send`` for a tensor of the same size."""
     with _message(tensor) as spec:
         return comm.Irecv(spec, src, tag)
 
@@ -223,8 +223,8 @@ def _chunks(tensor: Tensor, nbytes: int) -> Sequence[Tensor]:
 
 @contextmanager
 def _message(tensor: Tensor) -> Iterator[list[Any]]:
-    """A large message must not be split (another could match between the parts), but may be one item of a large
-    datatype.
+    """Yield what MPI sends of a message: a large one must not be split, as another could match between the parts, but
+    may be one item of a large datatype.
     """
     if tensor.nbytes <= _COPY_CHUNK_BYTES:
         yield _buffer_spec(tensor)
@@ -261,7 +261,7 @@ def _mpi_types(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op]
 
 
 def _all_reduce_half_precision(comm: MPI.Comm, tensor: Tensor, op: Reduction) -> None:
-    """Each rank reduces its part of all ranks' tensors: as many bytes as a ring allreduce, and one rounding."""
+    """Reduce each rank's part of all tensors on that rank: as many bytes as a ring allreduce, and one rounding."""
     parts = list(tensor.tensor_split(comm.size))
     mine = parts[comm.rank]
     rows = mine.new_empty(comm.size, mine.numel())

@@ -84,7 +84,7 @@ def _report_end() -> None:
 
 
 def world(launch: Launch, timeout: timedelta | None = None) -> Any:
-    """mpi4py's COMM_WORLD. Collective at the first call, which starts MPI.
+    """Return mpi4py's COMM_WORLD. Collective at the first call, which starts MPI.
 
     Args:
         launch: this process's.
@@ -120,7 +120,7 @@ def _world(launch: Launch) -> tuple[Any, UnidistError | None]:
 
 
 def is_started() -> bool:
-    """Whether MPI runs in this process, by ``world`` or by the script's own import of mpi4py."""
+    """Return whether MPI runs in this process, by ``world`` or by the script's own import of mpi4py."""
     if "mpi4py.MPI" not in sys.modules:
         return False
     from mpi4py import MPI
@@ -176,7 +176,7 @@ def _starts_mpi(launch: Launch, env: Mapping[str, str]) -> bool:
 
 
 def _slurm_mpi(env: Mapping[str, str]) -> str:
-    """The MPI that srun supports here, by the variables of its --mpi plugins."""
+    """Return the MPI that srun supports here, by the variables of its --mpi plugins."""
     return "openmpi" if env.get("PMIX_RANK") else "mpich" if env.get("PMI_RANK") else ""
 
 

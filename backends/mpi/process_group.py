@@ -51,7 +51,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -------------------------------------------------------------------------------- reductions
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """all_reduce, in place."""
+        """Start an all_reduce, in place."""
         (tensor,) = tensors
         op = _reduction(opts, tensor)
         call = Call("all_reduce", tensors, tensors, opts)
@@ -62,7 +62,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._channel.submit(call, lambda: collectives.all_reduce(self._comm, flat, op))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """all_reduce of several tensors of one dtype and device."""
+        """Start an all_reduce of several tensors of one dtype and device."""
         op = _reduction(opts, tensors[0])
         call = Call("all_reduce", tensors, tensors, opts)
         flats = [call.write_buffer(tensor) for tensor in tensors]
@@ -74,7 +74,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._channel.submit(call, lambda: collectives.all_reduce(self._comm, whole, op))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """reduce, in place on the root."""
+        """Start a reduce, in place on the root."""
         (tensor,), root = tensors, opts.rootRank
         op = _reduction(opts, tensor)
         call = Call("reduce", tensors, tensors, opts)
@@ -86,20 +86,20 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
-        """reduce_scatter of a list; sizes may differ from rank to rank."""
+        """Start a reduce_scatter of a list; sizes may differ from rank to rank."""
         (output,), (tensors,) = output_tensors, input_tensors
         self._check_list(tensors)
         whole = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         return self._reduce_scatter([output], [whole], [[tensor.numel() for tensor in tensors]], opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        """reduce_scatter of one tensor, in equal parts."""
+        """Start a reduce_scatter of one tensor, in equal parts."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Several reduce_scatters of one tensor each."""
+        """Start several reduce_scatters of one tensor each."""
         size = self.size()
         for output, tensor in zip(outputs, tensors):
             if tensor.numel() != output.numel() * size or output.dtype != tensor.dtype:
@@ -108,7 +108,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -------------------------------------------------------------------------------- copies
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """broadcast, in place."""
+        """Start a broadcast, in place."""
         (tensor,) = tensors
         root = 0 if opts is None else opts.rootRank
         call = Call("broadcast", tensors, tensors, opts)
@@ -116,7 +116,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._channel.submit(call, lambda: collectives.broadcast(self._comm, flat, root))
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """all_gather into a list; sizes may differ from rank to rank."""
+        """Start an all_gather into a list; sizes may differ from rank to rank."""
         (outputs,), (tensor,) = output_tensors, input_tensors
         self._check_list(outputs)
         call = Call("all_gather", [tensor], outputs, opts)
@@ -131,7 +131,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Several all_gathers: ``output_lists[i][j]`` is the j-th tensor of rank i."""
+        """Start several all_gathers: ``output_lists[i][j]`` is the j-th tensor of rank i."""
         self._check_list(output_lists)
         call = Call("all_gather", input_list, list(chain.from_iterable(output_lists)), opts)
         flats = [call.read_buffer(tensor) for tensor in input_list]
@@ -144,11 +144,11 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._channel.submit(call, start)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        """all_gather into one tensor."""
+        """Start an all_gather into one tensor."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Several all_gathers into one tensor each."""
+        """Start several all_gathers into one tensor each."""
         for output, tensor in zip(outputs, tensors):
             if output.numel() != tensor.numel() * self.size() or output.dtype != tensor.dtype:
                 _error(
@@ -162,7 +162,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> dist.Work:
-        """gather on the root."""
+        """Start a gather on the root."""
         (tensor,), root = input_tensors, opts.rootRank
         outputs = output_tensors[0] if root == self.rank() else []
         call = Call("gather", [tensor], outputs, opts)
@@ -173,7 +173,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._channel.submit(call, lambda: collectives.gather(self._comm, outs or None, flat, root))
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> dist.Work:
-        """scatter from the root."""
+        """Start a scatter from the root."""
         (output,), root = output_tensors, opts.rootRank
         tensors = input_tensors[0] if root == self.rank() else []
         call = Call("scatter", tensors, output_tensors, opts)
@@ -184,7 +184,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._channel.submit(call, lambda: collectives.scatter(self._comm, out, flats or None, root))
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """all_to_all of lists."""
+        """Start an all_to_all of lists."""
         self._check_list(output_tensors)
         self._check_list(input_tensors)
         call = Call("all_to_all", input_tensors, output_tensors, opts)
@@ -200,7 +200,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         input_split_sizes: list[int],
         opts: Any = None,
     ) -> dist.Work:
-        """all_to_all of one tensor's parts along dim 0; no sizes: equal parts."""
+        """Start an all_to_all of one tensor's parts along dim 0; no sizes: equal parts."""
         call = Call("all_to_all", [tensor], [output], opts)
         out = call.write_buffer(output)
         flat = call.separate_read_buffer(tensor, out)
@@ -231,11 +231,11 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -------------------------------------------------------------------------------- barriers
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Done once every rank has called it."""
+        """Start a barrier, which is done once every rank has called it."""
         return self._channel.submit(Call("barrier", [], [], opts), lambda: [self._comm.Ibarrier()])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the ranks that did not call it. It uses the store, not MPI.
+        """Wait for all ranks, and name the ranks that did not call it. It uses the store, not MPI.
 
         Args:
             timeout: how long rank 0 waits for the others. Default: the group's.
@@ -265,15 +265,15 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -------------------------------------------------------------------------------- the group itself
     def getBackendName(self) -> str:
-        """The name that torch knows it by."""
+        """Return the name that torch knows it by."""
         return NAME
 
     def setGroupName(self, name: str) -> None:
-        """torch keeps it in a backend, and this group has none."""
+        """Keep the name, which torch keeps in a backend: this group has none."""
         self._name = name
 
     def getGroupName(self) -> str:
-        """The name under which torch has registered the group."""
+        """Return the name under which torch has registered the group."""
         return self._name
 
     @property
@@ -287,13 +287,13 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return [torch.device("cpu"), torch.device("cuda")] if torch.cuda.is_available() else [torch.device("cpu")]
 
     def get_backend(self, device: torch.device) -> MpiProcessGroup:
-        """The group is its own backend, on every device."""
+        """Return the group itself, which is its own backend on every device."""
         return self
 
     _get_backend = get_backend
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The timeout of operations submitted from now on."""
+        """Set the timeout of operations submitted from now on."""
         self._channel.timeout = timeout.total_seconds()
 
     def _set_sequence_number_for_group(self) -> None:

@@ -197,7 +197,7 @@ class Message(Work):
         self.complete(error)
 
     def source_rank(self) -> int:
-        """The sender, in the group, of a message that was received."""
+        """Return the sender, in the group, of a message that was received."""
         return self._source
 
     _source_rank = source_rank
@@ -230,7 +230,7 @@ class MessageQueue:
 
     @contextmanager
     def waited_for(self, message: Message) -> Iterator[None]:
-        """Inside, a caller waits for ``message``."""
+        """Record that a caller waits for ``message`` inside."""
         self._poll(message)
         with self._condition:
             if not message.waiters:
@@ -270,7 +270,7 @@ class MessageQueue:
         self._condition.notify()
 
     def _poll(self, message: Message) -> None:
-        """A message that arrives soon need not wait for the thread."""
+        """Test the messages for a while: one that arrives soon need not wait for the thread."""
         end = time.perf_counter() + _SPIN_S
         while message.record is None and not message.is_completed() and time.perf_counter() < end:
             self._test([message])

@@ -47,7 +47,7 @@ def watch(group: Channel) -> None:
 
 
 def operations() -> list[OperationRecord]:
-    """The operations of all groups of this rank."""
+    """Return the operations of all groups of this rank."""
     return [record for group in _all() for record in group.records()]
 
 

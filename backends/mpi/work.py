@@ -70,15 +70,15 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the operation is done, with or without an error."""
+        """Return whether the operation is done, with or without an error."""
         return self._done
 
     def is_success(self) -> bool:
-        """Whether it is done without an error."""
+        """Return whether it is done without an error."""
         return self._done and self._error is None
 
     def exception(self) -> Exception | None:
-        """The error with which it failed, or None."""
+        """Return the error with which it failed, or None."""
         return self._error
 
     def synchronize(self) -> None:
@@ -86,11 +86,11 @@ class Work(dist.Work):
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """The tensors that the operation writes."""
+        """Return the tensors that the operation writes."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of ``result``, which fails as the operation does."""
+        """Return a future of ``result``, which fails as the operation does."""
         with _lock:
             if self._user_future is None:
                 self._future = torch.futures.Future()
@@ -103,7 +103,7 @@ class Work(dist.Work):
 
     # -------------------------------------------------------------------------------- for the threads
     def move_to_thread(self) -> None:
-        """From here on another thread completes the operation."""
+        """Let another thread complete the operation from here on."""
         self._done_lock = threading.Lock()
         self._done_lock.acquire()
 

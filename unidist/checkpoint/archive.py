@@ -22,8 +22,8 @@ _LOCAL = struct.Struct("<26x2H")
 
 
 def entries(file: IO[bytes]) -> list[zipfile.ZipInfo]:
-    """What is in a file that ``torch.save`` has written; empty if it has no checksums: it is in torch's old format, or
-    was saved without them.
+    """Return what is in a file that ``torch.save`` has written; empty if it has no checksums: it is in torch's old
+    format, or was saved without them.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -73,7 +73,7 @@ def _is_right(file: IO[bytes], entry: zipfile.ZipInfo) -> bool:
 
 
 def pieces(file: IO[bytes], start: int, size: int) -> Iterator[memoryview]:
-    """The bytes of a part of a file, a few at a time; what is yielded changes with the next one."""
+    """Yield the bytes of a part of a file, a few at a time; what is yielded changes with the next one."""
     if isinstance(file, io.BytesIO):
         yield file.getbuffer()[start : start + size]
         return

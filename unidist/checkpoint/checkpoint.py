@@ -231,7 +231,7 @@ def latest_checkpoint(
 
 
 def _attempt(call: str, group: Group | None, action: Callable[[], T]) -> T:
-    """What ``action`` returns; its error on any rank is raised on all. Collective."""
+    """Return what ``action`` returns; its error on any rank is raised on all. Collective."""
     mine: Exception | None = None
     try:
         result = action()
@@ -284,7 +284,7 @@ class _Job(Generic[T]):
             self.done.set_exception(error)
 
     def result(self) -> T | None:
-        """What the action returned on this rank; its error on any rank is raised on all. Collective."""
+        """Return what the action returned on this rank; its error on any rank is raised on all. Collective."""
         ended, errors = [False], list[str | None]()
         try:
             while not all(ended):
@@ -302,7 +302,7 @@ class _Job(Generic[T]):
         return self.done.result()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether this rank's action has ended. Not collective."""
+        """Return whether this rank's action has ended. Not collective."""
         has_ended = bool(wait_for([self.done], timeout).done)
         if has_ended and self.thread is not None:
             self.thread.join()  # it frees copies of tensors, which at the interpreter's end would abort the process
@@ -337,7 +337,7 @@ class _Writing(Feature):
 
 
 def _on_first(call: str, group: Group | None, action: Callable[[Event], T]) -> T | None:
-    """What ``action`` returns on the first rank, and None on the others; its error is raised on all. Collective."""
+    """Return the result of ``action`` on the first rank, None on the others; its error is raised on all. Collective."""
     ranks = current().ranks(group)
     if len(ranks) == 1:
         return _attempt(call, group, lambda: action(Event()))
@@ -387,7 +387,7 @@ def _without_shard(key: str, leaf: Any) -> Any:
 
 
 def _with_shards(state: dict[str, Any], objects: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The states of objects with this rank's shards; other states that have any are left out."""
+    """Return the states of objects with this rank's shards; other states that have any are left out."""
     filled: dict[str, torch.Tensor] = {}
 
     def fill(saved: Any, own: Any, params: list[Tensor]) -> Any:
@@ -424,8 +424,8 @@ def _with_shards(state: dict[str, Any], objects: dict[str, Any], directory: Path
 
 # ------------------------------------------------------------------------------------ the file on every rank
 def _open(call: str, path: Path, group: Group | None) -> tuple[IO[bytes], bool]:
-    """The first rank's file on every rank: opened where the rank sees it, else in memory; and whether it is that of a
-    directory with shards. Collective.
+    """Return the first rank's file on every rank: opened where the rank sees it, else in memory; and whether it is that
+    of a directory with shards. Collective.
     """
     ranks = current().ranks(group)
     me = current().topology.rank
@@ -446,7 +446,7 @@ def _open(call: str, path: Path, group: Group | None) -> tuple[IO[bytes], bool]:
 
 
 def _open_same(path: Path, wanted: files.Content) -> IO[bytes] | None:
-    """The file, if this rank sees it and it is the same one."""
+    """Return the file, if this rank sees it and it is the same one."""
     with suppress(OSError, ValueError):
         file, found = files.opened(path)
         if found == wanted:
@@ -456,7 +456,7 @@ def _open_same(path: Path, wanted: files.Content) -> IO[bytes] | None:
 
 
 def _send_file(call: str, file: IO[bytes] | None, size: int, group: Group | None) -> IO[bytes]:
-    """The first rank's file in memory of the ranks that have none. Collective."""
+    """Send the first rank's file to the memory of the ranks that have none. Collective."""
     first = current().ranks(group)[0]
     is_first = current().topology.rank == first
     received = None if file else os.fdopen(os.memfd_create("unidist-checkpoint"), "w+b", buffering=0)
@@ -510,7 +510,7 @@ def _checked(state: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fits(thing: Any, state: Any) -> bool:
-    """Whether loading the state is to copy tensors into others of the same shape, and nothing that may fail."""
+    """Return whether loading the state is to copy tensors into others of the same shape, and nothing that may fail."""
     if not isinstance(thing, nn.Module) or not isinstance(state, Mapping):
         return False
     model = unwrap(thing)
@@ -545,7 +545,7 @@ def _restore(thing: Any, state: Any) -> None:
 
 
 def _undo(objects: dict[str, Any]) -> Callable[[], list[str]]:
-    """A function that restores the current states of objects; it returns the names of those where that fails."""
+    """Return a function that restores the current states of objects; it returns the names of those where that fails."""
     states = {
         # An optimizer's load_state_dict changes none of the tensors that it has.
         name: _state_of(thing) if isinstance(thing, torch.optim.Optimizer) else _copy_to_cpu(_state_of(thing))
@@ -567,7 +567,7 @@ def _undo(objects: dict[str, Any]) -> Callable[[], list[str]]:
 
 
 def _copy_to_cpu(state: Any) -> Any:
-    """A copy that shares nothing with the state; tensors that share memory there share it here, too."""
+    """Return a copy that shares nothing with the state; tensors that share memory there share it here, too."""
     # On the CPU: a GPU may have no room for another copy.
     storages: dict[int, torch.UntypedStorage] = {}
     tensors: dict[int, Any] = {}

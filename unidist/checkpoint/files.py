@@ -61,7 +61,7 @@ def write(path: Path, state: dict[str, Any], stop: Event) -> None:
 
 
 def _refused(state: dict[str, Any]) -> str:
-    """The first value that cannot be saved or loaded, and where in it."""
+    """Return the first value that cannot be saved or loaded, and where in it."""
     for name, value in state.items():
         if not _is_plain(value):
             leaves = ((path, leaf) for path, leaf in walk(value) if type(leaf) not in (int, float, str))
@@ -71,7 +71,7 @@ def _refused(state: dict[str, Any]) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it can be saved and loaded, but for its tensors."""
+    """Return whether it can be saved and loaded, but for its tensors."""
     data = io.BytesIO()
     with suppress(Exception):
         no_tensors = {id(leaf): None for _, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
@@ -95,7 +95,7 @@ def _save(state: dict[str, Any], file: _Stoppable) -> None:
 
 @contextmanager
 def room(path: Path, state: Any) -> Iterator[None]:
-    """Where the file system is full inside, the error says how many bytes the state needs, and how many were free."""
+    """Say in the error of a full file system how many bytes the state needs, and how many were free."""
     above = next(parent for parent in path.parents if parent.exists())
     free = shutil.disk_usage(above).free
     try:
@@ -184,7 +184,7 @@ def _check_replaceable(path: Path, directory: bool) -> None:
 
 
 def _kind(path: Path) -> str | None:
-    """What is there, if it is neither a file nor the directory of a checkpoint."""
+    """Return what is there, if it is neither a file nor the directory of a checkpoint."""
     kinds = (Path.is_dir, "directory"), (Path.is_fifo, "FIFO"), (Path.is_socket, "socket")
     if not path.exists() or path.is_file() or (path / REST).is_file():
         return None
@@ -199,12 +199,12 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _replaced(path: Path) -> Path:
-    """The name of the old one while a new one takes its place, where that is no single step."""
+    """Return the name of the old one while a new one takes its place, where that is no single step."""
     return path.with_name(f".{path.name}{_REPLACED}")
 
 
 def found(path: Path) -> Path:
-    """Where the checkpoint of a name is: under another one where a process was killed while it replaced it."""
+    """Return where the checkpoint of a name is: under another one where a process was killed while it replaced it."""
     replaced = _replaced(Path(os.path.realpath(path)))
     return replaced if replaced.exists() and not path.exists() else path
 
@@ -219,7 +219,7 @@ def _sync_directory(path: Path) -> None:
 
 @contextmanager
 def _synced_meanwhile(file: IO[bytes]) -> Iterator[None]:
-    """What is written inside goes to the disk at once, in a thread: ``fsync`` has little left to do."""
+    """Send what is written inside to the disk at once, in a thread: ``fsync`` has little left to do."""
     ended = Event()
     failed: list[OSError] = []
 
@@ -275,7 +275,7 @@ class Content(NamedTuple):
 
 
 def opened(path: Path) -> tuple[IO[bytes], Content]:
-    """The file of a checkpoint. Raises ``ValueError`` for what is no file, or is truncated."""
+    """Return the file of a checkpoint. Raises ``ValueError`` for what is no file, or is truncated."""
     if kind := _kind(path):
         raise ValueError(f"it is not a checkpoint but a {kind}")
     has_shards = (path / REST).is_file()
@@ -287,7 +287,7 @@ def opened(path: Path) -> tuple[IO[bytes], Content]:
 
 
 def _digest(file: IO[bytes]) -> bytes:
-    """The same for files of equal content. Of what ``torch.save`` writes, the checksums of all tensors are in it."""
+    """Return a digest that files of equal content share; ``torch.save``'s has the checksums of all tensors."""
     entries = archive.entries(file)
     digest = hashlib.sha256(repr([(entry.filename, entry.file_size, entry.CRC) for entry in entries]).encode())
     if not entries:
@@ -297,7 +297,7 @@ def _digest(file: IO[bytes]) -> bytes:
 
 
 def read(file: IO[bytes]) -> dict[str, Any]:
-    """The checkpoint in an open file, its tensors mapped: they are read when they are used."""
+    """Return the checkpoint in an open file, its tensors mapped: they are read when they are used."""
     is_archive = zipfile.is_zipfile(file)
     try:
         path = f"/proc/self/fd/{file.fileno()}"
@@ -319,7 +319,7 @@ def read(file: IO[bytes]) -> dict[str, Any]:
 
 
 def order(path: Path) -> tuple[int, int]:
-    """By which the latest checkpoint is found: the last number in its name (none: -1), then when it was written."""
+    """Return what orders checkpoints: the last number in the name (none: -1), then when it was written."""
     numbers = re.findall(r"\d+", path.name)
     try:
         written = found(path).stat().st_mtime_ns
@@ -329,7 +329,7 @@ def order(path: Path) -> tuple[int, int]:
 
 
 def latest(directory: Path, pattern: str) -> Path | None:
-    """The latest of the checkpoints that a pattern matches."""
+    """Return the latest of the checkpoints that a pattern matches."""
     above, name = os.path.split(pattern)
     names: set[Path] | None = None
     while True:
@@ -357,7 +357,7 @@ def prune(path: Path, keep: int) -> None:
 
 
 def _series(name: str) -> str:
-    """A pattern of the names that differ from this one in the last number only."""
+    """Return a pattern of the names that differ from this one in the last number only."""
     return r"\d+".join(map(re.escape, re.split(r"\d+(?=\D*$)", name)))
 
 
@@ -375,7 +375,7 @@ def _remove_leftovers(mine: Unfinished) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """A file or a directory is locked inside. Raises ``OSError`` where another process has it."""
+    """Lock a file or a directory inside. Raises ``OSError`` where another process has it."""
     opened = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR) | os.O_NOFOLLOW)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -385,7 +385,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file may be a finished checkpoint, or a directory is one."""
+    """Return whether a file may be a finished checkpoint, or a directory is one."""
     at = found(path)
     return (at.is_file() or (at / REST).is_file()) and not path.name.startswith(".")
 

@@ -22,12 +22,12 @@ _CLASSES = (
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it is a DTensor."""
+    """Return whether it is a DTensor."""
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
@@ -41,7 +41,7 @@ def save(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
 
 
 def digest(directory: Path) -> str:
-    """The digest of a directory's index. Raises ``FileNotFoundError`` where this rank does not see all files in it."""
+    """Return the digest of a directory's index. Raises ``FileNotFoundError`` if this rank does not see all files."""
     _read_index(directory, None)
     return hashlib.sha256((directory / METADATA).read_bytes()).hexdigest()
 
@@ -82,7 +82,7 @@ def load(
 
 
 def _read_index(directory: Path, digest: str | None) -> Any:
-    """Which tensors are where, as a ``Metadata`` of torch.distributed.checkpoint."""
+    """Return which tensors are where, as a ``Metadata`` of torch.distributed.checkpoint."""
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
     data = (directory / METADATA).read_bytes()
@@ -131,7 +131,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """torch's ``CheckpointException`` is no ``Exception``."""
+    """Raise an ``Exception`` for torch's ``CheckpointException``, which is none."""
     from torch.distributed.checkpoint import CheckpointException
 
     try:

@@ -42,7 +42,7 @@ def stop_if(problems: Iterable[str]) -> None:
 
 
 def notes(target: Target) -> Iterator[str]:
-    """What the wheel will not have, though nothing is wrong."""
+    """Yield what the wheel will not have, though nothing is wrong."""
     if not shutil.which("mpicxx"):
         install = remedy("libopenmpi-dev openmpi-bin", "brew install open-mpi")
         yield f"Without MPI, with Gloo only; for MPI, have mpicxx on the PATH ({install}) and build again."
@@ -57,7 +57,7 @@ def notes(target: Target) -> Iterator[str]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yields a function that is called with each line of the build, and shows its progress."""
+    """Yield a function that is called with each line of the build, and shows its progress."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -76,7 +76,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def print_tens() -> Callable[[str], None]:
-    """For logs: a line for every ten percent."""
+    """Return a function for logs, which prints a line for every ten percent."""
     shown = -10
 
     def show(line: str) -> None:
@@ -90,7 +90,7 @@ def print_tens() -> Callable[[str], None]:
 
 
 def cmake_step(line: str) -> tuple[int, str] | None:
-    """Percent and file of a line such as ``[ 45%] Building CXX object .../common.cc.o``."""
+    """Return percent and file of a line such as ``[ 45%] Building CXX object .../common.cc.o``."""
     found = re.search(r"\[ *(\d+)%\] (?:Building|Linking) .* (\S+)", line)
     return (int(found[1]), PurePath(found[2]).name.removesuffix(".o")) if found else None
 
@@ -124,7 +124,7 @@ def run_step(command: list[str], cwd: Path, env: dict[str, str], log: TextIO, sh
 
 
 def relevant(lines: Sequence[str], count: int = 20) -> list[str]:
-    """The lines that say why: from the first error on, else the last ones."""
+    """Return the lines that say why: from the first error on, else the last ones."""
     errors = (at for at, line in enumerate(lines) if re.search(r"\berror: |CMake Error|No space left", line))
     start = next(errors, max(0, len(lines) - count))
     return [line.rstrip()[:200] for line in lines[start : start + count]]
@@ -163,7 +163,7 @@ def compile_wheel(work: Path, target: Target, env: dict[str, str], log: TextIO, 
 
 
 def unpack(archive: Path, target: Target) -> Path:
-    """The source beside the archive, corrected for this PyTorch."""
+    """Unpack the source beside the archive, and correct it for this PyTorch."""
     with tarfile.open(archive) as tar:
         # Pythons that know the filter warn without it; 3.10.0 does not know it.
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
@@ -197,7 +197,7 @@ def publish(wheel: Path, directory: Path) -> Path:
 
 
 def cached(directory: Path) -> Path | None:
-    """The wheel in the directory, if a build put it there."""
+    """Return the wheel in the directory, if a build put it there."""
     wheel = next(directory.glob(f"horovod-{VERSION}-*.whl"), None)
     if wheel is None:
         return None
@@ -209,7 +209,7 @@ def cached(directory: Path) -> Path | None:
 
 
 def record(wheel: Path) -> Path:
-    """The file with the sha256 of every build of this wheel."""
+    """Return the file with the sha256 of every build of this wheel."""
     return wheel.with_name(f"{wheel.name}.sha256")
 
 
@@ -256,7 +256,7 @@ def install(wheel: Path) -> str:
 
 
 def is_installed(wheel: Path) -> bool:
-    """Whether the compiled library of the installed Horovod is the wheel's."""
+    """Return whether the compiled library of the installed Horovod is the wheel's."""
     with zipfile.ZipFile(wheel) as content, suppress(metadata.PackageNotFoundError):
         record = content.read(f"horovod-{VERSION}.dist-info/RECORD").decode()
         installed = (metadata.distribution("horovod").read_text("RECORD") or "").splitlines()
@@ -298,7 +298,7 @@ def command(wanted: bool, force: bool, jobs: int, without_mpi: bool, cache_dir: 
 
 
 def get_wheel(force: bool, jobs: int, mpi: str, cache: Path) -> Path:
-    """The wheel for what is installed here, from the cache or newly built."""
+    """Return the wheel for what is installed here, from the cache or newly built."""
     if platform.system() not in ("Linux", "Darwin"):
         raise click.ClickException(f"Horovod is for Linux and macOS, not for {platform.system()}.")
     problems = list(missing_modules())

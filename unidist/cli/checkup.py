@@ -51,7 +51,7 @@ class Finding:
 
 
 def findings(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Everything that can be determined without starting a world, in the order of the report."""
+    """Yield everything that can be determined without starting a world, in the order of the report."""
     yield software()
     yield from horovod()
     yield from mpi(env)
@@ -91,7 +91,7 @@ def horovod() -> Iterator[Finding]:
 
 
 def built_for_torch() -> str:
-    """The torch that the installed Horovod was compiled against, from its own record."""
+    """Return the torch that the installed Horovod was compiled against, from its own record."""
     spec = find_spec("horovod")
     assert spec is not None and spec.origin is not None
     path = Path(spec.origin).with_name("metadata.json")
@@ -167,7 +167,7 @@ def launchers() -> Iterator[Finding]:
 
 # ---------------------------------------------------------------------------- this process's launch
 def here(env: Mapping[str, str]) -> Iterator[Finding]:
-    """What ``detect`` makes of the environment, and what init() would start."""
+    """Yield what ``detect`` makes of the environment, and what init() would start."""
     try:
         launch = detect(env)
     except UnidistError as error:

@@ -174,7 +174,7 @@ def command(
 
 
 def _plot_path(requested: Path | None) -> Path | None:
-    """The file for the plot; None without --plot if matplotlib is not installed."""
+    """Return the file for the plot; None without --plot if matplotlib is not installed."""
     if requested and requested.suffix not in (".png", ".svg", ".pdf"):
         raise click.UsageError(f"--plot {requested}: the name must end in .png, .svg or .pdf")
     if find_spec("matplotlib"):

@@ -90,7 +90,7 @@ def attempt(launcher: str, backend: str) -> Finding:
 
 
 def reason(output: str) -> str:
-    """The line of a failed world's output that says why."""
+    """Return the line of a failed world's output that says why."""
     lines = [re.sub(r"^(\[.*?\](<\w+>)?:? ?)+", "", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line]
     ours = [line for line in lines if line.startswith("unidist.errors.")]
@@ -99,7 +99,7 @@ def reason(output: str) -> str:
 
 
 def report(found: list[Finding], matrix: dict[tuple[str, str], Finding]) -> dict[str, object]:
-    """All of it, for programs."""
+    """Return all of it, for programs."""
     return {
         "findings": [vars(finding) for finding in found],
         "pairs": [

@@ -12,7 +12,7 @@ from unidist.launchers.world import usable_cores
 
 
 def describe() -> dict[str, str]:
-    """The machine and the versions."""
+    """Return the machine and the versions."""
     cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown CPU")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {

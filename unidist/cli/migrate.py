@@ -142,7 +142,7 @@ def _show(reports: Sequence[FileReport], written: bool) -> None:
 
 
 def _uncommitted(paths: Sequence[Path]) -> str | None:
-    """The first uncommitted change in the repositories of some files; None if there is none, or no git."""
+    """Return the first uncommitted change in the repositories of some files; None if there is none, or no git."""
     found = [path.resolve() for path in paths]
     for directory in sorted({path.parent for path in found}):
         if changes := _git_status(directory, "--untracked-files=no"):
@@ -154,7 +154,7 @@ def _uncommitted(paths: Sequence[Path]) -> str | None:
 
 
 def _git_status(directory: Path, *arguments: str) -> str:
-    """The first change that git reports; empty if there is none, no repository, or no git.
+    """Return the first change that git reports; empty if there is none, no repository, or no git.
 
     Raises:
         click.ClickException: git fails in a repository.

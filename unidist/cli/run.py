@@ -116,7 +116,7 @@ def _job(given: argparse.Namespace, placements: list[hosts.Placement]) -> driver
 
 
 def _hosts(given: argparse.Namespace) -> list[hosts.HostSlots]:
-    """Those of the options, of the allocation, or none."""
+    """Return the hosts of the options or of the allocation, or none."""
     if given.hosts:
         return hosts.parse_hosts(given.hosts)
     if given.hostfile:
@@ -128,7 +128,7 @@ def _hosts(given: argparse.Namespace) -> list[hosts.HostSlots]:
 
 
 def run_commandline() -> None:
-    """The command, by Horovod's name: ``horovod.runner.launch`` is this module where ``horovod`` is the drop-in."""
+    """Run the command, by Horovod's name: ``horovod.runner.launch`` is this module in the drop-in."""
     from unidist.cli import main
 
     main(["run", *sys.argv[1:]], prog_name="unidist")

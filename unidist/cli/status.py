@@ -15,7 +15,7 @@ _INTERVAL_S = 15.0
 
 @contextmanager
 def status(text: str = "") -> Iterator[Callable[[str], None]]:
-    """Shows a text on stderr; the result replaces it. In a file, a text that is replaced soon is left out."""
+    """Show a text on stderr; the result replaces it. In a file, a text that is replaced soon is left out."""
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status(escape(text)) as shown:

@@ -48,7 +48,7 @@ class Target:
         return "-".join(filter(None, (f"torch{self.torch}", python, system, "gloo", self.mpi, gpu, "r2")))
 
     def env(self, env: Mapping[str, str], jobs: int) -> dict[str, str]:
-        """Environment of the build."""
+        """Return the environment of the build."""
         wanted = {
             "HOROVOD_WITH_PYTORCH": "1",
             "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -65,7 +65,7 @@ class Target:
 
 
 def find_target(mpi: str) -> Target:
-    """What is installed here. A torch for CPUs is built for as such, whatever CUDA the machine has."""
+    """Return what is installed here. A torch for CPUs is built for as such, whatever CUDA the machine has."""
     import torch
 
     cxx = cxx_standard(Path(torch.__file__).parent)
@@ -79,20 +79,20 @@ def find_target(mpi: str) -> Target:
 
 
 def cxx_standard(torch: Path) -> str:
-    """The C++ standard that the headers of a PyTorch ask for."""
+    """Return the C++ standard that the headers of a PyTorch ask for."""
     header = torch / "include/torch/csrc/api/include/torch/all.h"
     asked = re.search(r"C\+\+(\d+) or later", header.read_text()) if header.exists() else None
     return asked[1] if asked else "17"
 
 
 def has_toolkit(cuda_home: Path) -> bool:
-    """Whether CUDA's compiler and its headers are installed."""
+    """Return whether CUDA's compiler and its headers are installed."""
     headers = [cuda_home / "include", *cuda_home.glob("targets/*/include")]
     return (cuda_home / "bin/nvcc").exists() and any((directory / "cuda_runtime.h").exists() for directory in headers)
 
 
 def has_nccl(env: Mapping[str, str], cuda_home: str) -> bool:
-    """Whether NCCL's header is where Horovod's CMake files look for it."""
+    """Return whether NCCL's header is where Horovod's CMake files look for it."""
     homes = [env.get("HOROVOD_NCCL_HOME"), cuda_home, "/usr", "/usr/local"]
     directories = [env.get("HOROVOD_NCCL_INCLUDE"), *(f"{home}/include" for home in homes if home)]
     return any(Path(directory, "nccl.h").exists() for directory in directories if directory)
@@ -109,12 +109,12 @@ def find_mpi() -> str:
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """The line in which a program that failed says why."""
+    """Return the line in which a program that failed says why."""
     return (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
 
 
 def compiles(compiler: Sequence[str], source: str, suffix: str = ".cc") -> bool:
-    """Whether the compiler can make a program of the source."""
+    """Return whether the compiler can make a program of the source."""
     with tempfile.TemporaryDirectory() as directory, suppress(OSError):
         path = Path(directory, f"try{suffix}")
         path.write_text(source)
@@ -124,7 +124,7 @@ def compiles(compiler: Sequence[str], source: str, suffix: str = ".cc") -> bool:
 
 
 def compiler_of(variable: str, *names: str) -> list[str]:
-    """The compiler that CMake will use: the variable's, else the first of the names that is found."""
+    """Return the compiler that CMake will use: the variable's, else the first of the names that is found."""
     found = [name for name in names if shutil.which(name)]
     return shlex.split(os.environ.get(variable, "")) or found[:1] or [names[0]]
 
@@ -134,14 +134,14 @@ def remedy(linux: str, mac: str) -> str:
 
 
 def is_installed(name: str) -> bool:
-    """Whether there is a module of this name."""
+    """Return whether there is a module of this name."""
     # Before Python 3.12, a search for pip through all finders makes setuptools' finder give up its distutils, and then
     # the import of setuptools fails.
     return (PathFinder.find_spec(name) if name == "pip" else find_spec(name)) is not None
 
 
 def missing_modules() -> Iterator[str]:
-    """Python packages that are missing, each line with its remedy."""
+    """Yield the Python packages that are missing, each line with its remedy."""
     if not is_installed("torch"):
         yield "PyTorch is not installed: pip install torch"
     if not is_installed("pip"):
@@ -151,7 +151,7 @@ def missing_modules() -> Iterator[str]:
 
 
 def missing_tools(mpi: str, standard: str = "17") -> Iterator[str]:
-    """Tools and headers that are missing, each line with its remedy."""
+    """Yield the tools and headers that are missing, each line with its remedy."""
     cxx, cc = compiler_of("CXX", "c++", "g++", "clang++"), compiler_of("CC", "cc", "gcc", "clang")
     if not compiles([*cxx, f"-std=c++{standard}"], CXX17):
         yield f"{shlex.join(cxx)} does not compile C++{standard}: {remedy('g++', 'xcode-select --install')}, or set CXX"

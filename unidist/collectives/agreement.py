@@ -33,7 +33,7 @@ class FirstDifference(NamedTuple):
 
 
 def first_difference(values: Sequence[str] | Sequence[int], group: Group | None = None) -> FirstDifference | None:
-    """The first entry in which the ranks' lists differ; None if they are equal on all ranks. Collective.
+    """Return the first entry in which the ranks' lists differ; None if they are equal on all ranks. Collective.
 
     Equal lists cost one all_reduce of 16 bytes, others one of 16 bytes for each entry and one entry from each rank.
 
@@ -54,7 +54,7 @@ def first_difference(values: Sequence[str] | Sequence[int], group: Group | None 
 
 
 def digests(tensors: Iterable[Tensor]) -> list[int]:
-    """Some digests, which depend on every bit of dense tensors; see ``digest``."""
+    """Return some digests, which depend on every bit of dense tensors; see ``digest``."""
     small: list[Tensor] = []
     large: list[Tensor] = []
     for tensor in tensors:
@@ -63,7 +63,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def digest(tensor: Tensor) -> int:
-    """64 bits that depend on every bit of a dense tensor's elements and on their order, not on its memory format.
+    """Return 64 bits that depend on each bit of a dense tensor's elements and their order, not on its memory format.
 
     It is computed where the tensor is, and no copy is made of a contiguous one. Each word of 8 bytes is multiplied by a
     random odd number of its own, its upper half is mixed into the lower one, and the words are added.
@@ -110,7 +110,7 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def _unequal(numbers: Tensor, group: Group | None) -> list[int]:
-    """The flat indices of the numbers that differ between ranks. Collective."""
+    """Return the flat indices of the numbers that differ between ranks. Collective."""
     # The complement orders the other way, and does not overflow as the negative of the lowest number.
     highest, lowest = all_reduce(torch.stack([numbers, ~numbers]), "max", group)
     found: list[int] = (highest != ~lowest).view(-1).nonzero().view(-1).tolist()

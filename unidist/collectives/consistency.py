@@ -62,7 +62,7 @@ def compare(
 
 
 def compare_gathered(backend: Backend, group: Group | None, digests: list[int], text: str) -> None:
-    """The same after the digests of all ranks' calls have come. Collective where they differ."""
+    """Compare the calls of all ranks, whose digests have come. Collective where they differ."""
     if len(set(digests)) > 1:
         _raise(backend, group, text)
 
@@ -77,19 +77,19 @@ def compare_received(backend: Backend, header: Tensor, received: Tensor, src: in
 
 
 def described(call: str, tensor: Tensor | None, option: str = "") -> str:
-    """A call as errors name it: ``all_reduce (sum) of float32 (2, 3)``."""
+    """Return a call as errors name it: ``all_reduce (sum) of float32 (2, 3)``."""
     of = "" if tensor is None else f" of {dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
     return f"{call}{option and f' ({option})'}{of}"
 
 
 @lru_cache(maxsize=1024)
 def digest(text: str) -> int:
-    """64 bits of a text, as a signed number."""
+    """Return 64 bits of a text, as a signed number."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _called() -> str:
-    """The function of unidist that the user's code has called, or a library's."""
+    """Return the function of unidist that the user's code has called, or a library's."""
     name, frame = "", sys._getframe()
     while frame is not None and (module := str(frame.f_globals.get("__name__")).partition(".")[0]) in _INSIDE:
         if module == "unidist":

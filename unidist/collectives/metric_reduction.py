@@ -108,7 +108,7 @@ def _checked_weight(weight: float | Tensor | None, op: str) -> float:
 
 # ------------------------------------------------------------------------------------ one value
 def _pack(leaf: Any, op: str, weight: float) -> list[float]:
-    """A number as floats that can be reduced element by element."""
+    """Return a number as floats that can be reduced element by element."""
     if not isinstance(leaf, (float, Real)):
         raise TypeError(
             f"allreduce_metric takes numbers and tensors in dicts, lists and tuples, not {type(leaf).__name__}."
@@ -127,7 +127,7 @@ def _pack(leaf: Any, op: str, weight: float) -> list[float]:
 
 
 def _pack_tensor(leaf: Tensor, op: str, weight: float) -> Tensor:
-    """A tensor as float64 on the CPU, in a form that can be reduced element by element."""
+    """Return a tensor as float64 on the CPU, in a form that can be reduced element by element."""
     if leaf.dtype.is_complex or leaf.layout != torch.strided:
         raise TypeError(f"allreduce_metric takes dense real tensors, not {leaf.dtype} ({leaf.layout}).")
     flat = leaf.detach().cpu().reshape(-1)
@@ -145,7 +145,7 @@ def _pack_tensor(leaf: Tensor, op: str, weight: float) -> Tensor:
 
 
 def _unpack(elements: Iterator[float], leaf: Any, op: str, header: Sequence[float]) -> float:
-    """The reduced number, from as many elements as ``_pack`` made of it."""
+    """Return the reduced number, from as many elements as ``_pack`` made of it."""
     value = next(elements)
     if op == "mean":
         return value / header[0] if header[0] else math.nan
@@ -171,8 +171,8 @@ def _unpack_tensor(part: Tensor, leaf: Tensor, op: str, weight: float) -> Tensor
 
 # ------------------------------------------------------------------------------ the same on every rank?
 def _header(found: Sequence[tuple[Any, Any]], op: str, weight: float) -> list[float]:
-    """This rank's weight, 1 to count the ranks, and a checksum of the structure, in a form whose reduction shows a
-    difference.
+    """Return this rank's weight, 1 to count the ranks, and a checksum of the structure, in a form whose reduction shows
+    a difference.
     """
     checksum = zlib.crc32(repr((op, [(path, _kind(leaf)) for path, leaf in found])).encode()) % 2**20
     return [weight, 1, checksum, checksum**2] if op in ("mean", "sum") else [checksum, -checksum]

@@ -90,7 +90,7 @@ def all_reduce(tensor: TensorOrBool, op: ReduceOp = "sum", group: Group | None =
 
 
 def all_reduce_(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
-    """``all_reduce`` in place: no second tensor is allocated where the backend takes this one as it is. Collective.
+    """Reduce in place, as ``all_reduce``: nothing is allocated where the backend takes the tensor as it is. Collective.
 
     It does so for contiguous float32, float64, int32 and int64 on a device of the backend; of floats, not ``min`` and
     ``max``. Others are reduced in a copy.
@@ -248,13 +248,13 @@ def _broadcast(tensor: Tensor, src: int, group: Group | None) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _header(dtype: torch.dtype, shape: torch.Size, src: int) -> tuple[str, Tensor]:
-    """A broadcast as errors name it, and 16 bytes that tell it from others."""
+    """Return a broadcast as errors name it, and 16 bytes that tell it from others."""
     text = described("broadcast", torch.empty(shape, dtype=dtype, device="meta"), f"from rank {src}")
     return text, torch.tensor([digest(text), 0]).view(torch.uint8)
 
 
 def broadcast_(tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
-    """``broadcast`` in place. Collective.
+    """Broadcast in place, as ``broadcast``. Collective.
 
     Args:
         tensor: overwritten, unless this is rank ``src``; the same shape and dtype on every rank. Without a gradient.
@@ -592,19 +592,19 @@ def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int
 
 # ------------------------------------------------------------------------------ conversion for the backend
 def transport_device(backend: Backend, tensor: Tensor) -> torch.device:
-    """The device on which a tensor is sent: its own if the backend supports that, else the CPU."""
+    """Return the device on which a tensor is sent: its own if the backend supports that, else the CPU."""
     return tensor.device if tensor.device.type in backend.device_types else torch.device("cpu")
 
 
 def _is_flat(backend: Backend, tensor: Tensor) -> bool:
-    """Whether the backend takes the tensor's own memory."""
+    """Return whether the backend takes the tensor's own memory."""
     # One element counts as contiguous with any stride, of which no view of bytes is possible.
     is_dense = tensor.is_contiguous() and tensor.stride()[-1:] in ((), (1,)) and not is_lazy_view(tensor)
     return is_dense and transport_device(backend, tensor) == tensor.device
 
 
 def _widened(backend: Backend, tensor: Tensor, op: str) -> Tensor:
-    """A contiguous copy in a dtype that the backend reduces."""
+    """Return a contiguous copy in a dtype that the backend reduces."""
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor.resolve_conj())
     dtype = torch.int32 if tensor.dtype == torch.bool else tensor.dtype
@@ -631,7 +631,7 @@ def _narrowed(sent: Tensor, like: Tensor, op: str) -> Tensor:
 
 
 def to_ordered(numbers: Tensor, op: str) -> Tensor:
-    """float32 or float64 as integers of the same order, with nan as the value that ``op`` returns.
+    """Return float32 or float64 as integers of the same order, with nan as the value that ``op`` returns.
 
     Backends compare floats with ``<``, so their min and max with a nan depend on its rank; torch's are nan.
     """
@@ -641,7 +641,7 @@ def to_ordered(numbers: Tensor, op: str) -> Tensor:
 
 
 def from_ordered(ordered: Tensor, op: str) -> Tensor:
-    """The inverse of ``to_ordered``."""
+    """Return the inverse of ``to_ordered``."""
     limits = torch.iinfo(ordered.dtype)
     nan = ordered == (limits.max if op == "max" else limits.min)
     numbers = _flip_negative(ordered).view(torch.float32 if ordered.dtype == torch.int32 else torch.float64)
@@ -676,8 +676,8 @@ def _from_bytes(flat: Tensor, like: Tensor, rows: int) -> Tensor:
 def _gather(
     backend: Backend, group: Group | None, call: str, tensor: Tensor, of: Tensor | None = None, pad: float | None = None
 ) -> tuple[list[int], Tensor]:
-    """Every rank's number of rows, and the bytes of all rows; raises on every rank when calls, dtypes or trailing
-    dimensions differ.
+    """Return every rank's number of rows, and the bytes of all rows; raises on every rank when calls, dtypes or
+    trailing dimensions differ.
 
     Args:
         call: the function's name.
@@ -720,7 +720,7 @@ def _exchange(
 
 
 def _power_of_2(number: int) -> int:
-    """The next one from a number up."""
+    """Return the next one from a number up."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -731,7 +731,7 @@ class _PickleError(NamedTuple):
 
 
 def _pickled_or_error(obj: object) -> tuple[Tensor, Exception | None]:
-    """The bytes of an object, or of a ``_PickleError`` beside the error."""
+    """Return the bytes of an object, or of a ``_PickleError`` beside the error."""
     try:
         data, error = pickle.dumps(obj), None
     except Exception as caught:
@@ -759,6 +759,6 @@ def _raise_if_unpicklable(backend: Backend, call: str, objects: dict[int, object
 
 
 def unpickled(data: Tensor) -> Any:
-    """The object that was pickled into bytes."""
+    """Return the object that was pickled into bytes."""
     # Tensor.numpy() would need NumPy, which torch does not.
     return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

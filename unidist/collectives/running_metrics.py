@@ -39,7 +39,7 @@ class Metric:
         self._totals[device] = [total + amount for total, amount in zip(before, amounts)]
 
     def _reduce(self, length: int) -> list[float]:
-        """The totals over all ranks, in one collective."""
+        """Return the totals over all ranks, in one collective."""
         mine = [0.0] * length
         for row in self._totals.values():
             mine = [total + float(amount) for total, amount in zip(mine, row)]
@@ -96,7 +96,7 @@ class Mean(Metric):
         self._add(products.sum(), weights.expand_as(products).sum())
 
     def compute(self) -> float:
-        """The mean over all ranks; nan without any weight, or if a value was nan. Collective."""
+        """Return the mean over all ranks; nan without any weight, or if a value was nan. Collective."""
         total, weight = self._reduce(2)
         return total / weight if weight else float("nan")
 
@@ -109,7 +109,7 @@ class Sum(Metric):
         self._add(value if isinstance(value, (int, float)) else _doubles(value, "Sum.update").sum())
 
     def compute(self) -> float:
-        """The sum over all ranks; 0 without any value. Collective."""
+        """Return the sum over all ranks; 0 without any value. Collective."""
         return self._reduce(1)[0]
 
 
@@ -159,7 +159,7 @@ class Accuracy(Metric):
         self._add((correct & counted).sum().double(), counted.sum().double())
 
     def compute(self) -> float:
-        """From 0 to 1; nan without any prediction. Collective."""
+        """Return the accuracy, from 0 to 1; nan without any prediction. Collective."""
         correct, counted = self._reduce(2)
         return correct / counted if counted else float("nan")
 

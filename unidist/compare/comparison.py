@@ -70,7 +70,7 @@ class Comparison:
         return None if left == right else "left" if sum(left) > sum(right) else "right"
 
     def as_json(self) -> dict[str, Any]:
-        """All figures: for each step, and for each parameter on rank 0. ``inf`` and ``nan`` are strings, as in JSON."""
+        """Return all figures: of each step, and rank 0's of each parameter. ``inf`` and ``nan`` are strings."""
         first = self.first
         with_them = self.with_idle_steps and self.with_idle_steps.first
         found: dict[str, Any] = _strict(
@@ -132,7 +132,7 @@ def _norms(record: OptimizerRecord, steps: Sequence[StepRecord]) -> tuple[list[l
 
 
 def tables(found: Comparison) -> Iterator[Table]:
-    """The sides, and the distances between them."""
+    """Yield the sides, and the distances between them."""
     sides = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("", *found.sides):
         sides.add_column(name, overflow="fold")
@@ -167,7 +167,7 @@ def _facts(side: Side) -> dict[str, str]:
 
 
 def notes(found: Comparison) -> Iterator[str]:
-    """Notes for the report."""
+    """Yield notes for the report."""
     if found.final and found.final.most:
         yield f"at the end, weights differ by at most {found.final.most:.2g} ({found.final.parameter})"
     for name, side in found.sides.items():
@@ -202,7 +202,7 @@ def notes(found: Comparison) -> Iterator[str]:
 
 
 def verdict(found: Comparison) -> str:
-    """Whether the sides agree, and if not, where they first differ and why that may be."""
+    """Return whether the sides agree, and if not, where they first differ and why that may be."""
     first, tolerance = found.first, found.tolerance
     within = f"rtol {tolerance.rtol:g}, atol {tolerance.atol:g}"
     if first is None:
@@ -246,6 +246,6 @@ def verdict(found: Comparison) -> str:
 
 
 def _parameter_of(difference: Difference, recording: Recording) -> str:
-    """The name of the parameter, with its optimizer if there are several."""
+    """Return the name of the parameter, with its optimizer if there are several."""
     several = len(recording.ranks[0].optimizers) > 1
     return f"{difference.parameter}" + (f" (optimizer {difference.optimizer + 1})" if several else "")

@@ -24,12 +24,12 @@ class Tolerance:
     atol: float
 
     def allows(self, left: float, right: float) -> float:
-        """The largest allowed distance of two numbers."""
+        """Return the largest allowed distance of two numbers."""
         larger = max(abs(left), abs(right))
         return self.atol + (self.rtol * larger if math.isfinite(larger) else 0.0)
 
     def allows_tensors(self, left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
-        """The largest allowed distances of pairs of tensors, by their norms and numbers of elements."""
+        """Return the largest allowed distances of pairs of tensors, by their norms and numbers of elements."""
         larger = torch.where(right > left, right, left)
         return self.atol * sizes.sqrt() + self.rtol * torch.where(larger.isfinite(), larger, 0.0)
 
@@ -54,7 +54,7 @@ class Difference:
 
 
 def differences(left: Recording, right: Recording, tolerance: Tolerance) -> Iterator[Difference]:
-    """All differences in the order of the training; within a step loss, gradients, weights."""
+    """Yield all differences in the order of the training; within a step loss, gradients, weights."""
     pairs = list(enumerate(zip(left.ranks, right.ranks)))
     matched = [matches(a, b) for _, (a, b) in pairs]
     for rank, (a, b) in pairs:
@@ -82,7 +82,7 @@ def differences(left: Recording, right: Recording, tolerance: Tolerance) -> Iter
 
 
 def matches(left: RankRecord, right: RankRecord) -> dict[int, list[int] | None]:
-    """For each optimizer, the index on the right of each parameter on the left; None if the parameters do not match.
+    """Return each optimizer's indices on the right of the parameters on the left; None if these do not match.
     Parameters match by name; if the names differ, by their order, as long as the shapes agree.
     """
     return {number: match(*pair) for number, pair in enumerate(zip(left.optimizers, right.optimizers))}
@@ -100,7 +100,7 @@ def match(left: OptimizerRecord, right: OptimizerRecord) -> list[int] | None:
 
 
 def drift(side: Recording, tolerance: Tolerance) -> Difference | None:
-    """Where the weights of a rank first differ from rank 0's; in the result, ``left`` is rank 0."""
+    """Return where the weights of a rank first differ from rank 0's; in the result, ``left`` is rank 0."""
     first = side.ranks[0]
     for number in range(side.steps):
         for rank, other in enumerate(side.ranks[1:], 1):
@@ -148,7 +148,7 @@ def _in_step(
 
 
 def at(left: Recording, right: Recording, step: int) -> Iterator[tuple[int, StepRecord, StepRecord]]:
-    """A step, from 0, on each rank that took it on both sides."""
+    """Yield a step, from 0, on each rank that took it on both sides."""
     for rank, (a, b) in enumerate(zip(left.ranks, right.ranks)):
         if step < min(len(a.steps), len(b.steps)):
             yield rank, a.steps[step], b.steps[step]
@@ -165,7 +165,7 @@ def _largest_difference(
     right: Tensor,
     tolerance: Tolerance,
 ) -> Iterator[Difference]:
-    """The parameter that differs most, if one does."""
+    """Yield the parameter that differs most, if one does."""
     if not order:
         return
     left, right = left.double(), right.double()[list(order)]
@@ -181,7 +181,7 @@ def _largest_difference(
 
 
 def _other_parameters(optimizer: int, left: OptimizerRecord, right: OptimizerRecord, rank: int) -> Difference:
-    """The first parameter that the other side lacks or has in another shape; the values are numbers of elements."""
+    """Return the first parameter that the other side lacks or has in another shape; values are numbers of elements."""
     left_values, right_values = (
         {name: list(shape) for name, shape in zip(side.names, side.shapes)} for side in (left, right)
     )

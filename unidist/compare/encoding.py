@@ -15,13 +15,13 @@ from unidist.compare.sketch import DIRECTIONS
 
 
 def precision(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype for the sketches of some tensors: as precise as they are."""
+    """Return the dtype for the sketches of some tensors: as precise as they are."""
     wide = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
     return torch.float64 if wide else torch.float32
 
 
 def encoded(record: dict[str, Any], sketches: Tensor | None = None) -> bytes:
-    """A record as it is in the file."""
+    """Return a record as it is in the file."""
     if sketches is None:
         return json.dumps(record).encode() + b"\n"
     values = sketches.contiguous()
@@ -31,7 +31,7 @@ def encoded(record: dict[str, Any], sketches: Tensor | None = None) -> bytes:
 
 
 def decoded(path: Path) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
-    """The records of a file, each with its sketches."""
+    """Yield the records of a file, each with its sketches."""
     with path.open("rb") as file:
         for line in iter(file.readline, b""):
             record = json.loads(line)

@@ -14,12 +14,12 @@ WRAPPERS = ("module", "_orig_mod")
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
-    """An optimizer's parameters, in the order of its groups."""
+    """Return an optimizer's parameters, in the order of its groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def names(optimizer: Optimizer) -> list[str]:
-    """A unique name for each parameter, without the prefixes of wrappers; group and index if no module has it."""
+    """Return a unique name for each parameter, without prefixes of wrappers; group and index if no module has it."""
     found: dict[int, str] = {}
     for root in _roots():
         for name, param in root.named_parameters(remove_duplicate=False):
@@ -31,7 +31,7 @@ def names(optimizer: Optimizer) -> list[str]:
 
 
 def _roots() -> list[nn.Module]:
-    """The modules that are no child of another."""
+    """Return the modules that are no child of another."""
     # type() and not isinstance(), which reads __class__ and so would load lazy objects. Without _modules, __init__ has
     # not run.
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]

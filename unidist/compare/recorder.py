@@ -157,12 +157,12 @@ class Recorder:
             optimizer.state.clear()
 
     def _is_idle(self, optimizer: Optimizer, gradients: Tensor) -> bool:
-        """Whether a step does not train: Horovod takes one with zero gradients to create a state to broadcast."""
+        """Return whether a step does not train: Horovod takes one with zero gradients to create the state."""
         optimizer_record = self._backwards > self._backwards_at.get(optimizer, self._backwards)
         return not optimizer_record and not norms(gradients).any()
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
-        """The optimizer's number; None before its first step, and if parameters have been added since the last."""
+        """Return the optimizer's number; None before its first step, and if parameters were added since the last."""
         number = self._numbers.get(optimizer)
         same = number is not None and len(self._parameters[number]) == len(parameters(optimizer))
         return number if same else None
@@ -185,7 +185,7 @@ class Recorder:
 
 
 def _precision(optimizer: Optimizer, params: list[Tensor]) -> float:
-    """The rounding error of the coarsest dtype of the parameters and of what is sent of their gradients."""
+    """Return the rounding error of the coarsest dtype of the parameters and of what is sent of their gradients."""
     sent = getattr(
         getattr(optimizer, "_compression", None), "__name__", ""
     )  # of Horovod's optimizers and the drop-in's

@@ -78,14 +78,14 @@ class Recording:
         return max(len(rank.steps) for rank in self.ranks)
 
     def loss(self, number: int) -> float | None:
-        """A step's loss, summed on each rank and averaged over the ranks; None if backward() got no scalar."""
+        """Return a step's loss, summed on each rank and averaged over the ranks; None if backward() got no scalar."""
         steps = [rank.steps[number] for rank in self.ranks if number < len(rank.steps)]
         sums = [sum(step.losses) for step in steps if step.losses]
         return fmean(sums) if sums else None
 
 
 def read(directory: Path, ranks: int) -> Recording:
-    """The records in a directory.
+    """Return the records in a directory.
 
     Raises:
         ValueError: a rank has no records, or took no step.

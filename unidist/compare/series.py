@@ -30,7 +30,7 @@ class Point:
 
 
 def points(left: Recording, right: Recording) -> list[Point]:
-    """The steps that both sides took."""
+    """Return the steps that both sides took."""
     matched = [matches(a, b) for a, b in zip(left.ranks, right.ranks)]
     found = []
     for step in range(min(left.steps, right.steps)):
@@ -53,7 +53,7 @@ def points(left: Recording, right: Recording) -> list[Point]:
 
 
 def largest(found: Sequence[Point], name: str) -> tuple[float, int] | None:
-    """The largest relative distance of that name, and its first step."""
+    """Return the largest relative distance of that name, and its first step."""
     known = [(value, -point.step) for point in found if (value := point.apart[name]) is not None]
     if not known:
         return None
@@ -73,7 +73,7 @@ class Final:
 
 
 def final(left: Recording, right: Recording) -> Final | None:
-    """None if the sides trained other parameters."""
+    """Return the distance of the weights after the last step; None if the sides trained other parameters."""
     found: list[tuple[float, str]] = []
     squares = [0.0, 0.0]
     for (optimizer, order), left_values, right_values in zip(
@@ -91,7 +91,7 @@ def final(left: Recording, right: Recording) -> Final | None:
 
 
 def whole(sketches: Tensor) -> float:
-    """The norm of all tensors, taken as one."""
+    """Return the norm of all tensors, taken as one."""
     return math.hypot(*norms(sketches).tolist())
 
 

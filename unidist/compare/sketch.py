@@ -28,7 +28,7 @@ SMALL = 4096
 
 @torch.no_grad()
 def sketches(tensors: Sequence[Tensor | None]) -> Tensor:
-    """A sketch of each tensor; None counts as zeros. The script's random generators are not used."""
+    """Return a sketch of each tensor; None counts as zeros. The script's random generators are not used."""
     found = torch.zeros((len(tensors), 1 + DIRECTIONS), dtype=torch.float64, device="cpu")
     alike: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
     for number, tensor in enumerate(tensors):
@@ -56,7 +56,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _matrix(rows: Sequence[Tensor]) -> Tensor:
-    """The rows, with zeros behind the shorter ones."""
+    """Return the rows, with zeros behind the shorter ones."""
     if len(rows) == 1:
         return rows[0].unsqueeze(0)
     same = len({row.numel() for row in rows}) == 1
@@ -64,7 +64,7 @@ def _matrix(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _of_rows(rows: Tensor) -> Tensor:
-    """The sketch of each row of a matrix."""
+    """Return the sketch of each row of a matrix."""
     device = rows.device
     squares = torch.zeros(len(rows), 1, dtype=torch.float64, device=device)
     products = torch.zeros(len(rows), DIRECTIONS, dtype=torch.float64, device=device)
@@ -100,19 +100,19 @@ def _draw(seed: int, *shape: int) -> Tensor:
 
 
 def norms(sketches: Tensor) -> Tensor:
-    """The tensors' norms."""
+    """Return the tensors' norms."""
     return sketches[:, 0]
 
 
 def distances(left: Tensor, right: Tensor) -> Tensor:
-    """Estimates of the norms of the tensors' differences; 0 if they are equal, inf if only one is finite."""
+    """Return estimates of the norms of the tensors' differences; 0 if they are equal, inf if only one is finite."""
     between = gaps(left, right)
     estimates = between[:, 1:].square().mean(1).sqrt()
     return torch.maximum(estimates, between[:, 0])
 
 
 def gaps(left: Tensor, right: Tensor) -> Tensor:
-    """The distances of numbers; two nan are equal, and the distance of nan to a number is inf."""
+    """Return the distances of numbers; two nan are equal, and the distance of nan to a number is inf."""
     equal = (left == right) | (left.isnan() & right.isnan())
     return torch.where(equal, 0.0, (left - right).abs().nan_to_num(nan=math.inf, posinf=math.inf))
 

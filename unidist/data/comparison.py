@@ -30,10 +30,10 @@ class DataComparison(ABC):
 
     @abstractmethod
     def at(self, batch: int, *, end: bool) -> None:
-        """Called when a batch has come, from 0, and at the end. Collective for batch 0."""
+        """Compare when a batch has come, from 0, and at the end. Collective for batch 0."""
 
     def compared(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches, with a comparison at the first one, or at the end where there is none."""
+        """Yield the batches, with a comparison at the first one, or at the end where there is none."""
         end = object()
         iterator, number = iter(batches), 0
         while (batch := next(iterator, end)) is not end:
@@ -136,5 +136,5 @@ class Streams(DataComparison):
 
 
 def _differ_when_repeated(again: Tensor, first: Tensor) -> bool:
-    """Whether streams differ in what is not random; what cannot be repeated counts as random."""
+    """Return whether streams differ in what is not random; what cannot be repeated counts as random."""
     return bool((again != again[0]).any()) and bool(again.any(2).any(1).sum() == first.any(2).any(1).sum())

@@ -69,7 +69,7 @@ class ShardLoader(DataLoader[T]):
         self._progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int | str]:
-        """The epoch, and how much of it all ranks together have consumed. Not collective.
+        """Return the epoch, and how much of it all ranks together have consumed. Not collective.
 
         The same on every rank that has taken as many batches. The batch that was yielded last counts as consumed. A
         state saved at an epoch's last batch resumes with an iteration of no batches; one saved after the loop, with the
@@ -364,7 +364,7 @@ def shard_loader(
 
 
 def _source(loader: DataLoader[Any], shuffle: bool | None) -> Sampler[Any]:
-    """The sampler or batch sampler whose items are divided among the ranks."""
+    """Return the sampler or batch sampler whose items are divided among the ranks."""
     source: Any = loader.batch_sampler if _own_batches(loader) else loader.sampler
     if any(isinstance(part, DistributedSampler) for part in (source, loader.sampler, getattr(source, "sampler", None))):
         raise TypeError(

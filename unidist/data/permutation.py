@@ -44,7 +44,7 @@ class FeistelPermutation:
         return numbers
 
     def _permute(self, numbers: Tensor) -> Tensor:
-        """The place of each number below ``rows * columns`` after all rounds."""
+        """Return the place of each number below ``rows * columns`` after all rounds."""
         changed = numbers // self._columns
         hashed = numbers - changed * self._columns
         size, other = self._rows, self._columns

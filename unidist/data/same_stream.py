@@ -30,7 +30,7 @@ _INDICES = 1000
 
 
 def own_split(dataset: object, depth: int = _DEPTH) -> str:
-    """What in a dataset divides it among the ranks, such as ``split_by_node``; empty where nothing is known to."""
+    """Return what in a dataset divides it among the ranks, such as ``split_by_node``; empty if nothing is known to."""
     if getattr(dataset, "_distributed", None):
         return "split_dataset_by_node"
     if getattr(getattr(dataset, "func", dataset), "__name__", "") == "split_by_node":
@@ -48,12 +48,12 @@ def own_split(dataset: object, depth: int = _DEPTH) -> str:
 
 
 def empty_table(workers: int) -> Tensor:
-    """For each worker, a row of digests for each of the first samples; 0 where there is none."""
+    """Return for each worker a row of digests for each of the first samples; 0 where there is none."""
     return torch.zeros(max(workers, 1), _SAMPLES, _LEAVES, dtype=torch.int64)
 
 
 def recorded(samples: Iterator[Any], table: Tensor) -> Iterator[Any]:
-    """The samples, of which the first ones are written into a worker's table."""
+    """Yield the samples, of which the first ones are written into a worker's table."""
     for row in table:
         try:
             sample = next(samples)
@@ -65,7 +65,7 @@ def recorded(samples: Iterator[Any], table: Tensor) -> Iterator[Any]:
 
 
 def first_samples(dataset: Any, workers: int, worker: int = 0) -> Tensor | None:
-    """The table of a stream that is read once more, in this process, as a worker reads it, with fixed seeds.
+    """Return the table of a stream that is read once more, in this process, as a worker reads it, with fixed seeds.
 
     It is zeros where the stream cannot be repeated: it has no samples then, or others, or reads on from where it is.
     None where that fails, as without what a ``worker_init_fn`` does.
@@ -85,12 +85,12 @@ def first_samples(dataset: Any, workers: int, worker: int = 0) -> Tensor | None:
 
 
 def _reads_on(part: Any) -> bool:
-    """Whether it is an iterator, or a file that is read."""
+    """Return whether it is an iterator, or a file that is read."""
     return hasattr(part, "__next__") and (not hasattr(part, "readable") or part.readable())
 
 
 def fingerprint(dataset: Any) -> str | None:
-    """What is compared of a map-style dataset at first; None of one without a length.
+    """Return what is compared of a map-style dataset at first; None of one without a length.
 
     Of Hugging Face's its own fingerprint, of a ``Subset`` the first indices, of tensors and lists the first and last
     item. To read an item of others may open files, which worker processes must not share: of these the length alone.
@@ -103,7 +103,7 @@ def fingerprint(dataset: Any) -> str | None:
 
 
 def first_rows(dataset: Any) -> list[Any]:
-    """What tells shards of a map-style dataset apart: its length, and rows without transforms, or numbers of rows."""
+    """Return what tells shards of a map-style dataset apart: its length, rows without transforms or their numbers."""
     if isinstance(dataset, Subset):
         return [len(dataset), [str(i) for i in islice(dataset.indices, _INDICES)]]
     if isinstance(dataset, ITEMS):
@@ -116,7 +116,7 @@ def first_rows(dataset: Any) -> list[Any]:
 
 
 def differ(tables: Tensor) -> bool:
-    """Whether tables, of shape (tables, samples, leaves), are of different streams.
+    """Return whether tables, of shape (tables, samples, leaves), are of different streams.
 
     Samples may be augmented by random numbers. So streams are the same where one leaf of the samples, such as the
     label, is; leaves that are the same in all samples do not count.

@@ -55,7 +55,7 @@ class ShardSampler(Sampler[Any]):
         self.progress.set_epoch(epoch)
 
     def total(self) -> int:
-        """The number of items of a whole epoch, over all ranks."""
+        """Return the number of items of a whole epoch, over all ranks."""
         return len(self.source)
 
     def __len__(self) -> int:
@@ -76,12 +76,12 @@ class ShardSampler(Sampler[Any]):
             yield int(item) if isinstance(item, torch.Tensor) else item
 
     def order(self) -> str:
-        """A description that differs between orders of one seed."""
+        """Return a description that differs between orders of one seed."""
         drawn = " by feistel" if self.permutation == "feistel" and is_shuffle(self.source) else ""
         return f"{self.total()} items of {type(self.source).__name__}{drawn}"
 
     def is_random(self) -> bool:
-        """Whether epochs may differ: anything but the dataset's order."""
+        """Return whether epochs may differ: anything but the dataset's order."""
         return type(getattr(self.source, "sampler", self.source)) is not SequentialSampler
 
     def _draw(self, epoch: int) -> Sequence[Any] | torch.Tensor | FeistelPermutation:
@@ -130,7 +130,7 @@ class StatefulShardSampler(ShardSampler):
         self.progress.end()
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many items of it all ranks have drawn; the same on every rank that has drawn as many."""
+        """Return the epoch, and how many items of it all ranks have drawn; the same on all that have drawn as many."""
         epoch, position = self.progress.current()
         return {"epoch": epoch, "position": min(position, self.total())}
 
@@ -140,7 +140,7 @@ class StatefulShardSampler(ShardSampler):
 
 
 def is_shuffle(sampler: object) -> bool:
-    """Whether a sampler draws every index once in random order: what ``shuffle=True`` makes."""
+    """Return whether a sampler draws every index once in random order: what ``shuffle=True`` makes."""
     return (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )

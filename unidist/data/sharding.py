@@ -26,7 +26,7 @@ class Sharding:
     pad: bool = False
 
     def length(self, items: int) -> int:
-        """How many of the remaining ``items`` of an epoch belong to this rank."""
+        """Return how many of the remaining ``items`` of an epoch belong to this rank."""
         if self.drop_last:
             return items // self.world_size
         if self.pad:
@@ -41,7 +41,7 @@ class Position(NamedTuple):
     position: int = 0
 
     def next_epoch(self) -> Position:
-        """The beginning of the epoch after it."""
+        """Return the beginning of the epoch after it."""
         return Position(self.epoch + 1)
 
 
@@ -75,7 +75,7 @@ class Progress:
         return self.start
 
     def end(self) -> None:
-        """The running iteration has come to its end."""
+        """Record that the running iteration has come to its end."""
         self.start = None
 
     def restart(self) -> None:
@@ -88,12 +88,12 @@ class Progress:
         self.next, self.start = position, None
 
     def current(self) -> Position:
-        """The position in the running iteration, else where the next one starts."""
+        """Return the position in the running iteration, else where the next one starts."""
         if self.start is None:
             return self.next
         return Position(self.start.epoch, self.start.position + self.consumed)
 
 
 def mix_seeds(*parts: int) -> int:
-    """A 32-bit seed (what torch's CPU generator takes) that is another one wherever a part is another one."""
+    """Return a 32-bit seed (what torch's CPU generator takes) that is another one wherever a part is another one."""
     return random.Random(repr(parts)).getrandbits(32)

@@ -68,21 +68,21 @@ class ShardStream(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def read_per_kept(self, workers: int) -> int:
-        """How many samples each of a rank's workers reads for one that it keeps."""
+        """Return how many samples each of a rank's workers reads for one that it keeps."""
         if shards_itself(self.dataset):
             return 1
         return self.sharding.world_size * (max(workers, 1) if self.worker_split == "loader" else 1)
 
     def splits_itself(self, workers: int) -> bool:
-        """Whether the dataset divides its samples among ranks or workers."""
+        """Return whether the dataset divides its samples among ranks or workers."""
         return shards_itself(self.dataset) or (self.worker_split == "dataset" and workers > 1)
 
     def total(self) -> int:
-        """The number of samples of a whole epoch, over all ranks, where the dataset has a length."""
+        """Return the number of samples of a whole epoch, over all ranks, where the dataset has a length."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     def order(self) -> str:
-        """A description that differs between orders of one seed."""
+        """Return a description that differs between orders of one seed."""
         return f"a stream of {type(self.dataset).__name__}"
 
     def __iter__(self) -> Iterator[Any]:
@@ -138,7 +138,7 @@ class SizedShardStream(ShardStream):
 
 
 def shards_itself(dataset: object) -> TypeGuard[ShardedDataset]:
-    """Whether a dataset has a method ``set_shard``."""
+    """Return whether a dataset has a method ``set_shard``."""
     return hasattr(dataset, "set_shard")
 
 

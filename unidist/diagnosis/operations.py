@@ -60,7 +60,7 @@ class Entry:
         self.done = False
 
     def record(self, now: float) -> OperationRecord:
-        """What is known of it now."""
+        """Return what is known of it now."""
         is_barrier = self.name == "barrier"  # its tensor is not the user's
         return OperationRecord(
             self.name,
@@ -81,25 +81,25 @@ class RecentOperations:
         self._numbers: dict[tuple[int, ...], int] = {}
 
     def begin(self, name: str, ranks: tuple[int, ...], tensor: torch.Tensor) -> Entry:
-        """An operation begins; of all ranks if ``ranks`` is empty."""
+        """Record the beginning of an operation; of all ranks if ``ranks`` is empty."""
         number = self._numbers[ranks] = self._numbers.get(ranks, 0) + 1
         entry = Entry(name, number, ranks, tensor)
         self._entries.append(entry)
         return entry
 
     def records(self) -> list[OperationRecord]:
-        """The operations, the newest last."""
+        """Return the operations, the newest last."""
         now = time.monotonic()
         return [entry.record(now) for entry in list(self._entries)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``."""
+    """Return a dtype's name: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks for a message: ``0, 2 to 5``; of many parts the first."""
+    """Return ranks for a message: ``0, 2 to 5``; of many parts the first."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and parts[-1][-1] == rank - 1:

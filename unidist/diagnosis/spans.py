@@ -49,17 +49,17 @@ class Spans:
         self._add = None
 
     def number(self, group: str) -> int:
-        """The number of the next operation of a group: the same on all its ranks, which make its calls in one order."""
+        """Return the number of a group's next operation: the same on all its ranks, which call in one order."""
         number = self._numbers[group]
         self._numbers[group] = number + 1
         return number
 
     def collective(self, name: str, ranks: Sequence[int], tensor: Tensor | None) -> Collective | None:
-        """This rank comes to a collective now; None while no timeline is on."""
+        """Record that this rank comes to a collective now; None while no timeline is on."""
         return Collective(self, name, ranks, tensor) if self.on else None
 
     def data(self, batches: Iterator[T]) -> Iterator[T]:
-        """The batches of a loader, and how long each took to come."""
+        """Yield the batches of a loader, and how long each took to come."""
         while True:
             begin = perf_counter_ns()
             try:
@@ -91,11 +91,11 @@ class Collective:
         self.blocked = self._begin
 
     def wait(self) -> None:
-        """This rank begins to wait for it, which it has not until now."""
+        """Record that this rank begins to wait for it, which it has not until now."""
         self.blocked = perf_counter_ns()
 
     def end(self) -> None:
-        """It has ended."""
+        """Record that it has ended."""
         end = perf_counter_ns()
         self._spans.add(Span(self._name, "collective", self._begin, end, min(self.blocked, end), self._arguments))
 

@@ -49,10 +49,10 @@ class Storage(Protocol):
         """Keep a commit."""
 
     def read(self) -> tuple[int, Any] | None:
-        """The last one, or None."""
+        """Return the last one, or None."""
 
     def clear(self) -> None:
-        """The training has ended well."""
+        """Drop the commits: the training has ended well."""
 
 
 def store_in(storage: Storage) -> None:
@@ -62,7 +62,7 @@ def store_in(storage: Storage) -> None:
 
 
 def restarts() -> bool:
-    """Whether the launcher starts processes again after a failure, as ``torchrun --max-restarts`` does."""
+    """Return whether the launcher starts processes again after a failure, as ``torchrun --max-restarts`` does."""
     if _storage is not None:
         return True
     limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -87,13 +87,13 @@ def write(commit: int, state: Any) -> None:
 
 
 def read() -> tuple[int, Any] | None:
-    """The last commit of the processes before a restart, or None."""
+    """Return the last commit of the processes before a restart, or None."""
     found = (_storage or _CommitProcess.find()) if restarts() else None
     return found.read() if found else None
 
 
 def remove() -> None:
-    """The training has ended well: there is nothing to go on with."""
+    """Drop the commits: the training has ended well."""
     if restarts() and _writes() and (found := _storage or _CommitProcess.find()):
         found.clear()
 
@@ -130,7 +130,7 @@ class _CommitProcess:
 
     @classmethod
     def find(cls) -> _CommitProcess | None:
-        """The one of this process's torchrun."""
+        """Return the one of this process's torchrun."""
         command = _command()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
@@ -177,7 +177,7 @@ class _CommitProcess:
                 file.truncate()
 
     def runs(self) -> bool:
-        """Whether it holds this user's files."""
+        """Return whether it holds this user's files."""
         try:
             self._open(2).close()
         except OSError:
@@ -189,5 +189,5 @@ class _CommitProcess:
 
 
 def _command() -> list[str]:
-    """The command of the process, without the files that it holds."""
+    """Return the command of the process, without the files that it holds."""
     return [sys.executable, "-ISc", _PROGRAM, str(os.getppid()), start_time(os.getppid())]

@@ -45,7 +45,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every rank has processed a batch.
+        """Record that every rank has processed a batch.
 
         Args:
             batch_idx: its number; of no effect.
@@ -60,7 +60,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how many of its samples have been processed."""
+        """Return the epoch, and how many of its samples have been processed."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def reset(self) -> None:

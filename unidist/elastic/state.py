@@ -28,13 +28,13 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The workers have changed: ``reset``, and the callbacks."""
+        """Call ``reset`` and the callbacks: the workers have changed."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """``save`` and ``check_host_updates``. Every rank must call it equally often.
+        """Call ``save`` and ``check_host_updates``. Every rank must call it equally often.
 
         What comes after the last commit is lost when a worker is; a commit copies the state.
 
@@ -70,7 +70,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """The workers have changed; called before ``sync``."""
+        """Adapt to the workers, which have changed; called before ``sync``."""
 
 
 class ObjectState(State):
@@ -101,7 +101,7 @@ class ObjectState(State):
         self._sync_from(self._latest())
 
     def _latest(self) -> int:
-        """The first rank with the latest commit: new workers have none. Collective."""
+        """Return the first rank with the latest commit: new workers have none. Collective."""
         commits = all_gather_object(self._commits)
         self._commits = max(commits)
         return commits.index(self._commits)

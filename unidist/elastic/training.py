@@ -28,7 +28,7 @@ _REFUSED = {
 
 
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A decorator: the function trains, and is called again each time that the workers have changed.
+    """Decorate a function that trains: it is called again each time that the workers have changed.
 
     Before each call every rank gets the state of the latest commit (``state.sync()``). When a worker is lost, the
     others return to their last commit; when workers come or leave, they do so at a commit. Then the state's reset
@@ -101,7 +101,7 @@ def train(state: State, func: Callable[[], T], join: Callable[[], None], lost: t
 
 
 def _why_over(error: Exception, member: membership.Membership | None, lost: type[Exception]) -> str:
-    """Why the generation is over; raises the error if it has another reason."""
+    """Return why the generation is over; raises the error if it has another reason."""
     if isinstance(error, HostsUpdatedInterrupt) and member is not None:
         return ""
     in_call = isinstance(error, (CollectiveError, lost))

@@ -76,7 +76,7 @@ class GradientAverager:
         }
 
     def fits(self) -> bool:
-        """Whether the buckets have the dtypes and devices of the parameters; not after ``model.double()``."""
+        """Return whether the buckets have the dtypes and devices of the parameters; not after ``model.double()``."""
         return all(bucket.fits() for bucket in self.buckets)
 
     def begin(self, *waits: Wait) -> None:
@@ -105,13 +105,13 @@ class GradientAverager:
             self._waits.pop(0)()
 
     def accumulate(self, param: Tensor) -> None:
-        """The gradient of a parameter has been accumulated, and will be again before it is averaged."""
+        """Record that the gradient of a parameter has been accumulated, and will be again before it is averaged."""
         position = self._positions.get(param)
         if position is not None and self.buckets[position[0]].copies_each:
             self.buckets[position[0]].copy_in([position[1]], 1.0)
 
     def ready(self, param: Tensor) -> None:
-        """The gradient of a parameter is complete, but for hooks of the user's that run after this one."""
+        """Take a parameter's gradient, which is complete but for hooks of the user's that run after this one."""
         position = self._positions.get(param)  # once: the hash of a tensor is a call of Python
         if position is None:
             self._sparse_pending.discard(param)

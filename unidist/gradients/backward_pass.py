@@ -17,7 +17,7 @@ from unidist.tree import tensors_in
 
 
 def current_pass() -> int:
-    """A number of the running backward pass, for comparison; -1 outside."""
+    """Return a number of the running backward pass, for comparison; -1 outside."""
     return torch._C._current_graph_task_id()
 
 
@@ -25,13 +25,13 @@ class BackwardPass(Protocol):
     """One backward pass of a model: made when it begins, dropped when it is over."""
 
     def ready(self, param: Tensor) -> None:
-        """The gradient of a parameter has been accumulated."""
+        """Take a parameter's gradient, which has been accumulated."""
 
     def finish(self) -> None:
-        """All gradients have been accumulated."""
+        """End the pass: all gradients have been accumulated."""
 
     def abandon(self) -> None:
-        """The pass failed, and another one has begun."""
+        """Drop the pass, which failed: another one has begun."""
 
 
 class PlainPass:

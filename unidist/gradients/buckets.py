@@ -88,12 +88,12 @@ class Bucket:
         return part.view(shape) if strides is None else part.as_strided(shape, strides)
 
     def fits(self) -> bool:
-        """Whether the parameters still have the dtype and the device of the storage."""
+        """Return whether the parameters still have the dtype and the device of the storage."""
         dtype, device = self._kind
         return all(param.dtype == dtype and param.device == device for param in self.params)
 
     def is_referenced(self) -> bool:
-        """Whether anything but this bucket and its parameters refers to the storage or a view."""
+        """Return whether anything but this bucket and its parameters refers to the storage or a view."""
         if not self.views:
             return False
         # The bucket's own references: flat, its parts and its views; here the storage's name.
@@ -177,7 +177,7 @@ class Bucket:
         self._kept.clear()
 
     def release(self) -> None:
-        """The parameters have their gradients: drop what is not needed until the next ones."""
+        """Drop what is not needed until the next gradients: the parameters have theirs."""
 
 
 class LargeBucket(Bucket):
@@ -256,7 +256,7 @@ def _nbytes(param: Tensor) -> int:
 
 
 def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors of one device together, in order of first appearance."""
+    """Return the tensors of one device together, in order of first appearance."""
     devices: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         devices.setdefault(tensor.device, []).append(tensor)
@@ -264,12 +264,12 @@ def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def flatten_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of tensors of one device, of any dtypes, in one uint8 tensor."""
+    """Return the bytes of tensors of one device, of any dtypes, in one uint8 tensor."""
     return torch.cat([as_bytes(tensor) for tensor in tensors])
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor of any dtype; no copy is made of a contiguous one."""
+    """Return the bytes of a tensor of any dtype; no copy is made of a contiguous one."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     # One element may have any stride, of which no view of another dtype is possible.
     return (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
@@ -288,8 +288,8 @@ def unflatten_bytes(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _dense_strides(param: Tensor) -> tuple[int, ...] | None:
-    """The parameter's strides if they leave no gaps, else None. Fused optimizers need the gradient's strides to be
-    the same.
+    """Return the parameter's strides if they leave no gaps, else None. Fused optimizers need the gradient's strides to
+    be the same.
     """
     expected = 1
     for stride, size in sorted(zip(param.stride(), param.shape)):

@@ -93,7 +93,7 @@ class _Averaging:
         )
 
     def begin(self, sync: bool) -> BackwardPass:
-        """A backward pass begins; if it averages, buffers follow the first rank's meanwhile."""
+        """Begin a backward pass; if it averages, buffers follow the first rank's meanwhile."""
         averager, module = self._averager, self._module()
         if not sync:
             averager.prepare()

@@ -169,13 +169,13 @@ class _Buffers:
         self._reducer = reducer
 
     def begin(self, _: bool) -> BackwardPass:
-        """A backward pass begins. Collective."""
+        """Begin a backward pass. Collective."""
         module = self._module()
         return PlainPass(finish=self._reducer.start_broadcast([] if module is None else list(module.buffers())))
 
 
 def _mean(size: int) -> Callable[..., Any]:
-    """A communication hook that does what DDP does without one."""
+    """Return a communication hook that does what DDP does without one."""
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, not their names
         future = dist.all_reduce(bucket.buffer().div_(size), group=state, async_op=True).get_future()
@@ -185,7 +185,7 @@ def _mean(size: int) -> Callable[..., Any]:
 
 
 def _recorded(hook: Callable[..., Any], ranks: Sequence[int]) -> Callable[..., Any]:
-    """A communication hook whose buckets are in the timeline. A backward pass waits for the last one."""
+    """Return a communication hook whose buckets are in the timeline. A backward pass waits for the last one."""
 
     def recorded(state, bucket):  # type: ignore[no-untyped-def]  # see _mean
         span = spans.collective("backward", ranks, bucket.buffer())
@@ -205,7 +205,7 @@ def _recorded(hook: Callable[..., Any], ranks: Sequence[int]) -> Callable[..., A
 
 
 def _compressed(dtype: torch.dtype, size: int) -> Callable[..., Any]:
-    """A communication hook that averages gradients in ``dtype``; torch's own does not take bfloat16 on the CPU."""
+    """Return a communication hook that averages gradients in ``dtype``; torch's own takes no bfloat16 on the CPU."""
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # see _mean
         buffer = bucket.buffer()

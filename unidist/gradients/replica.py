@@ -39,7 +39,7 @@ class ReplicatedModels:
         return number
 
     def end(self) -> None:
-        """The world has ended: the next backward pass of a model that averages is an error."""
+        """Make the next backward pass of a model that averages an error: the world has ended."""
         for watched in self.models.values():
             watched.ended = True
 
@@ -80,7 +80,7 @@ class Replica:
         self._watched.average = average
 
     def set_overlap(self, overlap: bool) -> None:
-        """Whether reductions start during the backward pass: if no other model may take part in it."""
+        """Set whether reductions start during the backward pass: if no other model may take part in it."""
         if self._watched.averager is not None:
             self._watched.averager.overlap = overlap
 

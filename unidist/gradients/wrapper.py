@@ -99,7 +99,7 @@ class TrainedParameters:
             return [torch.autograd.graph.get_gradient_edge(param).node for param in params if param.requires_grad]
 
     def converted(self) -> bool:
-        """Whether ``model.double()``, ``model.to(device)`` or the like have cut the gradients off.
+        """Return whether ``model.double()``, ``model.to(device)`` or the like have cut the gradients off.
 
         A conversion, also one there and back, gives a parameter other memory, and a new gradient accumulator without
         DDP's hooks; other memory alone does no harm.
@@ -117,11 +117,11 @@ class TrainedParameters:
         return False
 
     def of_other_kind(self) -> bool:
-        """Whether a parameter has another dtype or device than at first."""
+        """Return whether a parameter has another dtype or device than at first."""
         return any(param.dtype is not dtype or param.device != device for _, _, param, dtype, device in self._slots)
 
     def replaced(self) -> bool:
-        """Whether the model has another object in place of a parameter or of a submodule, or one more.
+        """Return whether the model has another object in place of a parameter or of a submodule, or one more.
 
         Plain tensors do not count: ``torch.func.functional_call`` puts them there, and trains them itself.
         """
@@ -211,7 +211,7 @@ def refuse_join(options: ModelOptions) -> None:
 
 
 def replaced_parameters(call: str) -> UnidistError:
-    """The error for a model whose parameters are not those any more that it had when it was given to ``call``."""
+    """Return the error for a model that has other parameters than when it was given to ``call``."""
     return UnidistError(
         "parameters of this model were converted (.double(), .half(), .to(...)), replaced or added after "
         f"unidist.{call}, so that their gradients are not averaged: do that before unidist.{call}, or call it again "
@@ -230,7 +230,7 @@ def refuse_unfrozen(frozen: Sequence[tuple[str, Tensor]], again: str) -> None:
 
 
 def world_ended(call: str) -> UnidistError:
-    """The error for a model that was made data-parallel in a world that has ended."""
+    """Return the error for a model that was made data-parallel in a world that has ended."""
     return UnidistError(
         f"this model was given to {call} in a world that has ended, by unidist.shutdown() or because the workers of an "
         f"elastic run have changed: call {call} again, on the plain model, in the function that unidist.elastic.run "
@@ -239,12 +239,12 @@ def world_ended(call: str) -> UnidistError:
 
 
 def frozen_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters that do not require grad, with their names."""
+    """Return the parameters that do not require grad, with their names."""
     return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
 
 def unused_parameters(params: Mapping[str, Tensor]) -> UnidistError:
-    """The error for parameters that got no gradient in a backward pass, by their names."""
+    """Return the error for parameters that got no gradient in a backward pass, by their names."""
     if frozen := [name for name, param in params.items() if not param.requires_grad]:
         return UnidistError(
             f"{frozen[0]!r} was frozen (requires_grad=False) after unidist.wrap_model, and gets no gradient: wrap "

@@ -98,7 +98,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether ``init`` (or ``unidist.init``) has been called, and ``shutdown`` not since."""
+    """Return whether ``init`` (or ``unidist.init``) has been called, and ``shutdown`` not since."""
     return context.is_initialized()
 
 
@@ -110,37 +110,37 @@ def _topology() -> Topology:
 
 
 def size() -> int:
-    """The number of processes. Before ``init``, this and those below raise ``ValueError``."""
+    """Return the number of processes. Before ``init``, this and those below raise ``ValueError``."""
     return _topology().world_size
 
 
 def rank() -> int:
-    """This process's rank, from 0."""
+    """Return this process's rank, from 0."""
     return _topology().rank
 
 
 def local_size() -> int:
-    """The number of processes on this node."""
+    """Return the number of processes on this node."""
     return _topology().local_size
 
 
 def local_rank() -> int:
-    """This process's rank among those of its node, from 0."""
+    """Return this process's rank among those of its node, from 0."""
     return _topology().local_rank
 
 
 def cross_size() -> int:
-    """The number of nodes that have a process of this local rank."""
+    """Return the number of nodes that have a process of this local rank."""
     return _topology().cross_size
 
 
 def cross_rank() -> int:
-    """This process's rank among those of its local rank, from 0: that of its node, where all nodes have as many."""
+    """Return this process's rank among those of its local rank, from 0: that of its node if all have as many."""
     return _topology().cross_rank
 
 
 def is_homogeneous() -> bool:
-    """Whether all nodes have as many processes."""
+    """Return whether all nodes have as many processes."""
     return _topology().homogeneous
 
 
@@ -163,33 +163,33 @@ def stop_timeline() -> None:
 
 # ------------------------------------------------------------------------------------ what is there
 def mpi_threads_supported() -> bool:
-    """Whether the backend takes calls from several threads: each one does."""
+    """Return whether the backend takes calls from several threads: each one does."""
     _topology()
     return True
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI moves the tensors."""
+    """Return whether MPI moves the tensors."""
     return context.is_initialized() and context.backend_name() == "mpi"
 
 
 def mpi_built() -> bool:
-    """Whether the backend ``mpi`` has what it needs: mpi4py."""
+    """Return whether the backend ``mpi`` has what it needs: mpi4py."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def gloo_enabled() -> bool:
-    """Whether gloo moves CPU tensors."""
+    """Return whether gloo moves CPU tensors."""
     return not mpi_enabled()
 
 
 def gloo_built() -> bool:
-    """Whether this torch has gloo."""
+    """Return whether this torch has gloo."""
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 def nccl_built() -> int:
-    """The version of this torch's NCCL as a number, 0 without one."""
+    """Return the version of this torch's NCCL as a number, 0 without one."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return 0
     major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]
@@ -197,20 +197,20 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False: torch has no backend of that name."""
+    """Return False: torch has no backend of that name."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: torch has no backend of that name."""
+    """Return False: torch has no backend of that name."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether this torch was built for CUDA."""
+    """Return whether this torch was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether this torch was built for ROCm."""
+    """Return whether this torch was built for ROCm."""
     return torch.version.hip is not None

@@ -103,7 +103,7 @@ def open_control(
 def _listen(
     rank: int, children: Sequence[int], hosts: Sequence[addresses.Host]
 ) -> tuple[socket.socket | None, tuple[str, int] | str | None]:
-    """Where ranks connect to this one: the socket, and its address and port for the others, or an error."""
+    """Return where ranks connect to this one: the socket, and its address and port for the others, or an error."""
     if not children:
         return None, None
     try:

@@ -16,12 +16,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor that is sent, and the context that ``decompress`` needs."""
+        """Return the tensor that is sent, and the context that ``decompress`` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The tensor as it was before, but for its values."""
+        """Return the tensor as it was before, but for its values."""
         raise NotImplementedError
 
 
@@ -68,7 +68,7 @@ def compress_bucket(bucket: Bucket, compression: type[Compressor]) -> tuple[Tens
 
 
 def _compress_each(bucket: Bucket, compression: type[Compressor]) -> tuple[Tensor, Callable[[], object]]:
-    """What is sent of a bucket with a user's compressor, which compresses each gradient by itself; and its inverse."""
+    """Return what is sent of a bucket with a user's compressor, which takes gradients one by one; and its inverse."""
     parts, ctxs = zip(*(compression.compress(view) for view in bucket.views))
     sent = torch.cat([part.reshape(-1) for part in parts])
 

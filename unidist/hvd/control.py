@@ -72,23 +72,23 @@ class Endpoint(Protocol):
     """What a control thread serves; all calls come from that thread."""
 
     def count_submitted(self) -> int:
-        """How many operations have been submitted since the last call of ``take_submitted``."""
+        """Return how many operations have been submitted since the last call of ``take_submitted``."""
 
     def take_submitted(self) -> Submit | None:
-        """These operations."""
+        """Return these operations."""
 
     def process(self, message: Any) -> None:
         """Do what the coordinator says."""
 
     def activity(self) -> str:
-        """What this rank is doing."""
+        """Return what this rank is doing."""
 
     def report(self, title: str) -> None:
         """Report what all ranks are doing. Returns at once."""
 
 
 def parents(processes: Sequence[Process]) -> list[int]:
-    """The rank that each rank connects to: its host's lowest one, the leader, and a leader to rank 0."""
+    """Return the rank that each rank connects to: its host's lowest one, the leader, and a leader to rank 0."""
     leaders: dict[str, int] = {}
     lowest = [leaders.setdefault(process.host.id, rank) for rank, process in enumerate(processes)]
     return [leader if leader != rank else 0 for rank, leader in enumerate(lowest)]
@@ -143,7 +143,7 @@ class ControlThread(ABC):
         self._thread.start()
 
     def wake(self, *, urgent: bool) -> None:
-        """There is something to send: now, if a caller waits for it. Any thread, not blocking."""
+        """Send what there is: now, if a caller waits for it. Any thread, not blocking."""
         if urgent:
             self._urgent = True
         elif self._awake:
@@ -174,14 +174,14 @@ class ControlThread(ABC):
 
     @abstractmethod
     def _lose(self, rank: int, why: str, abort_after: float = _GRACE_S) -> None:
-        """The connection to a rank has failed; collective calls that wait for it are aborted after some seconds."""
+        """Handle a connection to a rank that has failed; calls that wait for it are aborted after some seconds."""
 
     def _after_events(self) -> None:  # noqa: B027 - a rank may have nothing to do
-        """All that has arrived has been received."""
+        """Go on after all that has arrived has been received."""
 
     @abstractmethod
     def _fail(self, reason: str) -> None:
-        """This thread ends by an error: end all operations."""
+        """End all operations: this thread ends by an error."""
 
     @abstractmethod
     def _leave(self) -> None:
@@ -230,7 +230,7 @@ class ControlThread(ABC):
             self._send(message)
 
     def _is_gathering(self) -> bool:
-        """Whether submissions, which nobody waits for, are not sent yet: for a cycle, and while more of them come."""
+        """Return whether submissions, which nobody waits for, are not sent yet: for a cycle, and while more come."""
         now, cycle = time.monotonic(), self._options.cycle
         if not self._endpoint.count_submitted():
             self._awake = False  # who submits after this line wakes this thread up again
@@ -364,7 +364,7 @@ class LeaderThread(ControlThread):
         self._reported: dict[int, str] = {}
 
     def _others(self) -> list[int]:
-        """The ranks of this host that are connected."""
+        """Return the ranks of this host that are connected."""
         return [rank for rank in self._connections if rank != 0]
 
     def _send(self, message: Any) -> None:
@@ -522,7 +522,7 @@ class CoordinatorThread(ControlThread):
                     self._endpoint.process(message)
 
     def _find_routes(self, ranks: tuple[int, ...]) -> tuple[int, list[int], list[int]]:
-        """A bit for each of some ranks; the connections that reach no other ranks, and those that reach others too."""
+        """Return a bit for each of some ranks; the connections that reach no other ranks, and those that do."""
         mask = sum(1 << rank for rank in ranks)
         reached = {rank: behind & mask for rank, behind in self._masks.items() if behind & mask}
         whole = [rank for rank, found in reached.items() if found == self._masks[rank]]
@@ -578,7 +578,7 @@ def _watch(selector: selectors.BaseSelector, connection: Connection, data: Any =
 
 
 def _why_lost(error: OSError) -> tuple[str, float]:
-    """What to say of a connection that has failed, and after how many seconds calls that wait are aborted."""
+    """Return what to say of a connection that has failed, and after how many seconds calls that wait are aborted."""
     if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN):
         return f"cannot be reached any more: {error}", 0.0
     return f"is gone: {error}", _GRACE_S

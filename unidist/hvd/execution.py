@@ -98,7 +98,7 @@ def _all_reduce(backend: Backend, group: Group, signatures: Signatures, operatio
 
 
 def reduce_values(signature: Signature, values: list[bytes], size: int) -> bytes:
-    """The reduction of small tensors that were sent as bytes: those of the ranks, in rank order."""
+    """Return the reduction of small tensors that were sent as bytes: those of the ranks, in rank order."""
     dtype: torch.dtype = getattr(torch, signature.dtypes[0])
     rows = torch.frombuffer(bytearray().join(values), dtype=dtype).view(len(values), -1)
     rows = scale_(rows.to(WIDER.get(dtype, dtype)), signature.prescale, dtype=dtype)

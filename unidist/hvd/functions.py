@@ -92,7 +92,7 @@ def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | N
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of rank ``root_rank`` on every rank; anything that pickle (or cloudpickle, if installed) takes.
+    """Return the object of rank ``root_rank`` on every rank; anything that pickle (or cloudpickle, if installed) takes.
     Collective.
 
     Args:

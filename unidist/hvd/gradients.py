@@ -115,7 +115,7 @@ class OptimizerGradients:
         self._end_round()
 
     def reduce_zeros(self) -> None:
-        """One round with zeros, after this rank has joined. Collective."""
+        """Make one round with zeros, after this rank has joined. Collective."""
         for param in self._names:
             param.grad = None
         self.finish()
@@ -171,7 +171,7 @@ class OptimizerGradients:
             averager.begin()
 
     def _fits(self, averager: GradientAverager) -> bool:
-        """Whether the buckets serve this round: no longer those of before ``model.double()``."""
+        """Return whether the buckets serve this round: no longer those of before ``model.double()``."""
         return self._averaging or averager.fits()
 
     def _announce_round(self) -> None:

@@ -32,7 +32,7 @@ class HostSubmissions:
         self._partial = 0
 
     def forward(self, rank: int, message: Any) -> Forwarded:
-        """What is sent on when a rank has sent a message. Only what it submits by ids may be held."""
+        """Return what is sent on when a rank has sent a message. Only what it submits by ids may be held."""
         if not isinstance(message, Submit):
             return [*self.take([rank]), ((rank,), message)]
         ids, rest = message.cached, message._replace(cached=0)
@@ -44,7 +44,7 @@ class HostSubmissions:
         return [*forwarded, ((rank,), rest)] if rest != Submit() else forwarded
 
     def take(self, ranks: Collection[int] = ()) -> Forwarded:
-        """What all ranks of the host have submitted, and has not been taken, and whatever is held of some ranks."""
+        """Return what all ranks of the host have submitted and has not been taken, and what is held of some ranks."""
         complete = reduce(and_, self._submitted.values())
         found: dict[int, list[int]] = {}
         for rank, held in self._held.items():

@@ -184,8 +184,8 @@ _CLASSES = {
 # In a steady state each step has the same ones. By type: those without fields are equal to each other.
 @lru_cache(256, typed=True)
 def encode(message: Any) -> bytes:
-    """The bytes of a message: JSON, in which a named tuple is a list of its fields, and bytes are a text. The ranks of
-    ``Forward`` come before its message, which is encoded already.
+    """Return the bytes of a message: JSON, in which a named tuple is a list of its fields, and bytes are a text. The
+    ranks of ``Forward`` come before its message, which is encoded already.
     """
     if isinstance(message, Forward):
         return b"%x " % message.ranks + message.message
@@ -194,7 +194,7 @@ def encode(message: Any) -> bytes:
 
 @lru_cache(256)
 def decode(data: bytes) -> Any:
-    """The message of ``encode``.
+    """Return the message of ``encode``.
 
     Raises:
         ValueError: there is none.
@@ -211,7 +211,7 @@ def decode(data: bytes) -> Any:
 
 @cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """What makes a value of a type from its JSON; it raises ``TypeError`` or ``ValueError`` for that of another one."""
+    """Return what makes a value of a type from its JSON; ``TypeError`` or ``ValueError`` for that of another one."""
     if kind is bytes:
         return lambda text: text.encode("latin-1")
     if kind is float:

@@ -122,7 +122,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """``allreduce`` in place, without gradients; returns ``tensor``."""
+    """Reduce in place, as ``allreduce``, without gradients; return ``tensor``."""
     session = current_session()
     handle = _submit_allreduce(
         [tensor], [tensor], average, name, op, prescale_factor, postscale_factor, process_set, _first, True
@@ -156,7 +156,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """``allreduce`` of several tensors in one operation; a list of new tensors. Differentiable."""
+    """Reduce several tensors in one operation, as ``allreduce``; return a list of new ones. Differentiable."""
     compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors))
     how = (op, prescale_factor, postscale_factor, process_set)
     reduced = _differentiable(
@@ -190,7 +190,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """``grouped_allreduce`` in place, without gradients; the tensors."""
+    """Reduce several tensors in place, as ``grouped_allreduce``, without gradients; return them."""
     session = current_session()
     handle = _submit_allreduce(
         tensors, tensors, average, name, op, prescale_factor, postscale_factor, process_set, tuple, True
@@ -262,7 +262,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """``allgather`` of several tensors in one operation; a tuple of new tensors. Differentiable."""
+    """Gather several tensors in one operation, as ``allgather``; return a tuple of new ones. Differentiable."""
     rows = [tensor.shape[0] for tensor in tensors]
     return _differentiable(
         lambda *sent: synchronize(grouped_allgather_async(sent, name, process_set)),
@@ -308,7 +308,7 @@ def broadcast_async(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """``broadcast`` in place, without gradients; returns ``tensor``."""
+    """Broadcast in place, as ``broadcast``, without gradients; return ``tensor``."""
     session = current_session()
     result: Tensor = session.wait(_submit_broadcast(tensor, tensor, root_rank, name, process_set, True))
     return result
@@ -439,7 +439,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """``reducescatter`` of several tensors in one operation; a list of new tensors. Differentiable."""
+    """Reduce and scatter several tensors in one operation; return a list of new ones. Differentiable."""
     compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors))
     how = (name, op, process_set, prescale_factor, postscale_factor)
     factor = _scatter_factor(op, process_set, prescale_factor, postscale_factor)
@@ -465,7 +465,7 @@ def grouped_reducescatter_async(
 
 # ------------------------------------------------------------------------------------ waiting
 def poll(handle: int) -> bool:
-    """Whether ``synchronize`` would return at once. Raises ``ValueError`` for a handle that has been synchronized."""
+    """Return whether ``synchronize`` would return at once. Raises ``ValueError`` for a handle that was synchronized."""
     return current_session().poll(handle)
 
 
@@ -535,7 +535,7 @@ def _submit_allreduce(
 
 
 def _value(tensors: Sequence[Tensor], signature: Signature, group: ProcessSetGroups) -> bytes:
-    """The numbers of a small tensor, which are sent with the request if the caller waits; else nothing."""
+    """Return the numbers of a small tensor, which are sent with the request if the caller waits; else nothing."""
     first = tensors[0]
     if (
         len(tensors) > 1
@@ -551,7 +551,7 @@ def _value(tensors: Sequence[Tensor], signature: Signature, group: ProcessSetGro
 def _allreduce_signature(
     session: Session, op: str, prescale: float, postscale: float, tensors: Sequence[Tensor]
 ) -> Signature:
-    """The signature of an allreduce; the same object for equal ones."""
+    """Return the signature of an allreduce; the same object for equal ones."""
     prescale, postscale = float(prescale), float(postscale)
     key = (op, prescale, postscale, *[(tensor.dtype, tensor.shape, tensor.device.type) for tensor in tensors])
     signature = session.signatures.get(key)
@@ -699,7 +699,7 @@ def _differentiable(run: Callable[..., Any], transpose: Callable[[list[Tensor]],
 
 
 def _own_parts(grads: Sequence[Tensor], rows: Sequence[int], process_set: ProcessSet) -> list[Tensor]:
-    """This rank's rows of gradients averaged over the ranks."""
+    """Return this rank's rows of gradients averaged over the ranks."""
     averaged = grouped_allreduce([grad.contiguous() for grad in grads], process_set=process_set)
     counts = allgather(torch.tensor([list(rows)]), process_set=process_set)
     me = process_set.rank()

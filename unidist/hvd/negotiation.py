@@ -64,7 +64,7 @@ class _Set:
         self.activate(ranks)
 
     def activate(self, ranks: tuple[int, ...]) -> None:
-        """Only these have not joined."""
+        """Let only these ranks be those that have not joined."""
         self.active = ranks
         #: A bit for each.
         self.mask = sum(1 << rank for rank in ranks)
@@ -144,7 +144,7 @@ class Coordinator:
 
     # -------------------------------------------------------------------------------- from the ranks
     def submit(self, ranks: Sequence[int], message: Submit, now: float) -> None:
-        """Ranks have submitted operations, each of them the same.
+        """Take the operations that ranks have submitted, each of them the same.
 
         Raises:
             ValueError: an id has not been given.
@@ -161,7 +161,7 @@ class Coordinator:
                 self._submit_named(rank, set_id, name, signature, value, -1, now)
 
     def join(self, rank: int, now: float) -> None:
-        """A rank has no more data: it takes part in allreduces with zeros until all have joined."""
+        """Take part in allreduces with zeros for a rank that has no more data, until all have joined."""
         if self.shutdown_reason or rank in self.joined:
             return
         everybody = self._sets[0].ranks
@@ -186,7 +186,7 @@ class Coordinator:
             self._check(entry)
 
     def begin_rounds(self, message: Rounds) -> None:
-        """A rank has begun rounds of gradient reductions: those that have joined make them, too."""
+        """Let the ranks that have joined make rounds of gradient reductions that another rank has begun."""
         process_set = self._sets.get(message.set_id)
         if process_set is None or not self.joined:  # it was sent before its rank knew that all have joined
             return
@@ -199,7 +199,7 @@ class Coordinator:
             self._outgoing.append((ranks, Rounds(message.set_id, new[0][0], tuple(reducer for _, reducer in new))))
 
     def shutdown(self, reason: str, *, abort_after: float = math.inf) -> None:
-        """All operations, pending and later, fail on all ranks.
+        """Let all operations, pending and later, fail on all ranks.
 
         Args:
             reason: for their messages; the first one stays.
@@ -216,7 +216,7 @@ class Coordinator:
 
     # -------------------------------------------------------------------------------- to the ranks
     def outgoing(self) -> Outgoing:
-        """The messages since the last call."""
+        """Return the messages since the last call."""
         if self._ready:
             self._execute()
         outgoing, self._outgoing = self._outgoing, []
@@ -230,7 +230,7 @@ class Coordinator:
         return outgoing
 
     def stalled(self, now: float, seconds: float) -> list[Stalled]:
-        """The operations that have waited so long for ranks; call it about once a second."""
+        """Return the operations that have waited so long for ranks; call it about once a second."""
         found = []
         for entry in self._pending.values():
             if now - entry.since >= seconds:
@@ -430,7 +430,7 @@ class Coordinator:
         return tuple(map(tuple, groups))
 
     def _operation(self, entry: _Pending, new: list[Definition]) -> tuple[int, int]:
-        """An operation's id and number; its definition goes to ``new`` if the ranks do not know it."""
+        """Return an operation's id and number; its definition goes to ``new`` if the ranks do not know it."""
         set_id, signature = entry.set_id, entry.signature
         number, name = (entry.name, None) if isinstance(entry.name, int) else (0, entry.name)
         if entry.id >= 0:
@@ -501,12 +501,12 @@ def _removed(set_id: int) -> str:
 
 
 def among(ranks: Sequence[int], bits: int) -> list[int]:
-    """Those whose bit is set."""
+    """Return those whose bit is set."""
     return [rank for rank in ranks if bits >> rank & 1]
 
 
 def _ids(bits: int) -> Iterator[int]:
-    """The positions of the bits that are set, ascending."""
+    """Yield the positions of the bits that are set, ascending."""
     while bits:
         low = bits & -bits
         yield low.bit_length() - 1
@@ -529,7 +529,7 @@ def _fusion_key(signature: Signature) -> object:
 
 
 def tensor_bytes(signature: Signature) -> int:
-    """Bytes of an operation's tensors on one rank."""
+    """Return the bytes of an operation's tensors on one rank."""
     return sum(
         math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in zip(signature.dtypes, signature.shapes)
     )
@@ -549,7 +549,7 @@ _ASPECTS: dict[str, tuple[str, Callable[[Signature], object]]] = {
 
 
 def display_name(signature: Signature, name: Name) -> str:
-    """An operation for a message: its name contains the kind, unless the user has given no name."""
+    """Return an operation for a message: its name contains the kind, unless the user has given no name."""
     return f"{signature.kind} without a name (number {name & 0xFFFFFFFF})" if isinstance(name, int) else name
 
 

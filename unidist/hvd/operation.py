@@ -85,7 +85,7 @@ class Operation:
             self._done_lock.release()
 
     def fail(self, reason: str) -> HorovodInternalError:
-        """``finish`` with an error, which says where the operation was submitted; that error."""
+        """Finish with an error, which says where the operation was submitted; return that error."""
         error = HorovodInternalError(f"{reason} (called at {locations.show(*self._line)})")
         self.finish(error=error)
         return error

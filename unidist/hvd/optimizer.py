@@ -39,7 +39,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """An optimizer like the given one whose ``step`` takes gradients reduced over the ranks.
+    """Return an optimizer like the given one whose ``step`` takes gradients reduced over the ranks.
 
     They are reduced in buckets while ``backward`` runs; ``synchronize()`` waits for them, and ``step()`` calls it first
     unless inside ``skip_synchronize()``. A parameter without a gradient counts as zeros. Every rank steps equally often
@@ -140,7 +140,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, ``step`` takes the gradients as they are, after a call of ``synchronize``."""
+        """Let ``step`` inside take the gradients as they are, after a call of ``synchronize``."""
         self._should_synchronize = False
         try:
             yield
@@ -217,11 +217,11 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
         self._id = self._session.rounds.add(self, GLOBAL_SET)
 
     def synchronize(self) -> None:
-        """No-op: ``step`` reduces."""
+        """Do nothing: ``step`` reduces."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raises ``AssertionError``."""
+        """Raise ``AssertionError``."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
@@ -244,7 +244,7 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
         return loss
 
     def reduce_zeros(self) -> None:
-        """A round with zeros, after this rank has joined. Collective."""
+        """Make a round with zeros, after this rank has joined. Collective."""
         self._reduce([torch.zeros_like(p) for group in self.param_groups for p in group["params"] if p.requires_grad])
 
     def _reduce(self, changes: list[Tensor]) -> None:
@@ -266,7 +266,7 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
 
 
 def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """The optimizer's parameters in its order, with their names."""
+    """Return the optimizer's parameters in its order, with their names."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if named is None:
         return {

@@ -36,11 +36,11 @@ class ProcessSet:
         return self._ranks
 
     def size(self) -> int | None:
-        """The number of its ranks; None before it has a number."""
+        """Return the number of its ranks; None before it has a number."""
         return None if self.process_set_id is None else len(_group(self).ranks)
 
     def rank(self) -> int | None:
-        """This process's rank in it; None before it has a number. Operations go by global ranks.
+        """Return this process's rank in it; None before it has a number. Operations go by global ranks.
 
         Raises:
             ValueError: this process is not in it.
@@ -52,7 +52,7 @@ class ProcessSet:
         return _group(self).ranks.index(current_session().topology.rank)
 
     def included(self) -> bool | None:
-        """Whether this process is in it; None where it has no ranks yet."""
+        """Return whether this process is in it; None where it has no ranks yet."""
         return None if self.ranks is None else current_session().topology.rank in self.ranks
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ class ResponseCache:
         self._last: dict[tuple[int, Name | Signature], Definition] = {}
 
     def submit(self, requests: Iterable[Request]) -> Submit:
-        """The message that submits operations, by their ids where they have one."""
+        """Return the message that submits operations, by their ids where they have one."""
         cached = 0
         numbered: list[tuple[int, int, bytes]] = []
         others: list[Request] = []
@@ -38,7 +38,7 @@ class ResponseCache:
         return Submit(cached, tuple(numbered), tuple(others))
 
     def groups(self, message: Execute | Complete) -> list[list[tuple[Name, Signature]]]:
-        """The name and the signature of each operation of a message, in the groups that are executed together."""
+        """Return the name and signature of each operation of a message, in the groups that are executed together."""
         for definition in message.new:
             if definition.id >= 0:
                 self._definitions[definition.id] = definition

@@ -32,7 +32,7 @@ class JoinableReducer(Protocol):
     """Reduces the gradients of one optimizer."""
 
     def reduce_zeros(self) -> None:
-        """One whole round, with zeros in place of this rank's gradients. Collective."""
+        """Make one whole round, with zeros in place of this rank's gradients. Collective."""
 
 
 class _SetRounds:
@@ -61,7 +61,7 @@ class GradientRounds:
         self._inbox: queue.SimpleQueue[Rounds | int | Exception] = queue.SimpleQueue()
 
     def add(self, reducer: JoinableReducer, set_id: int) -> ReducerId:
-        """The id of a new reducer: the same on every rank that makes its optimizers in the same order."""
+        """Return the id of a new reducer: the same on every rank that makes its optimizers in the same order."""
         with self._lock:
             key = ReducerId(set_id, sum(known.set_id == set_id for known in self._reducers))
             self._reducers[key] = weakref.ref(reducer)
@@ -69,13 +69,13 @@ class GradientRounds:
             return key
 
     def is_only_reducer(self, key: ReducerId) -> bool:
-        """Whether no other reducer of its process set is in use."""
+        """Return whether no other reducer of its process set is in use."""
         return not any(
             other.set_id == key.set_id and other != key and ref() is not None for other, ref in self._reducers.items()
         )
 
     def begin(self, key: ReducerId) -> None:
-        """This rank begins a round; called before its first collective."""
+        """Begin a round of this rank; called before its first collective."""
         with self._lock:
             begun = self._begun[key.set_id]
             begun.count += 1
@@ -84,7 +84,7 @@ class GradientRounds:
                 self._send(Rounds(key.set_id, begun.count, (key.number,)))
 
     def announce(self) -> None:
-        """A rank has joined: announce each round from now on, and the last ones, which it may have missed."""
+        """Announce each round from now on, and the last ones, which a rank that has joined may have missed."""
         with self._lock:
             self._announcing = True
             for set_id, begun in self._begun.items():
@@ -92,17 +92,17 @@ class GradientRounds:
                     self._send(Rounds(set_id, begun.count - len(begun.last) + 1, tuple(begun.last)))
 
     def receive(self, rounds: Rounds) -> None:
-        """Another rank has begun rounds."""
+        """Queue rounds that another rank has begun."""
         self._inbox.put(rounds)
 
     def all_joined(self, last: int) -> None:
-        """Rank ``last`` was the last to join."""
+        """Record that rank ``last`` was the last to join."""
         with self._lock:
             self._announcing = False
         self._inbox.put(last)
 
     def fail(self, reason: str) -> None:
-        """Not all ranks will join."""
+        """Record that not all ranks will join."""
         self._inbox.put(LookupError(reason))
 
     def wait_for_join(self) -> int:

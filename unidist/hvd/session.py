@@ -140,7 +140,7 @@ class Session:
 
     # -------------------------------------------------------------------------------- for the calls
     def next_name(self, set_id: int) -> int:
-        """The number of an operation without a name: equal on all ranks that submit such operations in one order.
+        """Return the number of an operation without a name: equal on all ranks that submit these in one order.
 
         All ranks count anew after a join, before which some have submitted more than others.
         """
@@ -175,7 +175,7 @@ class Session:
         return handle
 
     def wait(self, handle: int) -> Any:
-        """The result of an operation; the handle cannot be used again. None for an unknown handle."""
+        """Return the result of an operation; the handle cannot be used again. None for an unknown handle."""
         operation = self._handles.get(handle)
         if operation is None:
             return None
@@ -188,18 +188,18 @@ class Session:
                 self._handles.pop(handle, None)
 
     def run(self, operation: Operation) -> Any:
-        """``submit`` and ``wait``."""
+        """Call ``submit`` and ``wait``."""
         return self.wait(self.submit(operation, send_now=True))
 
     def poll(self, handle: int) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
         operation = self._handles.get(handle)
         if operation is None:
             raise ValueError(f"handle {handle} was not created by this session, or has been synchronized already.")
         return operation.done
 
     def why_failed(self, error: Exception) -> str:
-        """Why a collective call failed: that a rank is lost, which the control thread may learn a little later."""
+        """Return why a collective call failed: a rank is lost, which the control thread may learn a little later."""
         end = time.monotonic() + _VERDICT_S
         while not self._closed and isinstance(error, CollectiveError) and time.monotonic() < end:
             time.sleep(0.01)
@@ -221,7 +221,7 @@ class Session:
         return last
 
     def fail(self, reason: str) -> None:
-        """This rank cannot make the collective calls that the others make: end all operations, on all ranks."""
+        """End all operations, on all ranks: this one cannot make the collective calls that the others make."""
         if self.topology.world_size > 1 and not self._closed:
             self._control.post(Failure(reason))
 
@@ -240,11 +240,11 @@ class Session:
 
     # -------------------------------------------------------------------------------- for the control thread
     def count_submitted(self) -> int:
-        """How many operations have been submitted since the last call of ``take_submitted``."""
+        """Return how many operations have been submitted since the last call of ``take_submitted``."""
         return len(self._submitted)
 
     def take_submitted(self) -> Submit | None:
-        """These operations."""
+        """Return these operations."""
         if not self._submitted or self._closed:
             return None
         requests = []
@@ -294,7 +294,7 @@ class Session:
             self._abort_after(message.abort_after)
 
     def activity(self) -> str:
-        """What this rank is doing, for the others' messages."""
+        """Return what this rank is doing, for the others' messages."""
         executing = next((each for each in self._executing if each is not None), None)
         if executing is not None:
             return f"in {_row(executing)}"
@@ -308,7 +308,7 @@ class Session:
             self._watch.report_soon(f"unidist: {title}")
 
     def records(self) -> list[OperationRecord]:
-        """The pending operations, and the last one that is done, for reports. Any thread."""
+        """Return the pending operations, and the last one that is done, for reports. Any thread."""
         now = time.monotonic()
         executing = [each for each in self._executing if each is not None]
         pending = [*executing, *list(self._pending.values()), *list(self._submitted.values())]
@@ -435,7 +435,7 @@ def _group(set_id: int) -> str:
 
 
 def _row(operation: Operation) -> str:
-    """An operation for messages, and its row of the timeline."""
+    """Return an operation for messages, and its row of the timeline."""
     return display_name(operation.signature, operation.name)
 
 
@@ -501,7 +501,7 @@ timeline = TensorTimeline()
 
 
 def current_session() -> Session:
-    """The running session; the first call after ``unidist.init()`` opens it, and is collective then.
+    """Return the running session; the first call after ``unidist.init()`` opens it, and is collective then.
 
     Raises:
         ValueError: neither ``init`` nor ``unidist.init`` has been called.
@@ -512,7 +512,7 @@ def current_session() -> Session:
 
 
 def not_initialized() -> ValueError:
-    """The error of a call before ``init``."""
+    """Return the error of a call before ``init``."""
     return ValueError("Horovod has not been initialized; use hvd.init().")
 
 
@@ -547,5 +547,5 @@ def close_session() -> None:
 
 
 def is_open() -> bool:
-    """Whether there is one."""
+    """Return whether there is one."""
     return context.is_initialized() and context.of_world(_Open).session is not None

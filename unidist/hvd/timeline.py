@@ -47,14 +47,14 @@ class TensorTimeline:
             file.close()
 
     def begin(self, name: str, activity: str) -> None:
-        """A tensor enters an activity."""
+        """Record that a tensor enters an activity."""
         with self._lock:
             if self._file is not None:
                 self._depths[name] = self._depths.get(name, 0) + 1
                 self._file.add((name, "B", activity, time.perf_counter()))
 
     def end(self, name: str) -> None:
-        """A tensor leaves the activity that it entered last; no-op for one that began before the file."""
+        """Record that a tensor leaves the activity that it entered last; no-op for one that began before the file."""
         with self._lock:
             if self._file is not None and self._depths.get(name, 0):
                 self._depths[name] -= 1
@@ -63,7 +63,7 @@ class TensorTimeline:
                 self._file.add((name, "E", "", time.perf_counter()))
 
     def cycle(self) -> None:
-        """Operations begin together."""
+        """Record that operations begin together."""
         with self._lock:
             if self._file is not None and self._mark_cycles:
                 self._file.add(("cycles", "i", "CYCLE_START", time.perf_counter()))

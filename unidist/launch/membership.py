@@ -99,7 +99,7 @@ class Membership:
         return self._checks
 
     def lost(self, wait: float = 0.0) -> str:
-        """Who is lost of this generation, as far as the driver says within ``wait`` seconds; empty: nobody."""
+        """Return who is lost of this generation, as far as the driver says within ``wait`` seconds; empty: nobody."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost, wait)
             return self._lost
@@ -113,7 +113,7 @@ class Membership:
             self._send(generation=self.generation, silent=numbers)
 
     def check(self) -> bool:
-        """Whether the generation ends here: on all members in their check of the same number.
+        """Return whether the generation ends here: on all members in their check of the same number.
 
         Costs no message, unless workers are to come or leave: then the driver asks all members how many checks they
         have made, and names a number that all of them will reach.
@@ -172,7 +172,7 @@ _lock = threading.Lock()
 
 
 def current(env: Mapping[str, str] = os.environ) -> Membership | None:
-    """This process's membership; None where it is no worker of an elastic run."""
+    """Return this process's membership; None where it is no worker of an elastic run."""
     global _membership
     if _membership is None and (endpoint := env.get(settings.ELASTIC)):
         with _lock:

@@ -48,7 +48,7 @@ class Launcher:
         return [name for name in names if name]
 
     def started(self, env: Mapping[str, str]) -> bool:
-        """Whether its marks are in the environment."""
+        """Return whether its marks are in the environment."""
         return all(
             env.get(name) and value in ("", env[name]) for name, _, value in (m.partition("=") for m in self.marks)
         )
@@ -261,13 +261,13 @@ def detect(env: Mapping[str, str]) -> Launch:
 
 
 def exported_row(env: Mapping[str, str]) -> Launcher | None:
-    """The launcher of a process for which unidist has set torchrun's variables; None elsewhere."""
+    """Return the launcher of a process for which unidist has set torchrun's variables; None elsewhere."""
     said = env.get(RUN_ID, "")
     return next((row for row in LAUNCHERS if said == EXPORTED + row.name), None)
 
 
 def allocated_tasks(env: Mapping[str, str]) -> int:
-    """The tasks of the Slurm allocation that this process, started by no launcher, is alone in; 0 elsewhere."""
+    """Return the tasks of the Slurm allocation that this process, started by no launcher, is alone in; 0 elsewhere."""
     text = env.get("SLURM_NTASKS", "")
     alone = not env.get(settings.LAUNCHER) and _launcher(env) is NONE
     return int(text) if alone and re.fullmatch("[0-9]{1,9}", text) else 0
@@ -380,12 +380,12 @@ def master(env: Mapping[str, str], row: Launcher) -> tuple[str | None, int | Non
 
 
 def tcp_port(text: str) -> int | None:
-    """The number of a TCP port; None if the text is none."""
+    """Return the number of a TCP port; None if the text is none."""
     return int(text) if re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 65536 else None
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a Slurm node list: ``gpu[03-07,9],login1`` gives ``gpu03``."""
+    """Return the first host of a Slurm node list: ``gpu[03-07,9],login1`` gives ``gpu03``."""
     first = re.sub(r"\[(\w*)[^\]]*\]", r"\1", nodelist).split(",")[0]
     if not re.fullmatch(r"[\w.-]+", first):
         raise LaunchError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list: set MASTER_ADDR to rank 0's host.")

@@ -100,7 +100,7 @@ def kill(launcher: subprocess.Popen[str]) -> None:
 
 
 def output_of(*command: str) -> str:
-    """What the command prints, or an empty string where there is no such command."""
+    """Return what the command prints, or an empty string where there is no such command."""
     with suppress(OSError):
         return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
     return ""

@@ -15,7 +15,7 @@ def run(program: list[str]) -> None:
 
 
 def exported() -> dict[str, str]:
-    """The settings of this process that the ranks take, wherever they run."""
+    """Return the settings of this process that the ranks take, wherever they run."""
     return {name: text for name, text in os.environ.items() if name.startswith(("UNIDIST_", "HOROVOD_"))}
 
 

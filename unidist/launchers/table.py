@@ -92,19 +92,19 @@ BACKENDS = {"gloo": "torchrun", "nccl": "torchrun", "mpi": "openmpi", "horovod":
 
 
 def command_line(launcher: str, ranks: int, argv: Sequence[str]) -> list[str]:
-    """The launcher's command for ``ranks`` processes of ``python *argv`` on this host."""
+    """Return the launcher's command for ``ranks`` processes of ``python *argv`` on this host."""
     return [*COMMANDS[launcher].prefix(ranks), *argv]
 
 
 def known_launchers() -> str:
-    """All names for messages, each with what people type."""
+    """Return all names for messages, each with what people type."""
     return ", ".join(
         name if name == command.typed else f"{name} ({command.typed})" for name, command in COMMANDS.items()
     )
 
 
 def missing(launcher: str) -> str | None:
-    """What is not installed here and the launcher needs, or None."""
+    """Return what is not installed here and the launcher needs, or None."""
     command = COMMANDS[launcher]
     package, remedy = command.package
     if package and not find_spec(package):
@@ -117,7 +117,7 @@ def missing(launcher: str) -> str | None:
 
 
 def unavailable(launcher: str, backend: str, ranks: int) -> str | None:
-    """Why a world of so many ranks cannot be started here, or None."""
+    """Return why a world of so many ranks cannot be started here, or None."""
     if backend == "mpi" and not COMMANDS[launcher].mpi:
         names = ", ".join(name for name, command in COMMANDS.items() if command.mpi)
         return f"MPI needs its own launchers: {names}, or srun with --mpi=pmix or --mpi=pmi2"

@@ -22,12 +22,12 @@ OUTER = re.compile(
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment(env: Mapping[str, str], ranks: int, backend: str | None = None) -> dict[str, str]:
-    """``env`` with what worlds on one host need: root may start MPI, the ranks share the cores, and know their backend.
+    """Return ``env`` with what worlds on one host need: root may start MPI, ranks share cores and know their backend.
 
     What an outer launcher, or a user in its stead, has set is left out: the ranks must see their own launcher.
     """

@@ -34,7 +34,7 @@ _CONTINUED = re.compile(r"`num_replicas=|this worker's partition")
 
 
 def rewrite_comments(text: str) -> str:
-    """The text without ``Horovod:`` at the beginning of comments, and without those of statements that are gone."""
+    """Return the text without ``Horovod:`` at the beginning of comments, and those of statements that are gone."""
     lines = _LINE.findall(text)
     columns = _columns_of_comments(text)
     found: list[str] = []
@@ -65,7 +65,7 @@ def rewrite_comments(text: str) -> str:
 
 
 def _columns_of_comments(text: str) -> dict[int, int]:
-    """The columns at which comments begin, by their lines, from 1."""
+    """Return the columns at which comments begin, by their lines, from 1."""
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):
@@ -74,7 +74,7 @@ def _columns_of_comments(text: str) -> dict[int, int]:
 
 
 def _statement_below(lines: list[str], number: int) -> str:
-    """The first line below that is neither a comment nor empty."""
+    """Return the first line below that is neither a comment nor empty."""
     below = (line.strip() for line in lines[number + 1 :])
     return next((line for line in below if line and not line.startswith("#")), "")
 
@@ -88,5 +88,5 @@ def _is_stale(comment: str, named: bool, statement: str) -> bool:
 
 
 def _continues(comment: str, following: str) -> bool:
-    """Whether a comment is the rest of the sentence before it."""
+    """Return whether a comment is the rest of the sentence before it."""
     return comment.endswith(",") or _CONTINUED.match(following) is not None

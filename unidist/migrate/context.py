@@ -106,20 +106,20 @@ class Context:
 
     # -------------------------------------------------------------------------------- uses
     def uses(self, *symbols: str) -> Iterator[cst.BaseExpression]:
-        """The uses of some of Horovod's names, or of all, that no rule has handled and that need not stay."""
+        """Yield the uses of some of Horovod's names, or of all, that no rule has handled and that need not stay."""
         for node, symbol in self.names.symbols.items():
             if (not symbols or symbol in symbols) and node not in self._handled and node not in self.kept:
                 yield node
 
     def calls(self, *symbols: str) -> Iterator[cst.Call]:
-        """The calls among them."""
+        """Yield the calls among them."""
         for node in self.uses(*symbols):
             parent = self.tree.parent(node)
             if isinstance(parent, cst.Call) and parent.func is node:
                 yield parent
 
     def is_through_alias(self, use: cst.BaseExpression) -> bool:
-        """Whether a use goes through an alias of the module, as ``self.hvd.rank``."""
+        """Return whether a use goes through an alias of the module, as ``self.hvd.rank``."""
         root = self.root(use)
         by_import = isinstance(root, cst.Name) and root.value in self.names.import_only
         return not by_import and "horovod" not in self.tree.imported(root)
@@ -148,18 +148,18 @@ class Context:
         return frozenset(variable.rpartition(".")[2] for variable in self.renamed)
 
     def is_renamed(self, node: cst.BaseExpression) -> bool:
-        """Whether a name that holds the module gets the name ``unidist``."""
+        """Return whether a name that holds the module gets the name ``unidist``."""
         imported = isinstance(node, cst.Name) and node.value in self.renamed_names and self.tree.imported(node)
         return bool(imported) or self.tree.variable(node) in self.renamed
 
     def root(self, use: cst.BaseExpression) -> cst.BaseExpression:
-        """What a use starts with: the imported name, or the alias."""
+        """Return what a use starts with: the imported name, or the alias."""
         while isinstance(use, cst.Attribute) and self.tree.variable(use) not in self.names.aliases:
             use = use.value
         return use
 
     def symbol(self, node: cst.CSTNode | None) -> str | None:
-        """Horovod's name for an expression, or None."""
+        """Return Horovod's name for an expression, or None."""
         return self.names.symbols.get(node) if isinstance(node, cst.BaseExpression) else None
 
     def mark_handled(self, node: cst.CSTNode) -> None:
@@ -170,15 +170,15 @@ class Context:
             self._handled.add(self.tree.nodes[index])
 
     def remaining_uses(self) -> list[cst.BaseExpression]:
-        """The uses that no rule has handled."""
+        """Return the uses that no rule has handled."""
         return [node for node in self.names.symbols if node not in self._handled]
 
     def is_handled(self, use: cst.CSTNode) -> bool:
-        """Whether a rule has handled a use."""
+        """Return whether a rule has handled a use."""
         return use in self._handled
 
     def is_whole_world(self, size: cst.BaseExpression | None, rank: cst.BaseExpression | None) -> bool:
-        """Whether arguments of a sampler are the number of processes and this one's rank."""
+        """Return whether arguments of a sampler are the number of processes and this one's rank."""
         return (self._rank_or_size(size), self._rank_or_size(rank)) == ("size", "rank")
 
     def _rank_or_size(self, node: cst.BaseExpression | None) -> str | None:
@@ -189,7 +189,7 @@ class Context:
         return self._rank_or_size(values[0]) if len(values) == 1 and isinstance(values[0], cst.Call) else None
 
     def value_of(self, node: cst.BaseExpression | None) -> cst.BaseExpression | None:
-        """What the variable is assigned, if only once and not as a parameter; else the expression itself."""
+        """Return what the variable is assigned, if only once and not as a parameter; else the expression itself."""
         if not isinstance(node, cst.Name) or is_parameter(self.tree, self.tree.variable(node)):
             return node
         values = values_of(self.tree, node)
@@ -197,7 +197,7 @@ class Context:
 
     # -------------------------------------------------------------------------------- code
     def unidist_name_for(self, use: cst.BaseExpression, name: str) -> cst.BaseExpression:
-        """``unidist.NAME``, to replace a use: through the same alias, if that holds unidist."""
+        """Return ``unidist.NAME``, to replace a use: through the same alias, if that holds unidist."""
         if not self.is_through_alias(use) or self.is_renamed(self.root(use)):
             return dotted(f"unidist.{name}")
         if self.aliases_are_native:
@@ -208,12 +208,12 @@ class Context:
         return self.unidist_name(use, name)
 
     def unidist_name(self, node: cst.CSTNode, name: str) -> cst.BaseExpression:
-        """``unidist.NAME`` in the new code of a node that did not use a name that Horovod's import binds."""
+        """Return ``unidist.NAME`` in the new code of a node that did not use a name that Horovod's import binds."""
         self.needs_unidist.append(node)
         return dotted(f"unidist.{name}")
 
     def imports_for(self, node: cst.CSTNode) -> list[cst.Import | cst.ImportFrom]:
-        """The imports of Horovod in whose scope a node is: the innermost function's, else the module's.
+        """Return the imports of Horovod in whose scope a node is: the innermost function's, else the module's.
 
         Of several in the module, an unconditional one alone.
         """
@@ -226,29 +226,29 @@ class Context:
         return [each for each in outer if self._is_unconditional(each)][:1] or outer
 
     def can_import(self, node: cst.CSTNode) -> bool:
-        """Whether ``import unidist`` can serve a node: beside an import of Horovod, or where one is always executed."""
+        """Return whether ``import unidist`` can serve a node: beside an import of Horovod, or where it always runs."""
         return bool(self.imports_for(node)) or any(
             self.tree.function(call) is self.tree.module and self._is_unconditional(call)
             for call in self.names.dynamic_imports
         )
 
     def _is_unconditional(self, node: cst.CSTNode) -> bool:
-        """Whether a statement of the module's own level is executed in any case."""
+        """Return whether a statement of the module's own level is executed in any case."""
         return self.tree.parent(self.tree.parent(node)) is self.tree.module or (
             isinstance(statement := self.tree.statement(node), cst.SimpleStatementLine)
             and self.tree.parent(statement) is self.tree.module
         )
 
     def arguments(self, call: cst.Call) -> Arguments | None:
-        """The arguments of a call of Horovod's, by parameter; None if they cannot be determined, as with ``*args``."""
+        """Return the arguments of a call of Horovod's, by parameter; None if they are not known, as with ``*args``."""
         return bound_arguments(self.symbol(call.func) or "", call)
 
     def text(self, node: cst.CSTNode) -> str:
-        """A node's code."""
+        """Return a node's code."""
         return self.tree.text(node)
 
     def first_line(self, node: cst.CSTNode) -> str:
-        """The first line of a node's statement, and the node's own where that is another one."""
+        """Return the first line of a node's statement, and the node's own where that is another one."""
         first = self.text(self.tree.statement(node) or node).splitlines()[0]
         own = self.text(node).splitlines()[0]
         return first if own in first else f"{first} ... {own}"
@@ -260,13 +260,13 @@ class Context:
         self.edits.remark(node, what, why, remedy)
 
     def root_of(self, node: cst.BaseExpression) -> cst.BaseExpression:
-        """``a`` of ``a.b[0].c``."""
+        """Return the root of an expression: ``a`` of ``a.b[0].c``."""
         while isinstance(node, (cst.Attribute, cst.Subscript)):
             node = node.value
         return node
 
     def is_bound_at(self, node: cst.BaseExpression, at: cst.CSTNode) -> bool:
-        """Whether a dotted name, as it is written at its own place, means the same at another."""
+        """Return whether a dotted name, as it is written at its own place, means the same at another."""
         tree, root = self.tree, self.root_of(node)
         here, there = tree.function(node), tree.function(at)
         if tree.is_inside(node, at) or here is there:
@@ -321,7 +321,7 @@ class Context:
 
 
 def is_constant(node: cst.CSTNode | None, *values: object) -> bool:
-    """Whether an expression is one of some constants; an absent argument counts as None."""
+    """Return whether an expression is one of some constants; an absent argument counts as None."""
     if not isinstance(node, (cst.Name, cst.Integer, cst.Float, type(None))):
         return False
     try:

@@ -17,7 +17,7 @@ _DIRECTORY = Path(unidist.__file__).parent.parent
 
 @cache
 def drop_in_name_of(name: str) -> str | None:
-    """The drop-in's name for one of Horovod's; None if it has none."""
+    """Return the drop-in's name for one of Horovod's; None if it has none."""
     if name in ("horovod.run", "horovod.runner.run"):
         return "unidist.hvd.run"
     if name == "horovod.runner":
@@ -27,7 +27,7 @@ def drop_in_name_of(name: str) -> str | None:
 
 
 def bound_arguments(symbol: str, call: cst.Call) -> dict[str, cst.BaseExpression] | None:
-    """The arguments of a call of Horovod's, by parameter; None if they cannot be determined, as with ``*args``."""
+    """Return the arguments of a call of Horovod's, by parameter; None if they are not known, as with ``*args``."""
     given = _parameters(symbol)
     if given is None or any(arg.star for arg in call.args):
         return None
@@ -43,7 +43,7 @@ def bound_arguments(symbol: str, call: cst.Call) -> dict[str, cst.BaseExpression
 
 @cache
 def _parameters(symbol: str) -> ast.arguments | None:
-    """The parameters of one of Horovod's functions or classes; None if it is neither."""
+    """Return the parameters of one of Horovod's functions or classes; None if it is neither."""
     found = definition(f"unidist.hvd.{symbol}") if "." not in symbol else None
     if isinstance(found, ast.Module):  # a module with a function of the same name, as in Horovod
         found = definition(f"unidist.hvd.{symbol}.{symbol}")
@@ -56,7 +56,7 @@ def _parameters(symbol: str) -> ast.arguments | None:
 
 @cache
 def definition(name: str) -> ast.AST | None:
-    """The module, or the statement that defines what a dotted name means; None if there is none."""
+    """Return the module, or the statement that defines what a dotted name means; None if there is none."""
     if (module := _module(name)) is not None:
         return module
     above, _, last = name.rpartition(".")
@@ -80,7 +80,7 @@ def _statements(owner: ast.Module | ast.ClassDef) -> Iterator[ast.stmt]:
 
 
 def _defined(statement: ast.stmt, name: str) -> ast.AST | None:
-    """What a statement defines by a name."""
+    """Return what a statement defines by a name."""
     match statement:
         case ast.FunctionDef(name=own) | ast.ClassDef(name=own) | ast.AnnAssign(target=ast.Name(own)):
             return statement if own == name else None

@@ -29,7 +29,7 @@ _PARAMETERS = re.compile(r"\.(named_)?parameters\(")
 def is_floating(
     tree: SyntaxTree, node: cst.BaseExpression, *, made_of_numbers: bool = False, depth: int = 6
 ) -> bool | None:
-    """True or False if the code shows it, else None.
+    """Return True or False if the code shows it, else None.
 
     Args:
         made_of_numbers: None also for tensors that are not visibly made of numbers in this module, and so may require a
@@ -115,7 +115,7 @@ def _variable(tree: SyntaxTree, node: cst.BaseExpression, made_of_numbers: bool,
 
 @of_tree
 def _loops(tree: SyntaxTree) -> dict[str, list[cst.For]]:
-    """The loops that set a variable."""
+    """Return the loops that set a variable."""
     found: dict[str, list[cst.For]] = {}
     for loop in tree.all(cst.For):
         for variable in {tree.variable(each) for each in tree.all(cst.Name, inside=loop.target)} - {None}:
@@ -125,7 +125,7 @@ def _loops(tree: SyntaxTree) -> dict[str, list[cst.For]]:
 
 @of_tree
 def _divided(tree: SyntaxTree) -> set[str | None]:
-    """The variables to which ``/=`` is applied."""
+    """Return the variables to which ``/=`` is applied."""
     return {
         tree.variable(each.target) for each in tree.all(cst.AugAssign) if isinstance(each.operator, cst.DivideAssign)
     }

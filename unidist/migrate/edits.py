@@ -32,11 +32,11 @@ class Edits:
         self._changes[node] = change if not isinstance(change, cst.CSTNode) else lambda updated: change
 
     def is_changed(self, node: cst.CSTNode) -> bool:
-        """Whether a node is replaced or removed."""
+        """Return whether a node is replaced or removed."""
         return node in self._changes or node in self._removed
 
     def is_removed(self, statement: cst.CSTNode) -> bool:
-        """Whether a statement is removed."""
+        """Return whether a statement is removed."""
         return statement in self._removed
 
     def remove(self, statement: Statement) -> None:
@@ -74,11 +74,11 @@ class Edits:
             self.remarks.append(remark)
 
     def apply(self) -> str:
-        """The module's new text."""
+        """Return the module's new text."""
         return self.tree.module.visit(_ApplyEdits(self, self._touched())).code
 
     def planned_lines(self) -> set[int]:
-        """The lines of the old text with a node that is replaced or removed."""
+        """Return the lines of the old text with a node that is replaced or removed."""
         found = set[int]()
         for node in (*self._changes, *self._removed, *self._kept_comments):
             first = self.tree.line(node)
@@ -86,7 +86,7 @@ class Edits:
         return found
 
     def _touched(self) -> set[int]:
-        """The nodes with a change in them, by identity: the others need no visit."""
+        """Return the nodes with a change in them, by identity: the others need no visit."""
         changes = (self._changes, self._before, self._after, self._kept_comments, self._wraps, self._removed)
         found = {id(self.tree.module)}
         for node in (node for nodes in changes for node in nodes):
@@ -100,7 +100,7 @@ class Edits:
     def new_body(
         self, original: Sequence[Any], updated: dict[cst.CSTNode, Any]
     ) -> tuple[list[Any], list[cst.EmptyLine]]:
-        """A block's statements after removals and insertions, and the comments of those removed at its end."""
+        """Return a block's statements after removals and insertions, and the comments of those removed at its end."""
         result: list[Any] = []
         above: list[cst.EmptyLine] = []
         wrapped: list[Any] = []
@@ -122,7 +122,7 @@ class Edits:
         return result, above if any(line.comment for line in above) else []
 
     def _new_statements(self, node: cst.CSTNode, new: Any) -> list[Any]:
-        """The statements that replace one; of a removed one, its comments alone."""
+        """Return the statements that replace one; of a removed one, its comments alone."""
         found = list(new.nodes) if isinstance(new, cst.FlattenSentinel) else [new]
         if node in self._kept_comments:
             comments = [cst.EmptyLine(comment=comment) for comment in self._kept_comments[node]]
@@ -134,12 +134,12 @@ class Edits:
         return [*before, *(_comments(found[0]) if node in self._removed else found), *self._after.get(node, [])]
 
     def change(self, original: cst.CSTNode, updated: Any) -> Any:
-        """The replacement of a node."""
+        """Return the replacement of a node."""
         return self._changes[original](updated) if original in self._changes else updated
 
 
 def _comments(statement: Any) -> list[cst.EmptyLine]:
-    """The comments of a removed statement."""
+    """Return the comments of a removed statement."""
     found = list(statement.leading_lines)
     trailing = getattr(statement, "trailing_whitespace", None)
     if trailing is not None and trailing.comment is not None:
@@ -148,7 +148,7 @@ def _comments(statement: Any) -> list[cst.EmptyLine]:
 
 
 def _joined_lines(above: Sequence[cst.EmptyLine], lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
-    """The lines above a removed statement and those above the next one; blank lines are not doubled."""
+    """Return the lines above a removed statement and those above the next one; blank lines are not doubled."""
     if any(line.comment for line in above):
         return [*above, *lines]
     blank = [line for line in lines if line.comment is None]

@@ -78,13 +78,13 @@ class FileReport:
         self.models_left = new["DistributedDataParallel"] + new["DDP"] + new["DataParallel"]
 
     def location(self, remark: Remark, *, written: bool) -> str:
-        """The line of a remark, in the new text if that is written, and the cell of a notebook."""
+        """Return the line of a remark, in the new text if that is written, and the cell of a notebook."""
         if remark.cell is not None:
             return f"cell {remark.cell}, {remark.line}"
         return str(self.new_line(remark.line) if written and self.status == "changed" else remark.line)
 
     def new_line(self, line: int) -> int:
-        """The line of the new text at which a line of the old one is, or would be."""
+        """Return the line of the new text at which a line of the old one is, or would be."""
         matcher = SequenceMatcher(None, self.before.splitlines(), (self.after or self.before).splitlines(), False)
         for _, start, end, new_start, new_end in matcher.get_opcodes():
             if start <= line - 1 < end:
@@ -92,13 +92,13 @@ class FileReport:
         return line
 
     def diff(self) -> str:
-        """The change in unified form, for ``git apply`` and ``patch -p1``."""
+        """Return the change in unified form, for ``git apply`` and ``patch -p1``."""
         name = self.path.as_posix().lstrip("/")
         lines = unified_diff(_lines(self.before), _lines(self.after), f"a/{name}", f"b/{name}")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
     def as_json(self) -> dict[str, Any]:
-        """The report without the file's text."""
+        """Return the report without the file's text."""
         return {
             "path": str(self.path),
             "status": self.status,
@@ -117,7 +117,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _calls(code: str) -> Counter[str]:
-    """How often functions of each name are called; nothing if the code does not parse."""
+    """Return how often functions of each name are called; nothing if the code does not parse."""
     tree = parsed(code)
     functions = [node.func for node in (ast.walk(tree) if tree else ()) if isinstance(node, ast.Call)]
     return Counter(
@@ -128,7 +128,7 @@ def _calls(code: str) -> Counter[str]:
 
 
 def summary(reports: Sequence[FileReport]) -> dict[str, int]:
-    """The counts with which the report begins."""
+    """Return the counts with which the report begins."""
     of_torch = [report for report in reports if report.of_torch]
     others = [report for report in reports if not report.of_torch]
     statuses = ("changed", "unchanged", "failed")
@@ -153,7 +153,7 @@ def summary(reports: Sequence[FileReport]) -> dict[str, int]:
 
 
 def reasons(reports: Sequence[FileReport]) -> list[tuple[str, int]]:
-    """Why files are not free of Horovod, and how many findings say so, the most frequent first."""
+    """Return why files are not free of Horovod, and how many findings say so, the most frequent first."""
     found = Counter(
         remark.why.split(" (line ")[0]
         for report in reports
@@ -202,7 +202,7 @@ _LINES = (
 
 
 def headline(counts: dict[str, int], *, written: bool) -> list[str]:
-    """The summary in words, a line each."""
+    """Return the summary in words, a line each."""
     verb, read = ("changed", "read or written") if written else ("would change", "read")
     horovod = {f"horovod_{each}": counts[each] - counts[f"torch_{each}"] for each in ("changed", "unchanged", "failed")}
     values = {**counts, **horovod, "horovod": counts["files"] - counts["torch"]}
@@ -212,7 +212,7 @@ def headline(counts: dict[str, int], *, written: bool) -> list[str]:
 
 
 def as_markdown(reports: Sequence[FileReport], *, written: bool) -> str:
-    """The report for a pull request."""
+    """Return the report for a pull request."""
     lines = ["## To unidist", "", *(f"- {line}" for line in headline(summary(reports), written=written))]
     if found := reasons(reports):
         lines += ["", "| lines | why they stay |", "|---:|---|", *(f"| {n} | {_cell(why)} |" for why, n in found)]

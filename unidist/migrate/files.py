@@ -37,7 +37,7 @@ NAMES: dict[re.Pattern[str], FileKind] = {
 
 
 def find_files(paths: Iterable[Path]) -> Iterator[Path]:
-    """The files under some paths, in order, each once.
+    """Yield the files under some paths, in order, each once.
 
     Files that are given are always included; of a directory, those with a known suffix or first line. Links to
     directories are not followed.
@@ -52,7 +52,7 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def possible_importers(paths: Iterable[Path]) -> Iterator[Path]:
-    """The files that may import those under some paths: all of their git repository; without one, of the directory."""
+    """Yield the files that may import those under some paths: of their git repository, or else of the directory."""
     found: dict[Path, None] = {}
     for path in (each.resolve() for each in paths):
         root = next((above for above in (path, *path.parents) if (above / ".git").exists()), None)
@@ -73,14 +73,14 @@ def _files_in(directory: Path) -> Iterator[Path]:
 
 
 def vendored_horovod(path: Path) -> Path | None:
-    """The package ``horovod`` that contains a file, if it is a copy of Horovod's own sources."""
+    """Return the package ``horovod`` that contains a file, if it is a copy of Horovod's own sources."""
     return next(
         (above for above in path.parents if above.name == "horovod" and (above / "torch/mpi_ops.py").exists()), None
     )
 
 
 def kind(path: Path) -> FileKind | None:
-    """The kind of a file, by its name or suffix, or without a suffix by its first line."""
+    """Return the kind of a file, by its name or suffix, or without a suffix by its first line."""
     for pattern, what in NAMES.items():
         if pattern.fullmatch(path.name.lower()):
             return what
@@ -97,7 +97,7 @@ def kind(path: Path) -> FileKind | None:
 
 
 def decode(data: bytes, what: FileKind) -> tuple[str, str]:
-    """A file's text, with its own line ends, and its encoding: the declared one (PEP 263), else UTF-8.
+    """Return a file's text, with its own line ends, and its encoding: the declared one (PEP 263), else UTF-8.
 
     Raises:
         UnicodeDecodeError, SyntaxError: the bytes are not of that encoding, or it is unknown.

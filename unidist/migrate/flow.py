@@ -57,7 +57,7 @@ def follow(tree: SyntaxTree, variables: Iterable[str]) -> Flow:
 
 
 def is_on_the_way(tree: SyntaxTree, before: cst.CSTNode, node: cst.CSTNode) -> bool:
-    """Whether one node is before another in the same function, and not in another branch of an ``if``."""
+    """Return whether one node is before another in the same function, and not in another branch of an ``if``."""
     if tree.function(before) is not tree.function(node) or tree.position(before) > tree.position(node):
         return False
     both = (above for above in tree.parents(before) if isinstance(above, cst.If) and tree.is_inside(node, above))
@@ -66,7 +66,7 @@ def is_on_the_way(tree: SyntaxTree, before: cst.CSTNode, node: cst.CSTNode) -> b
 
 @of_tree
 def references(tree: SyntaxTree) -> dict[str, list[cst.BaseExpression]]:
-    """All nodes that read or set a variable, by variable."""
+    """Return all nodes that read or set a variable, by variable."""
     found: dict[str, list[cst.BaseExpression]] = {}
     for node in tree.all((cst.Name, cst.Attribute)):
         if _is_part_of_name(tree, node):
@@ -87,7 +87,7 @@ def _is_part_of_name(tree: SyntaxTree, node: cst.CSTNode) -> bool:
 
 
 def is_target(tree: SyntaxTree, node: cst.CSTNode) -> bool:
-    """Whether a variable is set here."""
+    """Return whether a variable is set here."""
     parent = tree.parent(node)
     while isinstance(parent, (cst.Element, cst.Tuple, cst.List, cst.StarredElement)):
         node, parent = parent, tree.parent(parent)
@@ -98,7 +98,7 @@ def is_target(tree: SyntaxTree, node: cst.CSTNode) -> bool:
 
 @of_tree
 def assignments(tree: SyntaxTree) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
-    """Each value with each target that ``=`` assigns it to; tuples element by element."""
+    """Return each value with each target that ``=`` assigns it to; tuples element by element."""
     found: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []
     for node in tree.all((cst.Assign, cst.AnnAssign, cst.NamedExpr)):
         if isinstance(node, cst.Assign):
@@ -110,23 +110,23 @@ def assignments(tree: SyntaxTree) -> list[tuple[cst.BaseExpression, cst.BaseExpr
 
 
 def assignments_of(tree: SyntaxTree, variable: str) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
-    """Those to one variable."""
+    """Return those to one variable."""
     return _assignments_by_variable(tree).get(variable, [])
 
 
 def values_of(tree: SyntaxTree, node: cst.CSTNode | None) -> list[cst.BaseExpression]:
-    """What a variable is assigned; nothing for other expressions."""
+    """Return what a variable is assigned; nothing for other expressions."""
     variable = tree.variable(node) if node is not None else None
     return [value for value, _ in assignments_of(tree, variable)] if variable else []
 
 
 def targets_of(tree: SyntaxTree, variable: str | None) -> list[cst.BaseExpression]:
-    """The places that set a variable."""
+    """Return the places that set a variable."""
     return [use for use in references(tree).get(variable or "", ()) if is_target(tree, use)]
 
 
 def uses_of(tree: SyntaxTree, variable: str | None) -> list[cst.BaseExpression]:
-    """The places that read a variable."""
+    """Return the places that read a variable."""
     return [use for use in references(tree).get(variable or "", ()) if not is_target(tree, use)]
 
 
@@ -154,7 +154,7 @@ def _unpacked(
 
 
 def destinations(tree: SyntaxTree, node: cst.BaseExpression) -> list[str] | None:
-    """The variables to which a use passes the value; None if it goes somewhere unknown."""
+    """Return the variables to which a use passes the value; None if it goes somewhere unknown."""
     parent = tree.parent(node)
     if isinstance(parent, _READING):
         return []
@@ -202,7 +202,7 @@ def _parameters(tree: SyntaxTree, argument: cst.Arg) -> list[str] | None:
 
 
 def callees(tree: SyntaxTree, call: cst.Call) -> list[cst.FunctionDef]:
-    """The functions of this module that a call may call."""
+    """Return the functions of this module that a call may call."""
     if isinstance(call.func, cst.Name):
         name = tree.variable(call.func)
         found = [tree.functions.get(name or ""), tree.functions.get(f"{name}.__init__")]
@@ -222,7 +222,7 @@ def _methods(tree: SyntaxTree) -> dict[str, list[cst.FunctionDef]]:
 
 
 def callers(tree: SyntaxTree, function: cst.CSTNode) -> list[cst.Call]:
-    """The calls of this module that may call a function of it."""
+    """Return the calls of this module that may call a function of it."""
     return _callers(tree).get(id(function), [])
 
 
@@ -236,7 +236,7 @@ def _callers(tree: SyntaxTree) -> dict[int, list[cst.Call]]:
 
 
 def parameter_of(tree: SyntaxTree, function: cst.FunctionDef, call: cst.Call, argument: cst.Arg) -> str | None:
-    """The parameter, as a variable, that receives an argument."""
+    """Return the parameter, as a variable, that receives an argument."""
     names = [each.name.value for each in (*function.params.posonly_params, *function.params.params)]
     keywords = [*names, *(each.name.value for each in function.params.kwonly_params)]
     if argument.keyword is not None:
@@ -251,7 +251,7 @@ def parameter_of(tree: SyntaxTree, function: cst.FunctionDef, call: cst.Call, ar
 
 
 def passed_to(tree: SyntaxTree, variable: str) -> list[cst.BaseExpression]:
-    """What the calls of this module pass for a parameter."""
+    """Return what the calls of this module pass for a parameter."""
     return _passed(tree).get(variable, [])
 
 
@@ -272,7 +272,7 @@ def _qualified_names(tree: SyntaxTree) -> dict[int, str]:
 
 
 def is_parameter(tree: SyntaxTree, variable: str | None) -> bool:
-    """Whether a variable is a parameter of some function."""
+    """Return whether a variable is a parameter of some function."""
     return variable in _all_parameters(tree)
 
 
@@ -282,7 +282,7 @@ def _all_parameters(tree: SyntaxTree) -> set[str | None]:
 
 
 def result_variables(tree: SyntaxTree, statement: cst.Return, index: int | None) -> list[str] | None:
-    """The variables to which the calls of a function assign its result."""
+    """Return the variables to which the calls of a function assign its result."""
     function = tree.function(statement)
     calls = callers(tree, function)
     if not isinstance(function, cst.FunctionDef) or not calls:

@@ -26,7 +26,7 @@ _CONFIGURATIONS = ("pyproject.toml", "setup.cfg", "tox.ini", ".pre-commit-config
 
 
 def formatted(path: Path, before: str, after: str) -> str:
-    """A file's new text as the formatters leave it that leave its old text unchanged, and are on PATH."""
+    """Return a file's new text as the formatters leave it that leave its old text unchanged, and are on PATH."""
     for command in _commands(path.resolve().parent):
         if _output(command, path, before) == before:
             after = _output(command, path, after) or after
@@ -35,7 +35,7 @@ def formatted(path: Path, before: str, after: str) -> str:
 
 @cache
 def _commands(directory: Path) -> list[list[str]]:
-    """The commands of the nearest directory with a configuration, at most of the repository's root."""
+    """Return the commands of the nearest directory with a configuration, at most of the repository's root."""
     for above in (directory, *directory.parents):
         found = list(_configured(above))
         if found or (above / ".git").exists():
@@ -57,7 +57,7 @@ def _configured(directory: Path) -> Iterator[list[str]]:
 
 
 def _output(command: list[str], path: Path, text: str) -> str:
-    """What a formatter makes of a text; nothing if it fails."""
+    """Return what a formatter makes of a text; nothing if it fails."""
     real = path.resolve()
     with suppress(OSError, subprocess.TimeoutExpired, UnicodeError):
         done = subprocess.run(

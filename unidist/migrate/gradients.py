@@ -55,7 +55,7 @@ _ZEROS = re.compile(r"zeros_like\(|new_zeros\(|torch\.zeros\(|\.zero_\(\)$")
 
 
 def gradient_problems(tree: SyntaxTree, same: Collection[str] = ()) -> Iterator[Problem]:
-    """Gradients that ``replicate`` would not average as Horovod does: both watch what ``backward()`` accumulates.
+    """Yield gradients that ``replicate`` would not average as Horovod: both watch what ``backward()`` accumulates.
 
     Args:
         same: variables that are the same on all ranks.
@@ -70,12 +70,12 @@ def gradient_problems(tree: SyntaxTree, same: Collection[str] = ()) -> Iterator[
 
 
 def assigns_gradients(tree: SyntaxTree) -> bool:
-    """Whether a module assigns gradients by hand."""
+    """Return whether a module assigns gradients by hand."""
     return any(True for _ in _assigned_by_hand(tree))
 
 
 def _may_be_skipped(tree: SyntaxTree, backward: cst.Call, same: Collection[str]) -> bool:
-    """Whether a condition or an exception may skip a backward pass, and not the step that follows it."""
+    """Return whether a condition or an exception may skip a backward pass, and not the step that follows it."""
     function = tree.function(backward)
     all_steps = steps_of(tree)
     steps = [call for call in all_steps if tree.function(call) is function]
@@ -98,8 +98,8 @@ def _may_be_skipped(tree: SyntaxTree, backward: cst.Call, same: Collection[str])
 
 
 def _may_return_without(tree: SyntaxTree, backward: cst.Call) -> bool:
-    """Whether a function without a step may end before its backward pass: by an exception that it handles, or if there
-    is no loss.
+    """Return whether a function without a step may end before its backward pass: by an exception that it handles, or if
+    there is no loss.
     """
     function = tree.function(backward)
     arguments = {each.name.value for each in function.params.params} if isinstance(function, cst.FunctionDef) else set()
@@ -117,25 +117,25 @@ def _may_return_without(tree: SyntaxTree, backward: cst.Call) -> bool:
 
 
 def _last(block: cst.BaseSuite) -> cst.CSTNode:
-    """The last simple statement of a block, or its last compound one."""
+    """Return the last simple statement of a block, or its last compound one."""
     statement = block.body[-1]
     return statement.body[-1] if isinstance(statement, cst.SimpleStatementLine) else statement
 
 
 def _reads_only(tree: SyntaxTree, test: cst.BaseExpression, variables: Collection[str]) -> bool:
-    """Whether a condition depends on some variables alone."""
+    """Return whether a condition depends on some variables alone."""
     read = {tree.variable(node) for node in tree.all((cst.Name, cst.Attribute), inside=test)}
     return bool(variables) and read <= set(variables) and not any(tree.all(cst.Call, inside=test))
 
 
 def _has_backward_otherwise(tree: SyntaxTree, branch: cst.If | cst.IfExp, taken: cst.CSTNode) -> bool:
-    """Whether the other branch of a condition calls ``backward()``, too."""
+    """Return whether the other branch of a condition calls ``backward()``, too."""
     other = branch.body if taken is branch.orelse else branch.orelse
     return other is not None and any(tree.method_calls("backward", other))
 
 
 def steps_of(tree: SyntaxTree) -> list[cst.Call]:
-    """Calls of ``step()`` that are not a schedule's."""
+    """Return the calls of ``step()`` that are not a schedule's."""
     return [call for call in tree.method_calls("step") if "sched" not in full_name(call.func).lower()]
 
 
@@ -145,7 +145,7 @@ def _assigned_by_hand(tree: SyntaxTree) -> Iterator[Problem]:
 
 
 def _is_in_step(tree: SyntaxTree, node: cst.CSTNode) -> bool:
-    """Whether it is in ``step()`` of an optimizer's class that calls no other optimizer, nor computes gradients.
+    """Return whether it is in ``step()`` of an optimizer's class that calls no other optimizer, nor computes gradients.
 
     Horovod calls that when it has averaged.
     """
@@ -176,7 +176,7 @@ def _assigned_anywhere(tree: SyntaxTree) -> Iterator[Problem]:
 def _is_changed(
     tree: SyntaxTree, node: cst.BaseExpression, whole: cst.BaseExpression, base: str, value: cst.BaseExpression | None
 ) -> bool:
-    """Whether a gradient, or a part of it, gets values that may differ between the ranks."""
+    """Return whether a gradient, or a part of it, gets values that may differ between the ranks."""
     parent = tree.parent(whole)
     if isinstance(parent, cst.AugAssign) and parent.target is whole:
         scales = isinstance(parent.operator, (cst.MultiplyAssign, cst.DivideAssign))
@@ -223,7 +223,7 @@ def _whole_gradient(tree: SyntaxTree, node: cst.BaseExpression) -> cst.BaseExpre
 
 
 def _is_of_itself(tree: SyntaxTree, value: cst.BaseExpression, base: str) -> bool:
-    """Whether a gradient's new value is None, zeros, or the old value, scaled."""
+    """Return whether a gradient's new value is None, zeros, or the old value, scaled."""
     text = tree.text(value)
     if is_constant(value, None) or (_ZEROS.search(text) and "+" not in text):
         return True
@@ -244,14 +244,14 @@ def _is_of_itself(tree: SyntaxTree, value: cst.BaseExpression, base: str) -> boo
 
 
 def _may_add(tree: SyntaxTree, call: cst.Call) -> bool:
-    """Whether a call may add something to a gradient: one of torch's that adds, or one that is not torch's."""
+    """Return whether a call may add something to a gradient: one of torch's that adds, or one that is not torch's."""
     last = called_name(call)
     of_torch = isinstance(call.func, cst.Attribute) and (not tree.imported(call.func) or is_of_torch(tree, call))
     return bool(_ADDING.match(last)) or not of_torch
 
 
 def _adds_same_on_all_ranks(tree: SyntaxTree, call: cst.Call, base: str) -> bool:
-    """Whether all other arguments of a call on the gradient are the same on all ranks."""
+    """Return whether all other arguments of a call on the gradient are the same on all ranks."""
     values = [each.value for each in call.args if each.keyword is None or each.keyword.value not in ("alpha", "value")]
     if len(values) == 2 and all(isinstance(each, (cst.Name, cst.Attribute)) for each in values[:1]):
         values = values[-1:] if _is_same_on_all_ranks(tree, values[-1], base) else values  # add_(weight_decay, p.data)
@@ -259,7 +259,7 @@ def _adds_same_on_all_ranks(tree: SyntaxTree, call: cst.Call, base: str) -> bool
 
 
 def _is_same_on_all_ranks(tree: SyntaxTree, value: cst.BaseExpression, base: str) -> bool:
-    """Whether a term is visibly the same on all ranks: a number, the averaged gradient, or its parameter."""
+    """Return whether a term is visibly the same on all ranks: a number, the averaged gradient, or its parameter."""
     text = tree.text(value)
     if _RANDOM.search(text):
         return False
@@ -287,7 +287,7 @@ def _is_string(node: cst.BaseExpression, text: str) -> bool:
 
 
 def _of_lbfgs(tree: SyntaxTree) -> Iterator[Problem]:
-    """Where LBFGS is made, unless nothing here gives ``step()`` the closure that it needs."""
+    """Yield where LBFGS is made, unless nothing here gives ``step()`` the closure that it needs."""
     steps = steps_of(tree)
     if steps and not any(call.args for call in steps):
         return
@@ -299,7 +299,7 @@ def _of_lbfgs(tree: SyntaxTree) -> Iterator[Problem]:
 
 
 def is_of_torch(tree: SyntaxTree, call: cst.Call) -> bool:
-    """Whether a call is one of torch's functions or classes."""
+    """Return whether a call is one of torch's functions or classes."""
     return any(name.startswith("torch.") for name in tree.imported(call.func))
 
 
@@ -309,18 +309,18 @@ def _argument(call: cst.Call, name: str, index: int) -> cst.BaseExpression | Non
 
 
 def _is_given(call: cst.Call, name: str, index: int) -> bool:
-    """Whether an argument may have another value than its default."""
+    """Return whether an argument may have another value than its default."""
     return not is_constant(_argument(call, name, index), None, False)
 
 
 def _is_of_tensor(tree: SyntaxTree, call: cst.Call) -> bool:
-    """Whether it is ``loss.backward()``, and not ``torch.autograd.backward(loss)``."""
+    """Return whether it is ``loss.backward()``, and not ``torch.autograd.backward(loss)``."""
     return not tree.imported(call.func)
 
 
 # ------------------------------------------------------------------------------------ what a backward pass starts from
 def _is_detached(node: cst.CSTNode) -> bool:
-    """Whether a gradient ends here: ``loss.item()``, ``float(loss)``, ``loss.data``."""
+    """Return whether a gradient ends here: ``loss.item()``, ``float(loss)``, ``loss.data``."""
     if isinstance(node, cst.Call):
         return called_name(node) in _DETACHING or full_name(node.func) in _CONVERSIONS
     return isinstance(node, cst.Attribute) and node.attr.value == "data"
@@ -328,12 +328,12 @@ def _is_detached(node: cst.CSTNode) -> bool:
 
 # ------------------------------------------------------------------------------------ calls that gradients flow through
 def may_require_gradient(tree: SyntaxTree, call: cst.Call, tensor: cst.BaseExpression) -> bool:
-    """Whether a collective call may record a gradient, unless the code shows that it does not."""
+    """Return whether a collective call may record a gradient, unless the code shows that it does not."""
     return not (_is_in_no_grad(tree, call) or _is_constant(tree, tensor))
 
 
 def may_carry_gradient(tree: SyntaxTree, call: cst.Call, tensor: cst.BaseExpression) -> bool:
-    """Whether a gradient may flow through a collective call, unless the code shows that none does."""
+    """Return whether a gradient may flow through a collective call, unless the code shows that none does."""
     return may_require_gradient(tree, call, tensor) and not _is_converted(tree, call)
 
 
@@ -358,7 +358,7 @@ def _disables_grad(node: cst.BaseExpression) -> bool:
 
 
 def _is_converted(tree: SyntaxTree, call: cst.Call) -> bool:
-    """Whether a call's result is converted to numbers at once: ``.item()``, ``float(...)``."""
+    """Return whether a call's result is converted to numbers at once: ``.item()``, ``float(...)``."""
     node: cst.CSTNode = call
     while True:
         above = tree.parent(node)
@@ -382,7 +382,7 @@ def _is_converted(tree: SyntaxTree, call: cst.Call) -> bool:
 
 
 def _is_constant(tree: SyntaxTree, node: cst.BaseExpression, depth: int = 8) -> bool:
-    """Whether a value requires no gradient: numbers, tensors made of numbers, detached tensors."""
+    """Return whether a value requires no gradient: numbers, tensors made of numbers, detached tensors."""
     parts: list[cst.BaseExpression]
     match node:
         case _ if depth == 0:
@@ -407,7 +407,7 @@ def _is_constant(tree: SyntaxTree, node: cst.BaseExpression, depth: int = 8) -> 
 
 
 def _holds_constants(tree: SyntaxTree, node: cst.BaseExpression, depth: int) -> bool:
-    """Whether all that a variable is assigned requires no gradient."""
+    """Return whether all that a variable is assigned requires no gradient."""
     variable = tree.variable(node)
     if variable is None or is_parameter(tree, variable):
         return False
@@ -423,7 +423,7 @@ def _holds_constants(tree: SyntaxTree, node: cst.BaseExpression, depth: int) -> 
 
 
 def _is_constant_part(tree: SyntaxTree, value: cst.BaseExpression, target: cst.BaseExpression, depth: int) -> bool:
-    """Whether what a target gets of a value requires no gradient; the value may be a tuple that is unpacked."""
+    """Return whether what a target gets of a value requires no gradient; the value may be a tuple that is unpacked."""
     element = tree.parent(target)
     if not isinstance(element, cst.Element) or isinstance(tree.parent(value), cst.Element):
         return _is_constant(tree, value, depth)
@@ -447,7 +447,7 @@ def _is_constant_call(tree: SyntaxTree, call: cst.Call, depth: int) -> bool:
 
 
 def _returns_constants(tree: SyntaxTree, call: cst.BaseExpression, index: int, depth: int) -> bool:
-    """Whether an element of the tuples that functions of this module return requires no gradient."""
+    """Return whether an element of the tuples that functions of this module return requires no gradient."""
     functions = callees(tree, call) if isinstance(call, cst.Call) else []
     returned = [each.value for function in functions for each in tree.all(cst.Return, function.body)]
     return bool(returned) and all(

@@ -123,7 +123,7 @@ def _for_horovodrun(line: str, stays: bool | None) -> tuple[str, str]:
 
 
 def _whole(lines: list[str], number: int) -> str:
-    """A command with its continuation lines, and of a list its next items."""
+    """Return a command with its continuation lines, and of a list its next items."""
     end = number + 1
     while end < len(lines) and end < number + 30 and re.search(r"(?:\\|,|\[)\s*$|^\s*-\s", lines[end - 1]):
         end += 1

@@ -56,7 +56,7 @@ def migrate_module(
     elsewhere: Elsewhere = Elsewhere(),  # noqa: B008  (immutable)
     options: Options = DEFAULT_OPTIONS,
 ) -> tuple[str, list[Remark]]:
-    """The module's new text, and what a person must look at.
+    """Return the module's new text, and what a person must look at.
 
     If something stays on the drop-in, all of the module does, and the remarks say why, unless ``options.partial``.
 
@@ -113,7 +113,7 @@ def _calls(tree: SyntaxTree, names: Names) -> int:
 
 
 def _with_count(reasons: list[Remark], others: int) -> list[Remark]:
-    """The reasons; the first one says how many other calls could change."""
+    """Return the reasons; the first one says how many other calls could change."""
     if others < 1 or not reasons:
         return reasons
     first, *more = sorted(reasons, key=lambda remark: remark.line)
@@ -127,19 +127,19 @@ def _imported(tree: SyntaxTree, names: Names) -> list[Remark]:
 
 
 def _names_horovod(code: str) -> bool:
-    """Whether a module still imports Horovod or the drop-in."""
+    """Return whether a module still imports Horovod or the drop-in."""
     return imports_drop_in(code) or _USES_HOROVOD.search(code) is not None
 
 
 def _other_unidist(tree: SyntaxTree) -> cst.Name | None:
-    """Where a module that imports Horovod uses the name ``unidist`` for something of its own."""
+    """Return where a module that imports Horovod uses the name ``unidist`` for something of its own."""
     imports = [node for node in (*tree.all(cst.Import), *tree.all(cst.ImportFrom)) if "horovod" in tree.text(node)]
     own = (name for name in tree.all(cst.Name) if name.value == "unidist" and not tree.imported(name))
     return next((name for name in own if not in_import(tree, name)), None) if imports else None
 
 
 def imports_drop_in(code: str) -> bool:
-    """Whether a module imports the drop-in."""
+    """Return whether a module imports the drop-in."""
     return _DROP_IN.search(code) is not None
 
 
@@ -151,7 +151,7 @@ def _migrate(
     options: Options,
     level: Level,
 ) -> tuple[str, list[Remark], list[Remark]]:
-    """The module's new text, remarks on what has changed, and why something stays on the drop-in."""
+    """Return the module's new text, remarks on what has changed, and why something stays on the drop-in."""
     used_elsewhere = names.aliases & {*exported, *(f".{name}" for name in exported)}
     native_aliases = level == "native" and not names.escapes and not used_elsewhere
     context = Context(tree, names, exported, level == "native", native_aliases, elsewhere, options)
@@ -178,7 +178,7 @@ def _migrate(
 
 
 def _reasons_of_remaining(context: Context) -> Iterator[Remark]:
-    """One for each line with a use that no rule has handled."""
+    """Yield one for each line with a use that no rule has handled."""
     tree, lines = context.tree, set[int]()
     for use in context.remaining_uses():
         calls = [node for node in tree.parents(use) if isinstance(node, cst.Call) and node is not tree.parent(use)]
@@ -192,7 +192,7 @@ def _reasons_of_remaining(context: Context) -> Iterator[Remark]:
 
 
 def _star_imports(context: Context) -> list[Remark]:
-    """Each ``from horovod.torch import *``, which brings in names that no tool can list."""
+    """Return each ``from horovod.torch import *``, which brings in names that no tool can list."""
     tree = context.tree
     stars = [node for node in tree.all(cst.ImportFrom) if isinstance(node.names, cst.ImportStar) and node.module]
     return [Remark(tree.line(node), tree.text(node), *_STAR) for node in stars if is_horovod(module_of(node))]

@@ -16,12 +16,12 @@ IMPORTERS = ("import_module", "__import__")
 
 
 def is_horovod(name: str) -> bool:
-    """Whether a dotted name is Horovod's."""
+    """Return whether a dotted name is Horovod's."""
     return name == "horovod" or name.startswith("horovod.")
 
 
 def symbol_of(name: str) -> str | None:
-    """The part of a full name within ``horovod.torch``: ``""`` for the module, ``Compression.fp16``; else None.
+    """Return the part of a full name within ``horovod.torch``: ``""`` for the module, ``Compression.fp16``; else None.
 
     The drop-in's names mean the same.
     """
@@ -59,7 +59,7 @@ class Names:
 
 
 def find_names(tree: SyntaxTree) -> Names:
-    """All uses of Horovod's names."""
+    """Return all uses of Horovod's names."""
     names = Names(
         imports=horovod_imports(tree),
         dynamic_imports=[call for call in tree.all(cst.Call) if _imports_module(tree, call)],
@@ -84,7 +84,7 @@ def find_names(tree: SyntaxTree) -> Names:
 
 
 def _starts(tree: SyntaxTree, names: Names) -> set[str]:
-    """The variables that are given the module; notes names that something else binds too, and where it escapes."""
+    """Return the variables that are given the module; note names that something else binds, and where it escapes."""
     bound = imported_names(tree)
     in_classes = {bound_name(each.alias) for each in imports_of(tree) if is_in_class(tree, each.node)}
     held = [node for node in tree.all(cst.Name) if any(symbol_of(name) is not None for name in tree.imported(node))]
@@ -157,18 +157,18 @@ def _is_module_or_none(tree: SyntaxTree, value: cst.BaseExpression) -> bool:
 
 
 def is_in_class(tree: SyntaxTree, node: cst.CSTNode) -> bool:
-    """Whether an import is a statement of a class, and so binds attributes of the class."""
+    """Return whether an import is a statement of a class, and so binds attributes of the class."""
     return isinstance(tree.parent(tree.parent(tree.parent(node))), cst.ClassDef)
 
 
 def imported_names(tree: SyntaxTree) -> set[str]:
-    """Names that imports bind to ``horovod.torch``, or to something in it."""
+    """Return names that imports bind to ``horovod.torch``, or to something in it."""
     found = [each for each in imports_of(tree) if symbol_of(each.name) is not None]
     return {each.bound for each in found if isinstance(each.node, cst.ImportFrom) or each.alias.asname}
 
 
 def horovod_imports(tree: SyntaxTree) -> list[cst.Import | cst.ImportFrom]:
-    """The statements that import Horovod, or unidist."""
+    """Return the statements that import Horovod, or unidist."""
 
     def modules(node: cst.Import | cst.ImportFrom) -> list[str]:
         return [module_of(node)] if isinstance(node, cst.ImportFrom) else [full_name(each.name) for each in node.names]
@@ -186,7 +186,7 @@ def _imports_module(tree: SyntaxTree, value: cst.CSTNode) -> bool:
 
 
 def in_import(tree: SyntaxTree, node: cst.CSTNode) -> bool:
-    """Whether a node is a part of an import statement."""
+    """Return whether a node is a part of an import statement."""
     return id(node) in _in_imports(tree)
 
 
@@ -201,7 +201,7 @@ def _in_imports(tree: SyntaxTree) -> set[int]:
 
 
 def root_name(node: cst.CSTNode) -> str:
-    """The name that a dotted name begins with; empty for other expressions."""
+    """Return the name that a dotted name begins with; empty for other expressions."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return node.value if isinstance(node, cst.Name) else ""

@@ -23,7 +23,7 @@ Migrate = Callable[..., tuple[str, list[Remark]]]
 
 
 def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Remark]]:
-    """A notebook with its cells migrated.
+    """Return a notebook with its cells migrated.
 
     Raises:
         ValueError: it is not a notebook.
@@ -43,7 +43,7 @@ def migrate_notebook(text: str, migrate: Migrate) -> tuple[str, list[Remark]]:
 
 
 def source_of_notebook(text: str) -> str:
-    """The text of all code cells that parse.
+    """Return the text of all code cells that parse.
 
     Raises:
         ValueError: it is not a notebook.
@@ -59,7 +59,7 @@ def _load(text: str) -> Any:
 
 
 def _as_module(cells: list[Any]) -> tuple[str, list[str], list[str], list[Remark]]:
-    """The text of the code cells, the lines in it that are not Python, the cells that are not in it, and remarks."""
+    """Return the text of the code cells, its lines that are not Python, the cells that are not in it, and remarks."""
     parts: list[str] = []
     lines: list[str] = []
     unread: list[str] = []
@@ -112,7 +112,7 @@ def _of_magic(line: str) -> list[Remark]:
 
 
 def _as_cells(module: str, lines: list[str]) -> dict[int, str]:
-    """The cells' sources by their numbers."""
+    """Return the cells' sources by their numbers."""
     before, *parts = re.split(rf"^{_CELL}\((\d+)\)\n", module, flags=re.MULTILINE)
     found = {int(number): source.removesuffix("\n") for number, source in zip(parts[::2], parts[1::2])}
     if before and found:
@@ -132,7 +132,7 @@ def _relative_to_cell(remark: Remark, starts: dict[int, int]) -> Remark:
 
 
 def _dump(text: str, book: Any) -> str:
-    """The notebook as JSON, formatted as it was."""
+    """Return the notebook as JSON, formatted as it was."""
     end = "\n" if text.endswith("\n") else ""
     before = json.loads(text)
     for indent in (1, 2, 4, None):

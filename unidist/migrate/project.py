@@ -84,14 +84,14 @@ class Exports:
     imports: dict[Path, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def of(self, path: Path) -> set[str]:
-        """The names of a file, and ``.attr`` for the attributes, that other files use."""
+        """Return the names of a file, and ``.attr`` for the attributes, that other files use."""
         program = self._program(path.resolve()) if self.attributes else set()
         attributes = {f".{name}" for name, paths in self.attributes.items() if paths & program}
         package = {"*"} if path.stem == "__init__" else set()
         return self.names.get(_module_name(path), set()) | attributes | package
 
     def elsewhere(self, path: Path) -> Elsewhere:
-        """What other files of the same program do with a file's optimizers and gradients."""
+        """Return what other files of the same program do with a file's optimizers and gradients."""
         own = path.resolve()
         kinds = (self.optimizers, self.optimizer_methods, self.gradients)
         program = self._program(own) if set().union(*kinds) - {own} else set()
@@ -99,7 +99,7 @@ class Exports:
         return Elsewhere(optimizer, method, gradient, self._why_not_started(own))
 
     def _why_not_started(self, path: Path) -> str:
-        """Why the world in which a file runs is not unidist's; empty if it is, or if the file starts it itself."""
+        """Return why a file's world is not unidist's; empty if it is, or if the file starts it itself."""
         if path in self.starts or path not in self.imports:
             return ""
         starts = sorted(self.starts & self._program(path))
@@ -117,7 +117,7 @@ class Exports:
         return self.migrated_starts.setdefault(path, False)
 
     def _program(self, path: Path) -> set[Path]:
-        """The other files that what a file makes can reach: those that import it, and all that it or they import."""
+        """Return the other files that what a file makes can reach: those that import it, and what it or they import."""
         imported, importers = self._edges
         return _reached(_reached({path}, importers), imported) - {path}
 
@@ -137,7 +137,7 @@ class Exports:
 
 
 def _reached(start: set[Path], edges: Mapping[Path, set[Path]]) -> set[Path]:
-    """Some files, and all that a chain of edges leads to."""
+    """Return some files, and all that a chain of edges leads to."""
     found, waiting = set(start), list(start)
     while waiting:
         new = edges.get(waiting.pop(), set()) - found
@@ -147,8 +147,8 @@ def _reached(start: set[Path], edges: Mapping[Path, set[Path]]) -> set[Path]:
 
 
 def _nearest(importer: Path, name: str, by_name: Mapping[str, set[Path]]) -> set[Path]:
-    """The files that an import may mean: below the nearest directory above the importing file in which there is one,
-    as scripts and packages find them; else all with the whole dotted name.
+    """Return the files that an import may mean: below the nearest directory above the importing file in which there is
+    one, as scripts and packages find them; else all with the whole dotted name.
     """
     parts = [part for part in name.split(".") if part]
     if not parts or parts[0] in _LIBRARIES:
@@ -172,7 +172,7 @@ def _module_name(path: Path) -> str:
 def migrate_files(
     paths: Iterable[Path], level: Level, exports: Exports, options: Options = DEFAULT_OPTIONS
 ) -> Iterator[FileReport]:
-    """A report of each file that names Horovod or starts it, in the order of the files; nothing is written.
+    """Yield a report of each file that names Horovod or starts it, in the order of the files; nothing is written.
 
     Many files are read by several processes.
     """
@@ -183,7 +183,7 @@ def migrate_files(
 
 
 def _to_migrate(paths: Iterable[Path], level: Level, options: Options) -> Iterator[Path]:
-    """The files that may have a report, and in place of copies of Horovod's own sources their directory, once."""
+    """Yield the files that may have a report, and in place of copies of Horovod's own sources their directory, once."""
     vendored: set[Path] = set()
     for path in paths:
         package = files.vendored_horovod(path)
@@ -195,8 +195,8 @@ def _to_migrate(paths: Iterable[Path], level: Level, options: Options) -> Iterat
 
 
 def _may_have_report(path: Path, level: Level, options: Options) -> bool:
-    """Whether a file names what it may be migrated from, or a launcher; also if it cannot be read, which its report
-    says.
+    """Return whether a file names what it may be migrated from, or a launcher; also if it cannot be read, which its
+    report says.
     """
     what = files.kind(path)
     try:
@@ -228,7 +228,7 @@ def _died(path: Path) -> FileReport:
 
 
 def find_exports(paths: Iterable[Path]) -> Exports:
-    """The names for Horovod that the Python files among some paths use of each other."""
+    """Return the names for Horovod that the Python files among some paths use of each other."""
     found = Exports()
     for path in paths:
         what = files.kind(path)
@@ -259,7 +259,7 @@ def find_exports(paths: Iterable[Path]) -> Exports:
 
 
 def _has(text: str, what: Callable[[SyntaxTree], bool]) -> bool:
-    """Whether a module has something; also if it cannot be read."""
+    """Return whether a module has something; also if it cannot be read."""
     try:
         return what(SyntaxTree(text))
     except Exception:
@@ -267,12 +267,12 @@ def _has(text: str, what: Callable[[SyntaxTree], bool]) -> bool:
 
 
 def _calls_methods(tree: SyntaxTree) -> bool:
-    """Whether a module calls a method that only Horovod's optimizers have."""
+    """Return whether a module calls a method that only Horovod's optimizers have."""
     return any(_OF_OPTIMIZER.search(f"{tree.text(call.func)}()") for call in tree.all(cst.Call))
 
 
 def migrate_file(path: Path, level: Level, exports: Exports, options: Options = DEFAULT_OPTIONS) -> FileReport | None:
-    """One file's report; None if it does not name Horovod. A directory is a copy of Horovod's own sources."""
+    """Return one file's report; None if it does not name Horovod. A directory is a copy of Horovod's own sources."""
     if path.is_dir():
         return FileReport(path, "unchanged", [Remark(1, f"{path.name}/", *_VENDORED)])
     try:
@@ -312,13 +312,13 @@ def migrate_file(path: Path, level: Level, exports: Exports, options: Options = 
 
 
 def _is_python(data: bytes) -> bool:
-    """Whether a file of unknown kind, which was named on the command line, is a Python module that imports Horovod."""
+    """Return whether a file of unknown kind, named on the command line, is a Python module that imports Horovod."""
     text = data.decode("latin-1")
     return _IMPORTS.search(text) is not None and parsed(text) is not None
 
 
 def _scripts(path: Path, level: Level, exports: Exports) -> ImportsHorovod:
-    """The scripts that the launch lines in a file name: beside it, or in a directory above."""
+    """Return the scripts that the launch lines in a file name: beside it, or in a directory above."""
     roots = [path.resolve().parent]
     while not (roots[-1] / ".git").exists() and len(roots) < 4 and roots[-1] != roots[-1].parent:
         roots.append(roots[-1].parent)
@@ -334,7 +334,7 @@ def _scripts(path: Path, level: Level, exports: Exports) -> ImportsHorovod:
 
 
 def _still_imports_horovod(path: Path, level: Level, exports: Exports) -> bool:
-    """Whether a script imports Horovod itself, migrated or not."""
+    """Return whether a script imports Horovod itself, migrated or not."""
     try:
         text, _ = files.decode(path.read_bytes(), "python")
     except (OSError, UnicodeDecodeError, SyntaxError, LookupError):
@@ -370,7 +370,7 @@ def _migrate_text(path: Path, text: str, what: FileKind, rules: Migrate, *, of_t
 
 
 def _with_remaining_import(rules: Migrate, text: str, **options: Any) -> tuple[str, list[Remark]]:
-    """What the rules make of a module; a remark on an import of Horovod that is left, if they make none."""
+    """Return what the rules make of a module; a remark on an import of Horovod that is left, if they make none."""
     after, remarks = rules(text, **options)
     if not remarks and imports_horovod(after):
         found = (pattern.search(text) for pattern in (_IMPORTS, _LOADED, _USES_LIGHTNING))
@@ -404,7 +404,7 @@ def _code_of(text: str, what: FileKind) -> str:
 
 
 def imports_horovod(code: str) -> bool:
-    """Whether a module imports Horovod itself; if it does not parse, whether a line looks like such an import."""
+    """Return whether a module imports Horovod itself; if it does not parse, whether a line looks like an import."""
     tree = parsed(code)
     names = []
     for node in ast.walk(tree) if tree is not None else ():

@@ -85,7 +85,7 @@ _ARGUMENTS: dict[str, Reason] = {
 
 
 def remark_on(context: Context, use: cst.BaseExpression) -> Remark:
-    """The remark on a use that no rule has handled."""
+    """Return the remark on a use that no rule has handled."""
     why, remedy = _reason(context, use)
     return Remark(context.tree.line(use), context.first_line(use), why, remedy)
 
@@ -121,7 +121,7 @@ def _reason(context: Context, use: cst.BaseExpression) -> Reason:
 def _of_process_sets(
     context: Context, symbol: str, call: cst.Call | None, arguments: Mapping[str, cst.BaseExpression]
 ) -> Reason | None:
-    """The line to write in place of a process set; None if a call has to do with none."""
+    """Return the line to write in place of a process set; None if a call has to do with none."""
     if symbol == "init" and call is not None and call.args:
         return f"{_PROCESS_SETS}, and makes them when they are asked for", "`unidist.init()`"
     if symbol in ("ProcessSet", "add_process_set") and call is not None and call.args:
@@ -136,7 +136,7 @@ def _of_process_sets(
 
 
 def _in_unidist(context: Context, node: cst.BaseExpression) -> str:
-    """An expression's code, with unidist's names for the plain calls in it."""
+    """Return an expression's code, with unidist's names for the plain calls in it."""
     text = context.text(node)
     for use, symbol in context.names.symbols.items():
         if symbol in PLAIN_CALLS and context.tree.is_inside(use, node):

@@ -13,7 +13,7 @@ _DEFINED = {*dir(builtins), "__file__", "__builtins__", "__path__", "__module__"
 
 
 def fault(before: str, after: str, planned: Collection[int] | None = None) -> str | None:
-    """What is wrong with the new text of a module; None if nothing is.
+    """Return what is wrong with the new text of a module; None if nothing is.
 
     Args:
         planned: the lines of the old text that the edits change, from 1; None if they are not known.
@@ -30,7 +30,7 @@ def fault(before: str, after: str, planned: Collection[int] | None = None) -> st
 
 
 def parsed(text: str) -> ast.Module | None:
-    """A module's syntax tree; None if it does not parse."""
+    """Return a module's syntax tree; None if it does not parse."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -38,7 +38,7 @@ def parsed(text: str) -> ast.Module | None:
 
 
 def undefined_names(text: str) -> set[str]:
-    """The names that a module reads and nothing in it defines; none if ``import *`` may define them."""
+    """Return the names that a module reads and nothing in it defines; none if ``import *`` may define them."""
     if any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(ast.parse(text))):
         return set()
     top = symtable.symtable(text, "module", "exec")
@@ -62,7 +62,7 @@ def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def _lost_line(before: str, after: str, planned: Collection[int]) -> int | None:
-    """The first line that no edit covers and that the new text does not have in its place, whatever its indentation."""
+    """Return the first line that no edit covers and that is not in its place in the new text, however indented."""
     remaining = iter([line.strip() for line in _NEWLINE.split(after)])
     for number, line in enumerate(_NEWLINE.split(before), 1):
         text = line.strip()

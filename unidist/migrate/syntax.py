@@ -97,7 +97,7 @@ class SyntaxTree:
         return self._wrapper.resolve(ScopeProvider)
 
     def _names(self, node: cst.CSTNode, source: QualifiedNameSource) -> frozenset[str]:
-        """What a name, an attribute or a function may refer to, by full names."""
+        """Return what a name, an attribute or a function may refer to, by full names."""
         scope = self._scopes.get(node)
         found = scope.get_qualified_names_for(node) if scope is not None else ()
         return frozenset(each.name for each in found if each.source is source)
@@ -111,7 +111,7 @@ class SyntaxTree:
     def all(
         self, kind: type[cst.CSTNode] | tuple[type[cst.CSTNode], ...], inside: cst.CSTNode | None = None
     ) -> Iterator[Any]:
-        """The nodes of a class, or of several, in the order of the text."""
+        """Yield the nodes of a class, or of several, in the order of the text."""
         if kind not in self._kinds:
             found = [indices for each, indices in self._classes.items() if issubclass(each, kind)]
             self._kinds[kind] = found[0] if len(found) == 1 else sorted(index for indices in found for index in indices)
@@ -121,78 +121,78 @@ class SyntaxTree:
             yield self.nodes[index]
 
     def jumps(self, inside: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The statements that may end an iteration, or the whole loop, early."""
+        """Return the statements that may end an iteration, or the whole loop, early."""
         return self.all((cst.Break, cst.Continue, cst.Return, cst.Raise), inside)
 
     def strings(self) -> Iterator[tuple[cst.SimpleString, str]]:
-        """The strings, each with its value."""
+        """Return the strings, each with its value."""
         return ((node, str(node.evaluated_value)) for node in self.all(cst.SimpleString))
 
     def method_calls(self, method: str, inside: cst.CSTNode | None = None) -> Iterator[cst.Call]:
-        """The calls of a method of any object."""
+        """Yield the calls of a method of any object."""
         for call in self.all(cst.Call, inside):
             if isinstance(call.func, cst.Attribute) and call.func.attr.value == method:
                 yield call
 
     def call_of(self, function: cst.CSTNode) -> cst.Call | None:
-        """The call of which an expression is the function."""
+        """Return the call of which an expression is the function."""
         above = self.parent(function)
         return above if isinstance(above, cst.Call) and above.func is function else None
 
     def method_of(self, use: cst.CSTNode) -> cst.Attribute | None:
-        """``x.step`` of its ``x``."""
+        """Return ``x.step`` of its ``x``."""
         above = self.parent(use)
         return above if isinstance(above, cst.Attribute) and above.value is use else None
 
     def called_method(self, use: cst.CSTNode) -> str:
-        """``step`` of the ``x`` in ``x.step()``; empty if no method is called."""
+        """Return ``step`` of the ``x`` in ``x.step()``; empty if no method is called."""
         method = self.method_of(use)
         return method.attr.value if method is not None and self.call_of(method) else ""
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
-        """A node's index in ``nodes``, and that of the first node after its descendants."""
+        """Return a node's index in ``nodes``, and that of the first node after its descendants."""
         index = self._indices[id(node)]
         return index, self._ends[index]
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The parent of a node; the module is its own."""
+        """Return the parent of a node; the module is its own."""
         index = self._indices.get(id(node))
         return node if index is None else self.nodes[self._parents[index]]
 
     def parents(self, node: cst.CSTNode, below: cst.CSTNode | None = None) -> Iterator[cst.CSTNode]:
-        """The ancestors of a node, nearest first; those below another node alone."""
+        """Yield the ancestors of a node, nearest first; those below another node alone."""
         while (above := self.parent(node)) is not node and above is not below:
             yield above
             node = above
 
     def is_inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-        """Whether a node is ``outer`` or a descendant of it."""
+        """Return whether a node is ``outer`` or a descendant of it."""
         first, end = self.span(outer)
         return first <= self._indices[id(node)] < end
 
     def is_attribute_name(self, name: cst.Name) -> bool:
-        """Whether a name is what follows the dot of an attribute."""
+        """Return whether a name is what follows the dot of an attribute."""
         parent = self.parent(name)
         return isinstance(parent, cst.Attribute) and parent.attr is name
 
     def line(self, node: cst.CSTNode) -> int:
-        """The line on which a node begins, from 1."""
+        """Return the line on which a node begins, from 1."""
         return self.position(node)[0]
 
     def position(self, node: cst.CSTNode) -> tuple[int, int]:
-        """Line and column; nodes of one function are executed roughly in this order."""
+        """Return line and column; nodes of one function are executed roughly in this order."""
         start = self._positions[node].start
         return start.line, start.column
 
     def text(self, node: cst.CSTNode) -> str:
-        """A node as it is written, without the white space and comments before it."""
+        """Return a node as it is written, without the white space and comments before it."""
         if isinstance(node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
             node = node.with_changes(leading_lines=[])
         return self.module.code_for_node(node).strip()
 
     # -------------------------------------------------------------------------------- names
     def imported(self, node: cst.CSTNode) -> frozenset[str]:
-        """The full names that a dotted name may refer to by imports."""
+        """Return the full names that a dotted name may refer to by imports."""
         found = self._imported.get(id(node))
         if found is None:
             found = self._names(node, QualifiedNameSource.IMPORT) if full_name(node) else frozenset()
@@ -201,7 +201,7 @@ class SyntaxTree:
         return found
 
     def variable(self, node: cst.CSTNode) -> str | None:
-        """The identity of a variable: a name with its scope, or ``.attr`` for that attribute of any object."""
+        """Return the identity of a variable: a name with its scope, or ``.attr`` for that attribute of any object."""
         if not isinstance(node, (cst.Name, cst.Attribute)):
             return None
         if id(node) not in self._variables:
@@ -218,12 +218,12 @@ class SyntaxTree:
         return min(self._names(node, QualifiedNameSource.LOCAL), default=None)
 
     def is_unbound(self, name: cst.Name) -> bool:
-        """Whether nothing in the module binds a name, and no ``import *`` may."""
+        """Return whether nothing in the module binds a name, and no ``import *`` may."""
         stars = any(isinstance(each.names, cst.ImportStar) for each in self.all(cst.ImportFrom))
         return not (stars or self.variable(name) or self.imported(name))
 
     def _is_class_level(self, node: cst.Name) -> bool:
-        """Whether a name is assigned in a class's body, and so an attribute of the class."""
+        """Return whether a name is assigned in a class's body, and so an attribute of the class."""
         for above in self.parents(node):
             if isinstance(above, (cst.AssignTarget, cst.AnnAssign)):
                 return isinstance(self.parent(self.parent(self.parent(self.parent(above)))), cst.ClassDef)
@@ -233,7 +233,7 @@ class SyntaxTree:
 
     # -------------------------------------------------------------------------------- statements
     def statement(self, node: cst.CSTNode) -> Statement | None:
-        """The statement that contains a node; None if it shares its line with others or with its ``if``."""
+        """Return the statement that contains a node; None if it shares its line with others or with its ``if``."""
         for above in (node, *self.parents(node)):
             if isinstance(above, cst.SimpleStatementSuite):
                 return None
@@ -244,26 +244,26 @@ class SyntaxTree:
         return None
 
     def is_statement(self, call: cst.CSTNode) -> Statement | None:
-        """The statement that consists of this expression alone."""
+        """Return the statement that consists of this expression alone."""
         statement = self.statement(call)
         if isinstance(statement, cst.SimpleStatementLine) and isinstance(self.parent(call), cst.Expr):
             return statement
         return None
 
     def block(self, statement: cst.CSTNode) -> Block | None:
-        """The block that contains a statement."""
+        """Return the block that contains a statement."""
         above = self.parent(statement)
         return above if isinstance(above, (cst.Module, cst.IndentedBlock)) else None
 
     def siblings(self, statement: cst.CSTNode) -> tuple[list[cst.CSTNode], list[cst.CSTNode]]:
-        """The statements before and after one in its block; none if it is in no block."""
+        """Return the statements before and after one in its block; none if it is in no block."""
         block = self.block(statement)
         body: list[cst.CSTNode] = [statement] if block is None else [*block.body]
         index = next(index for index, each in enumerate(body) if each is statement)
         return body[:index], body[index + 1 :]
 
     def function(self, node: cst.CSTNode) -> Function:
-        """The function that a node's execution belongs to, or the module."""
+        """Return the function that a node's execution belongs to, or the module."""
         child = node
         for above in self.parents(node):
             # Defaults and decorators are evaluated where the function is made.
@@ -275,7 +275,7 @@ class SyntaxTree:
         return self.module
 
     def loop(self, node: cst.CSTNode) -> cst.For | cst.While | None:
-        """The innermost loop around a node, within the same function."""
+        """Return the innermost loop around a node, within the same function."""
         child = node
         for above in self.parents(node):
             if isinstance(above, (cst.FunctionDef, cst.Lambda)):
@@ -292,14 +292,14 @@ class SyntaxTree:
         return {name: node for node in self.all(cst.FunctionDef) for name in sorted(self._names(node, local))}
 
     def is_method(self, function: cst.FunctionDef) -> bool:
-        """Whether its first parameter is the object."""
+        """Return whether its first parameter is the object."""
         in_class = isinstance(self.parent(self.parent(function)), cst.ClassDef)
         static = any(full_name(each.decorator) == "staticmethod" for each in function.decorators)
         return in_class and not static
 
 
 def of_tree(function: Callable[[SyntaxTree], Fact]) -> Callable[[SyntaxTree], Fact]:
-    """A function of the tree alone whose result is kept with the tree."""
+    """Return a function of the tree alone whose result is kept with the tree."""
 
     @wraps(function)
     def kept(tree: SyntaxTree) -> Fact:
@@ -333,7 +333,7 @@ _fields_of: dict[type[cst.CSTNode], list[str]] = {}
 
 
 def _fields(node: cst.CSTNode) -> list[str]:
-    """The fields of a node with nodes in them, in the order of the text; ``node.children`` would copy the node."""
+    """Return the fields of a node with nodes in them, in the order of the text; ``node.children`` copies the node."""
     found = _fields_of.get(node.__class__)
     if found is None:
         visitor = _Fields(node)
@@ -345,7 +345,7 @@ def _fields(node: cst.CSTNode) -> list[str]:
 
 
 def _is_listed(value: Any, kind: type) -> bool:
-    """Whether a field's value is a node that counts."""
+    """Return whether a field's value is a node that counts."""
     if kind in _NO_NODES:
         return False
     if kind in _LINES:
@@ -356,7 +356,7 @@ def _is_listed(value: Any, kind: type) -> bool:
 
 
 def full_name(node: cst.CSTNode) -> str:
-    """A dotted name as a string; empty for other expressions."""
+    """Return a dotted name as a string; empty for other expressions."""
     # ``isinstance`` is slow for libcst's classes.
     kind = node.__class__
     if kind is cst.Name:
@@ -368,7 +368,7 @@ def full_name(node: cst.CSTNode) -> str:
 
 
 def dotted(name: str) -> cst.Attribute | cst.Name:
-    """A dotted name as code."""
+    """Return a dotted name as code."""
     first, *rest = name.split(".")
     node: cst.Attribute | cst.Name = cst.Name(first)
     for part in rest:
@@ -377,7 +377,7 @@ def dotted(name: str) -> cst.Attribute | cst.Name:
 
 
 def is_pure(node: cst.BaseExpression) -> bool:
-    """Whether evaluating it twice is the same as once: names, attributes, constant subscripts."""
+    """Return whether evaluating it twice is the same as once: names, attributes, constant subscripts."""
     if isinstance(node, cst.Attribute):
         return is_pure(node.value)
     if isinstance(node, cst.Subscript):
@@ -388,7 +388,7 @@ def is_pure(node: cst.BaseExpression) -> bool:
 
 
 def bound_name(alias: cst.ImportAlias) -> str:
-    """The name that an import binds, dotted if it has no ``as``."""
+    """Return the name that an import binds, dotted if it has no ``as``."""
     return full_name(alias.asname.name if alias.asname else alias.name)
 
 
@@ -404,7 +404,7 @@ class Imported(NamedTuple):
 
 @of_tree
 def imports_of(tree: SyntaxTree) -> list[Imported]:
-    """What a module imports by its name, which ``import *`` does not."""
+    """Return what a module imports by its name, which ``import *`` does not."""
     found = []
     for node in tree.all((cst.Import, cst.ImportFrom)):
         prefix = f"{module_of(node)}." if isinstance(node, cst.ImportFrom) else ""
@@ -415,27 +415,27 @@ def imports_of(tree: SyntaxTree) -> list[Imported]:
 
 
 def names_in(node: cst.Import | cst.ImportFrom) -> Sequence[cst.ImportAlias]:
-    """The names that a statement imports; none of ``import *``."""
+    """Return the names that a statement imports; none of ``import *``."""
     return () if isinstance(node.names, cst.ImportStar) else node.names
 
 
 def without_trailing_comma(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """The names without a comma after the last."""
+    """Return the names without a comma after the last."""
     return [*aliases[:-1], aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
 
 
 def module_of(node: cst.ImportFrom) -> str:
-    """The module that names are imported from, with the dots of a relative import."""
+    """Return the module that names are imported from, with the dots of a relative import."""
     return "." * len(node.relative) + (full_name(node.module) if node.module is not None else "")
 
 
 def called_name(call: cst.Call) -> str:
-    """The name of a function or method, without what precedes the last dot."""
+    """Return the name of a function or method, without what precedes the last dot."""
     return call.func.attr.value if isinstance(call.func, cst.Attribute) else full_name(call.func)
 
 
 def iterated(loop: cst.For) -> cst.BaseExpression:
-    """What a loop iterates over, without ``enumerate`` and progress bars."""
+    """Return what a loop iterates over, without ``enumerate`` and progress bars."""
     found = loop.iter
     while isinstance(found, cst.Call) and found.args and called_name(found) in ("enumerate", "tqdm"):
         found = found.args[0].value
@@ -443,16 +443,16 @@ def iterated(loop: cst.For) -> cst.BaseExpression:
 
 
 def argument(call: cst.Call, name: str) -> cst.BaseExpression | None:
-    """What a call passes by a name."""
+    """Return what a call passes by a name."""
     return next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
 
 
 def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
-    """``name=value``, or without a name the value alone."""
+    """Return ``name=value``, or without a name the value alone."""
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     return cst.Arg(value, cst.Name(name), equal=equal) if name else cst.Arg(value)
 
 
 def method(node: cst.BaseExpression, name: str, *values: cst.BaseExpression) -> cst.Call:
-    """``node.name(values)``."""
+    """Return ``node.name(values)``."""
     return cst.Call(cst.Attribute(node, cst.Name(name)), [cst.Arg(value) for value in values])

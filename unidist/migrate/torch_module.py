@@ -68,7 +68,7 @@ _STAR = ("which names `import *` brings in cannot be determined", "import the na
 
 
 def names_torch(text: str, options: Options) -> bool:
-    """Whether a text names what it may be migrated from."""
+    """Return whether a text names what it may be migrated from."""
     patterns = [pattern for origin, pattern in _NAMED.items() if origin in options.origins]
     return bool(patterns) and re.search("|".join(patterns), text) is not None
 
@@ -76,7 +76,7 @@ def names_torch(text: str, options: Options) -> bool:
 def migrate_torch_module(
     text: str, exported: Collection[str], elsewhere: Elsewhere, options: Options
 ) -> tuple[str, list[Remark]]:
-    """The module's new text, and what a person must look at.
+    """Return the module's new text, and what a person must look at.
 
     If something cannot be migrated, the module stays as it is, and the remarks say why; with ``options.partial`` only
     if it is the start of the world or the wrapping of a model.
@@ -102,13 +102,13 @@ def migrate_torch_module(
 
 
 def _left(text: str, elsewhere: Elsewhere, options: Options) -> str | None:
-    """A use in the new text that is not to stay."""
+    """Return a use in the new text that is not to stay."""
     context = TorchContext(SyntaxTree(text), (), elsewhere, options)
     return next((context.text(use) for use in context.names.symbols if not _may_stay(context, use)), None)
 
 
 def _first_of_each(remarks: list[Remark]) -> list[Remark]:
-    """One finding for each reason."""
+    """Return one finding for each reason."""
     found: dict[str, Remark] = {}
     for remark in remarks:
         found.setdefault(remark.why, remark)
@@ -116,7 +116,7 @@ def _first_of_each(remarks: list[Remark]) -> list[Remark]:
 
 
 def _reasons(context: TorchContext) -> Iterator[Remark]:
-    """Why uses stay."""
+    """Yield why uses stay."""
     tree, lines = context.tree, set[int]()
     yield from _problems_of_names(context)
     uses = context.remaining_uses()

@@ -27,7 +27,7 @@ def results_in_order(
     died: Callable[[Item], Result],
     processes: int | None = None,
 ) -> Iterator[Result]:
-    """``map(function, items)`` in several processes; in this one if there are few items.
+    """Yield ``map(function, items)`` in several processes; in this one if there are few items.
 
     Args:
         died: the result for an item whose process died.
@@ -74,7 +74,7 @@ def _finished(started: deque[tuple[Item, Future[Result]]], died: Callable[[Item]
 
 
 def _result(item: Item, future: Future[Result], died: Callable[[Item], Result]) -> Result:
-    """The result of an item; if a process died, perhaps that of another item, it is tried again alone."""
+    """Return the result of an item; if a process died, perhaps that of another item, it is tried again alone."""
     with suppress(BrokenProcessPool):
         return future.result()
     with _pool(1) as pool, suppress(BrokenProcessPool):

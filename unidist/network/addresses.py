@@ -35,20 +35,20 @@ class Host(NamedTuple):
 
 
 def interface_names(nics: str | Iterable[str] | None) -> tuple[str, ...]:
-    """The names of network interfaces: one, several or none."""
+    """Return the names of network interfaces: one, several or none."""
     return (nics,) if isinstance(nics, str) else tuple(sorted(nics or ()))
 
 
 def this_host() -> Host:
-    """The host of this process."""
+    """Return the host of this process."""
     every = [ip_address(address) for addresses in _addresses().values() for address in addresses]
     usable = sorted({ip: None for ip in every if not ip.is_link_local}, key=lambda ip: ip.version)
     return Host(host_id(), socket.gethostname(), tuple(map(str, usable)))
 
 
 def host_id() -> str:
-    """What is equal for processes that reach each other by the loopback interface, and for no others: on Linux the boot
-    id and the network namespace.
+    """Return what is equal for processes that reach each other by the loopback interface, and for no others: on Linux
+    the boot id and the network namespace.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -58,7 +58,7 @@ def host_id() -> str:
 
 
 def listen_address(own: Host, ranks: Iterable[Host], env: Mapping[str, str] = os.environ) -> str:
-    """The address on which a process of ``own`` listens for the other ranks.
+    """Return the address on which a process of ``own`` listens for the other ranks.
 
     The loopback address where all ranks are on one host. Else an address of the interfaces that HOROVOD_GLOO_IFACE,
     GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name; of several addresses the one from which this host sends to the
@@ -96,7 +96,7 @@ def listen_address(own: Host, ranks: Iterable[Host], env: Mapping[str, str] = os
 
 
 def source_address(towards: str) -> str | None:
-    """The address from which this host sends to another one, by the kernel's routing table; None without a route."""
+    """Return the address from which this host sends to another one, by the kernel's routing table; None: no route."""
     with suppress(OSError), socket.socket(_family(towards), socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))  # a datagram socket sends nothing when it connects
         address: str = probe.getsockname()[0]
@@ -105,12 +105,12 @@ def source_address(towards: str) -> str | None:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an address of this host."""
+    """Return the network interface that has an address of this host."""
     return next(name for name, addresses in _addresses(loopback=True).items() if address in addresses)
 
 
 def own_address(host: str, *, alone: bool) -> str | None:
-    """The one address of this host that a name or address means to all ranks; None if it may be several, or others.
+    """Return the one address of this host that a name or address means to all ranks; None if it may be several.
 
     Args:
         host: the value of MASTER_ADDR, say.
@@ -129,7 +129,7 @@ def own_address(host: str, *, alone: bool) -> str | None:
 
 
 def create_server(address: str, backlog: int = socket.SOMAXCONN, port: int = 0) -> socket.socket:
-    """A socket that listens on a port of an address, by default a free one, IPv4 or IPv6, and on no other address.
+    """Return a socket that listens on a port of one address alone, by default a free one, IPv4 or IPv6.
 
     Raises:
         BackendError: the loopback interface is down.
@@ -149,7 +149,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _named_interfaces(env: Mapping[str, str]) -> dict[str, list[str]] | None:
-    """The addresses of the interfaces that a variable names; None where none is set."""
+    """Return the addresses of the interfaces that a variable names; None where none is set."""
     variable = next((name for name in INTERFACES if env.get(name)), None)
     if variable is None:
         return None
@@ -171,7 +171,7 @@ def _named_interfaces(env: Mapping[str, str]) -> dict[str, list[str]] | None:
 
 
 def _addresses(loopback: bool = False) -> dict[str, list[str]]:
-    """The addresses of each network interface that is up, in the kernel's order."""
+    """Return the addresses of each network interface that is up, in the kernel's order."""
     found: dict[str, list[str]] = {}
     for name, address in _interface_addresses():
         ip = ip_address(address)

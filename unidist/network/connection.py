@@ -91,7 +91,7 @@ class Connection:
             raise OSError(error, os.strerror(error))
 
     def fileno(self) -> int:
-        """For ``select``; -1: closed."""
+        """Return the descriptor for ``select``; -1: closed."""
         return self._link.fileno()
 
     def send(self, framed: bytes) -> None:

@@ -20,7 +20,7 @@ class Process(NamedTuple):
 
     @classmethod
     def current(cls) -> Process:
-        """This process."""
+        """Return this process."""
         return cls(addresses.this_host(), os.getpid(), pid_namespace())
 
     @classmethod
@@ -30,14 +30,14 @@ class Process(NamedTuple):
         return cls(addresses.Host(id_, name, tuple(found)), pid, namespace)
 
     def state(self) -> str:
-        """The state code of the kernel, such as R, S and T (stopped); X: it has ended; empty: it cannot be seen."""
+        """Return the kernel's state code, such as R, S and T (stopped); X: it has ended; empty: it cannot be seen."""
         here = Process.current()
         if not self.pid_namespace or (self.host.id, self.pid_namespace) != (here.host.id, here.pid_namespace):
             return ""
         return stat_fields(self.pid)[0] or "X"
 
     def is_running(self) -> bool | None:
-        """Whether a process is neither stopped nor ended (one in a debugger is not); None: it cannot be seen."""
+        """Return whether a process is neither stopped nor ended (one in a debugger is not); None: it cannot be seen."""
         state = self.state()
         return state not in "TZX" if state else None
 
@@ -50,12 +50,12 @@ def pid_namespace() -> int:
 
 
 def start_time(pid: int) -> str:
-    """What tells a process from another one that has its pid later; empty: it has ended, or this is not Linux."""
+    """Return what tells a process from a later one with its pid; empty: it has ended, or this is not Linux."""
     return stat_fields(pid)[1]
 
 
 def stat_fields(pid: int) -> tuple[str, str]:
-    """A process's state and start time, or empty."""
+    """Return a process's state and start time, or empty."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]

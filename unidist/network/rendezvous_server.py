@@ -53,7 +53,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(value)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: one line for each request helps nobody."""
+        """Log nothing: one line for each request helps nobody."""
 
 
 class RendezvousServer(ThreadingHTTPServer):
@@ -136,13 +136,13 @@ class RendezvousServer(ThreadingHTTPServer):
                 self._shut(link)
 
     def shutdown_request(self, request: Any) -> None:
-        """A connection is over."""
+        """Forget a connection, which is over."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: who connects may send anything, and leave."""
+        """Ignore it: who connects may send anything, and leave."""
 
     def _shut(self, link: socket.socket) -> None:
         """Let the thread of a connection end."""

@@ -59,7 +59,7 @@ class ElasticWorkers:
     env: dict[str, str] = field(default_factory=dict)
 
     def run(self, call: str, function: Callable[[], Any], callbacks: Sequence[Callable[[Any], Any]] = ()) -> list[Any]:
-        """The results of the ranks of the last generation, in rank order.
+        """Return the results of the ranks of the last generation, in rank order.
 
         Args:
             call: for errors.
@@ -145,7 +145,7 @@ class ElasticRayExecutor:
         cooldown_range: tuple[float, float] | None = None,
         **others: Any,
     ) -> ElasticSettings:
-        """Settings of an ``ElasticRayExecutor``.
+        """Return settings of an ``ElasticRayExecutor``.
 
         Args:
             min_num_proc: workers with which training begins, and below which it does not go on.
@@ -169,7 +169,7 @@ class ElasticRayExecutor:
         return ElasticSettings(wanted, timeout_s, interface_names(nics))
 
     def start(self) -> None:
-        """Nothing: workers are started by ``run``."""
+        """Do nothing: workers are started by ``run``."""
 
     def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
         """Call ``worker_fn()`` in all workers, and wait for its end.
@@ -199,7 +199,7 @@ def limits(
     least: int, most: int | None, reset_limit: int | None, timeout: float, cooldown: tuple[float, float] | None,
     option: str = "min_num_proc",
 ) -> Limits:  # fmt: skip
-    """The limits of an elastic job.
+    """Return the limits of an elastic job.
 
     Args:
         option: what sets ``least``, for errors.
@@ -223,38 +223,38 @@ class Exchange:
         self._error = ""
 
     def function(self) -> bytes:
-        """What the ranks call, pickled."""
+        """Return what the ranks call, pickled."""
         return self._function
 
     def put(self, rank: int, result: bytes) -> None:
-        """A rank's result, pickled."""
+        """Take a rank's result, pickled."""
         self._results[rank] = result
 
     def log(self, value: bytes) -> None:
-        """What a rank gives to ``ray_logger.log``, pickled."""
+        """Take what a rank gives to ``ray_logger.log``, pickled."""
         self._logged.append(value)
 
     def logged(self) -> list[bytes]:
-        """What has come since the last call."""
+        """Return what has come since the last call."""
         values, self._logged = self._logged, []
         return values
 
     def fail(self, error: str) -> None:
-        """The traceback of a rank."""
+        """Take the traceback of a rank."""
         self._error = error
 
     def results(self) -> tuple[dict[int, bytes], str]:
-        """The results by rank, and the last traceback."""
+        """Return the results by rank, and the last traceback."""
         return self._results, self._error
 
 
 def host_name(node: Mapping[str, Any]) -> str:
-    """What a node is called: by its address, which virtual nodes share."""
+    """Return what a node is called: by its address, which virtual nodes share."""
     return f"{node['NodeManagerAddress']}-{node['NodeID'][:8]}"
 
 
 def slots(node: Mapping[str, Any], resources: Mapping[str, float]) -> int:
-    """How many workers of some CPUs and GPUs a node takes."""
+    """Return how many workers of some CPUs and GPUs a node takes."""
     has = node["Resources"] if node["Alive"] else {}
     return min(int(has.get(name, 0) // count) for name, count in resources.items() if count)
 
@@ -265,7 +265,7 @@ class _Nodes(Discovery):
         self._resources = resources
 
     async def find(self) -> list[HostSlots]:
-        """The nodes of the cluster."""
+        """Return the nodes of the cluster."""
         return [HostSlots(host_name(node), count) for node in ray.nodes() if (count := slots(node, self._resources))]
 
 

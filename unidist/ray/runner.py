@@ -122,7 +122,7 @@ class RayExecutor:
         placement_group_timeout_s: float = 100,
         nics: Sequence[str] | None = None,
     ) -> RaySettings:
-        """Settings of a ``RayExecutor``.
+        """Return settings of a ``RayExecutor``.
 
         Args:
             timeout_s: seconds for the workers to start, in addition to those for their places.
@@ -270,7 +270,7 @@ class RayExecutor:
         return _shown(self.resources)
 
     def _options(self, number: int) -> dict[str, Any]:
-        """How Ray starts a worker."""
+        """Return how Ray starts a worker."""
         per_bundle = self.num_workers // self.num_hosts if self.num_hosts else 1
         bundle = number // per_bundle if self._own_group is not None else -1
         return {
@@ -294,7 +294,7 @@ class RayExecutor:
         return [worker.execute.remote(function) for worker in self.workers[:ranks]]
 
     def _results(self, refs: Sequence[Any]) -> list[Any]:
-        """The results in rank order, or the first failure; the workers are ended if some do not end by themselves."""
+        """Return the results in rank order, or raise the first failure; workers that do not end are ended."""
         try:
             return self._waited(refs)
         except KeyboardInterrupt:  # they would go on

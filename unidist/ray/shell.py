@@ -29,7 +29,7 @@ class Shell:
         )
 
     def write(self, data: bytes) -> None:
-        """To its standard input; nothing closes it."""
+        """Write to its standard input; nothing closes it."""
         assert self._process.stdin
         if data:
             self._process.stdin.write(data)
@@ -37,12 +37,12 @@ class Shell:
             self._process.stdin.close()
 
     def read(self) -> bytes:
-        """Of its standard output; empty at the end."""
+        """Read of its standard output; empty at the end."""
         assert self._process.stdout
         return os.read(self._process.stdout.fileno(), _CHUNK)
 
     def wait(self) -> int:
-        """Its status."""
+        """Wait for its end; return its status."""
         return self._process.wait()
 
 

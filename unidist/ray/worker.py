@@ -85,24 +85,24 @@ class BaseHorovodWorker:
         os.environ.update({name: str(value) for name, value in env_vars.items()})
 
     def env_vars(self) -> dict[str, str]:
-        """This process's environment."""
+        """Return this process's environment."""
         return dict(os.environ)
 
     def node_id(self) -> str:
-        """Ray's id of the node."""
+        """Return Ray's id of the node."""
         return str(ray.get_runtime_context().get_node_id())
 
     def hostname(self) -> str:
-        """The name of the host."""
+        """Return the name of the host."""
         return socket.gethostname()
 
     def get_gpu_ids(self) -> list[Any]:
-        """The GPUs that Ray has given this process."""
+        """Return the GPUs that Ray has given this process."""
         return list(ray.get_gpu_ids())
 
 
 def resources(cpus: float, use_gpu: bool, gpus: int | None) -> dict[str, float]:
-    """The CPUs and GPUs of each worker, by Ray's names.
+    """Return the CPUs and GPUs of each worker, by Ray's names.
 
     Raises:
         ValueError: neither CPUs nor GPUs, GPUs without ``use_gpu``, or none with it.
@@ -115,7 +115,7 @@ def resources(cpus: float, use_gpu: bool, gpus: int | None) -> dict[str, float]:
 
 
 def put(call: str, value: object) -> Any:
-    """A reference to what all workers get.
+    """Return a reference to what all workers get.
 
     Raises:
         UnidistError: it does not pickle.
@@ -135,5 +135,5 @@ def put(call: str, value: object) -> Any:
 
 
 def _variable(failure: Any) -> str:
-    """What is called so in the code; Ray before 2.50 has the name, later the path to it."""
+    """Return what is called so in the code; Ray before 2.50 has the name, later the path to it."""
     return str(failure.path[-1] if hasattr(failure, "path") else failure.name)

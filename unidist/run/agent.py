@@ -76,7 +76,7 @@ class _Agent:
             signal.signal(number, self._signalled)
 
     def run(self) -> None:
-        """Until all ranks have ended and the driver knows, or the driver is lost."""
+        """Run until all ranks have ended and the driver knows, or the driver is lost."""
         threading.Thread(target=self._listen, daemon=True).start()
         self._send(host=this_host(), files=open_files.hard_limit())
         beat = time.monotonic()
@@ -170,7 +170,7 @@ class _Agent:
             self._send(error=error, status=status, ranks=list(left))
 
     def _start_each(self, start: dict[str, Any], left: dict[int, dict[str, str]]) -> tuple[str, int]:
-        """Why not all have been started, which are ``left`` then, and the status for it."""
+        """Return why not all have been started, which are ``left`` then, and the status for it."""
         own, hosts = this_host(), [Host(id, name, tuple(found)) for id, name, found in start["hosts"]]
         env = {name: text for name, text in os.environ.items() if not re.fullmatch(start["without"], name)}
         env.update(start["env"])
@@ -196,7 +196,7 @@ class _Agent:
         return "", 0
 
     def _start_rank(self, rank: int, command: list[str], env: dict[str, str], directory: str) -> tuple[str, int] | None:
-        """Why it has not been started, and the status for it; None if it has, or if all are being ended."""
+        """Return why it has not been started, and the status for it; None if it has, or if all are being ended."""
         with self.lock:
             if self.finished:
                 return None
@@ -280,7 +280,7 @@ def _remedy(error: OSError, command: list[str], directory: str) -> str:
 
 
 def _is_over(rank: _Rank) -> bool:
-    """Whether its process has ended; it is not reaped."""
+    """Return whether its process has ended; it is not reaped."""
     flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
     with suppress(ChildProcessError):
         return os.waitid(os.P_PID, rank.process.pid, flags) is not None
@@ -288,7 +288,7 @@ def _is_over(rank: _Rank) -> bool:
 
 
 def _is_stopped(group: int) -> bool:
-    """Whether a process of a group is stopped, by SIGSTOP for example."""
+    """Return whether a process of a group is stopped, by SIGSTOP for example."""
     for path in glob.glob("/proc/[0-9]*/stat"):
         with suppress(OSError), open(path) as file:
             state, _, of = file.read().rpartition(")")[2].split()[:3]
@@ -303,7 +303,7 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def _why_unreachable(endpoint: list[Any]) -> str:
-    """Why the ranks could not connect to the driver's store; empty if they can."""
+    """Return why the ranks could not connect to the driver's store; empty if they can."""
     address, port = endpoint
     try:
         socket.create_connection((address, port), timeout=_CONNECT_S).close()

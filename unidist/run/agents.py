@@ -66,7 +66,7 @@ class HostAgent:
             self._stdin().write(json.dumps(message).encode() + b"\n")
 
     def why_gone(self) -> str:
-        """Why there is no agent."""
+        """Return why there is no agent."""
         said = " ".join(self.errors[-3:]).strip()
         return said or f"ssh or Python ended there with status {self.process.returncode}"
 
@@ -153,7 +153,7 @@ class HostAgent:
 
 
 def how_ended(status: int) -> str:
-    """What to say of a rank that has failed: ``ended with status 1``, or by which signal."""
+    """Return what to say of a rank that has failed: ``ended with status 1``, or by which signal."""
     if status > 0:
         return f"ended with status {status}"
     try:

@@ -70,7 +70,7 @@ class Job:
         return sum(placement.count for placement in self.placements)
 
     def environment(self) -> dict[str, str]:
-        """The variables of all ranks, beside those of their host and rank."""
+        """Return the variables of all ranks, beside those of their host and rank."""
         env = {name: text for name, text in self.env.items() if not OUTER.fullmatch(name)}
         env = {name: text for name, text in env.items() if not _OF_THIS_HOST.fullmatch(name)}
         if self.interfaces:
@@ -79,7 +79,7 @@ class Job:
         return {"PYTHONUNBUFFERED": "1", **env, **self.variables}
 
     def rank_variables(self, node: int) -> list[tuple[int, dict[str, str]]]:
-        """The ranks of a host, each with its own variables: torchrun's and horovodrun's."""
+        """Return the ranks of a host, each with its own variables: torchrun's and horovodrun's."""
         places = [Place(each.name, local) for each in self.placements for local in range(each.count)]
         first, count = self.placements[node].first, self.placements[node].count
         return list(enumerate(hosts.rank_variables(places)))[first : first + count]
@@ -101,7 +101,7 @@ def run(job: Job) -> int:
 
 
 def describe(job: Job) -> str:
-    """What would be started, for ``--dry-run``."""
+    """Return what would be started, for ``--dry-run``."""
     lines = []
     for node, placement in enumerate(job.placements):
         command = transport.command(placement.name, job.env, job.ssh)
@@ -152,7 +152,7 @@ class Driver(ABC):
         return status
 
     def _after_signal(self, number: signal.Signals) -> tuple[str, int] | None:
-        """What the job's end was, if not all ranks have ended with status 0 after a signal."""
+        """Return what the job's end was, if not all ranks have ended with status 0 after a signal."""
         killed = sorted(rank for rank, status in self.last_statuses.items() if status == -signal.SIGKILL)
         failed = {rank: status for rank, status in self.last_statuses.items() if status > 0}
         if killed:
@@ -190,7 +190,7 @@ class Driver(ABC):
         return agent
 
     def variables(self) -> dict[str, str]:
-        """The variables of all ranks, beside their own and those of torch's key-value store."""
+        """Return the variables of all ranks, beside their own and those of torch's key-value store."""
         return {
             **self.job.environment(),
             RUN_ID: f"{EXPORTED}unidist-run",
@@ -201,7 +201,7 @@ class Driver(ABC):
         }
 
     def start_message(self, env: dict[str, str], endpoint: tuple[str, int], hosts: list[Host]) -> dict[str, Any]:
-        """What is the same for all agents in the message that starts ranks.
+        """Return what is the same for all agents in the message that starts ranks.
 
         Args:
             env: variables of all ranks.
@@ -223,7 +223,7 @@ class Driver(ABC):
         }
 
     def listen_address(self, hosts: list[Host]) -> str:
-        """On which this process listens for the ranks of some hosts."""
+        """Return the address on which this process listens for the ranks of some hosts."""
         own = this_host()
         if all(host.id == own.id for host in hosts):
             return LOOPBACK
@@ -241,7 +241,7 @@ class Driver(ABC):
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
     def signalled(self, number: int, here: bool = False) -> None:
-        """An agent, or this process (``here``), was sent a signal, as its ranks were; a second one here kills all."""
+        """Handle a signal that an agent, or this process (``here``), and its ranks got; a second one here kills all."""
         if self.signal is not None or self.failure is not None:
             if here:
                 self.end(signal.SIGKILL, 0.0)
@@ -289,21 +289,21 @@ class Driver(ABC):
                 self.failed(f"what rank {rank} prints cannot be written: {error}", 1)
 
     def last_lines(self, rank: int) -> str:
-        """What a rank printed last, for the message of its failure."""
+        """Return what a rank printed last, for the message of its failure."""
         last = "".join(f"\n  {line}" for line in self.output.last_lines(rank))
         return f" Its last lines:{last}" if last else " It printed nothing."
 
     @abstractmethod
     def rank_ended(self, agent: HostAgent, rank: int, status: int) -> None:
-        """A rank has ended; a negative status is that of a signal."""
+        """Handle the end of a rank; a negative status is that of a signal."""
 
     @abstractmethod
     def not_started(self, agent: HostAgent, text: str, status: int, ranks: list[int]) -> None:
-        """Ranks could not be started."""
+        """Handle ranks that could not be started."""
 
     @abstractmethod
     def agent_lost(self, agent: HostAgent, why: str) -> None:
-        """An agent has ended, or does not answer any more. Its ranks end by themselves."""
+        """Handle an agent that has ended, or does not answer any more. Its ranks end by themselves."""
 
 
 class _FixedDriver(Driver):
@@ -375,7 +375,7 @@ class _FixedDriver(Driver):
                 loop.call_soon_threadsafe(self.failed, f"cannot serve torch's key-value store: {error}", 1)
 
     def _horovod(self, address: str) -> dict[str, str]:
-        """What Horovod itself needs, where the ranks may use it."""
+        """Return what Horovod itself needs, where the ranks may use it."""
         if not self.job.horovod:
             return {}
         from unidist.network.rendezvous_server import RendezvousServer
@@ -420,7 +420,7 @@ def _require_files(wanted: int, allowed: int, what: str) -> None:
 
 
 def current_directory() -> str:
-    """Where the ranks start, too.
+    """Return where the ranks start, too.
 
     Raises:
         LaunchError: it has been deleted.

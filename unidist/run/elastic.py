@@ -101,7 +101,7 @@ class Elastic:
 
     # ------------------------------------------------------------------------------ what happens
     def set_hosts(self, hosts: Sequence[HostSlots]) -> None:
-        """The hosts that there are; those that were there before come first."""
+        """Set the hosts that there are; those that were there before come first."""
         order = {host.name: index for index, host in enumerate(self._slots)}
         self._slots = sorted(hosts, key=lambda host: order.get(host.name, len(order)))
         for host in hosts:
@@ -111,7 +111,7 @@ class Elastic:
             worker.leaving = worker.place not in places or (worker.leaving and worker.dismissed)
 
     def start(self, now: float) -> list[Worker]:
-        """New workers, for slots that have none; the caller starts them."""
+        """Return new workers, for slots that have none; the caller starts them."""
         if self.finishing or not self._may_reset or (self._failed and not self.generation and not self._ready()):
             return []
         taken = {worker.place for worker in self.workers.values()}
@@ -125,7 +125,7 @@ class Elastic:
         return found
 
     def ask(self, number: int, now: float, *, failed: bool) -> None:
-        """A worker asks for the next generation: it is new, was interrupted, or a call of it has failed."""
+        """Record that a worker asks for the next generation: it is new, was interrupted, or a call of it has failed."""
         worker = self.workers.get(number)
         if worker is None:
             return
@@ -136,7 +136,7 @@ class Elastic:
                 self._failed_at = now
 
     def end(self, number: int, status: int, now: float) -> bool:
-        """A worker has ended; whether that is a failure."""
+        """Record that a worker has ended; return whether that is a failure."""
         worker = self.workers.pop(number, None)
         if worker is None:
             return False
@@ -161,7 +161,7 @@ class Elastic:
 
     # ------------------------------------------------------------------------------ what follows
     def form(self, now: float) -> list[Worker] | None:
-        """The members of the next generation in rank order, if it begins now."""
+        """Return the members of the next generation in rank order, if it begins now."""
         ready = self._ready()
         if self._waiting_since is None and self._over and (ready or len(self._left()) < self._needed):
             self._waiting_since = now
@@ -186,7 +186,7 @@ class Elastic:
         return self.members
 
     def dismiss(self) -> list[Worker]:
-        """Workers that wait, and for which there is no next generation; the caller tells them."""
+        """Return workers that wait, and for which there is no next generation; the caller tells them."""
         stays = any(not member.leaving for member in self.members)
         found = []
         for worker in self.workers.values():
@@ -198,14 +198,14 @@ class Elastic:
         return found
 
     def changes(self, now: float) -> bool:
-        """Whether the running generation is to end, so that workers come or leave."""
+        """Return whether the running generation is to end, so that workers come or leave."""
         if self._over or self.finishing or not self._may_reset:
             return False
         ready = self._ready()
         return any(member.leaving for member in self.members) or (bool(ready) and not self._gathers(ready, now))
 
     def hung(self, now: float) -> list[Worker]:
-        """Members for which the others have waited too long."""
+        """Return the members for which the others have waited too long."""
         asked = [member.asked for member in self.members if member.asked is not None]
         if not asked:  # nobody waits who has the state
             return []
@@ -215,7 +215,7 @@ class Elastic:
         return [member for member in self.members if member.asked is None and now - since > timeout]
 
     def why_over(self, now: float) -> str | None:
-        """Why the run cannot go on; None if it can, or has ended well."""
+        """Return why the run cannot go on; None if it can, or has ended well."""
         if self.finishing:
             return None
         left = self._left()
@@ -247,11 +247,11 @@ class Elastic:
         return None
 
     def is_blacklisted(self, host: str, now: float) -> bool:
-        """Whether no worker is started on a host, for it has failed too often."""
+        """Return whether no worker is started on a host, for it has failed too often."""
         return self._is_for_ever(host) or (host in self._hosts and self._hosts[host].until > now)
 
     def how_long(self, host: str, now: float) -> str:
-        """For how long a blacklisted host stays so, for a message."""
+        """Return for how long a blacklisted host stays so, for a message."""
         return " any more" if self._is_for_ever(host) else f" for {self._hosts[host].until - now:.0f} s"
 
     # ---------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class Elastic:
         return sorted(ready, key=lambda worker: (worker not in self.members, worker.asked))
 
     def _gathers(self, ready: Sequence[Worker], now: float) -> bool:
-        """Whether more newcomers are worth waiting for."""
+        """Return whether more newcomers are worth waiting for."""
         starting = [
             worker
             for worker in self.workers.values()

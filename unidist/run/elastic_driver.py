@@ -55,7 +55,7 @@ class Discovery:
         self.slots = slots
 
     async def find(self) -> list[HostSlots]:
-        """The hosts now.
+        """Return the hosts now.
 
         Raises:
             LaunchError: the script failed, or did not print hosts.
@@ -203,7 +203,7 @@ class ElasticDriver(Driver):
             self._in_background(_drop(store))
 
     def _lose(self, why: str) -> None:
-        """The generation is over: end the calls of its members that wait."""
+        """End the calls of the members that wait: the generation is over."""
         if not self.told_of_loss:
             self.told_of_loss = True
             self._tell_members(lost=why)
@@ -240,7 +240,7 @@ class ElasticDriver(Driver):
             say(f"worker {worker.number} is started on host {name}")
 
     def _listen(self, address: str) -> tuple[str, int]:
-        """Where workers connect that reach this host at an address."""
+        """Return where workers connect that reach this host at an address."""
         if address not in self.ports:
             server = create_server(address)
             self.ports[address] = server.getsockname()[1]
@@ -412,7 +412,7 @@ async def _drop(store: asyncio.Future[Any]) -> None:
 
 
 def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
-    """The result of a call in a thread, for whose end nobody waits at the end of the process."""
+    """Return the result of a call in a thread, for whose end nobody waits at the end of the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 

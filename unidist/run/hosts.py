@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 def rank_variables(places: Sequence[Place]) -> list[dict[str, str]]:
-    """The variables of each rank, torchrun's and horovodrun's.
+    """Return the variables of each rank, torchrun's and horovodrun's.
 
     Args:
         places: those of all ranks, in rank order. Where a local rank is missing on a host, LOCAL_WORLD_SIZE is empty.
@@ -77,7 +77,7 @@ def rank_variables(places: Sequence[Place]) -> list[dict[str, str]]:
 def worker_variables(
     hosts: Sequence[str], gpus: Sequence[Sequence[str]], store: tuple[str, int]
 ) -> list[dict[str, str]]:
-    """The variables of each rank, for processes that Ray or Spark has placed.
+    """Return the variables of each rank, for processes that Ray or Spark has placed.
 
     Args:
         hosts: those of all ranks, in the order of ``rank_order``.
@@ -100,17 +100,17 @@ def worker_variables(
 
 
 def rank_order(hosts: Sequence[str]) -> list[int]:
-    """The workers in rank order, by their hosts: those of a host are together, as the hosts come first."""
+    """Return the workers in rank order, by their hosts: those of a host are together, as the hosts come first."""
     return sorted(range(len(hosts)), key=lambda worker: hosts.index(hosts[worker]))
 
 
 def shared_gpus(gpus: Sequence[Sequence[str]]) -> list[str]:
-    """The GPUs of a host, which all its ranks see: the first one of local rank n is at place n."""
+    """Return the GPUs of a host, which all its ranks see: the first one of local rank n is at place n."""
     return list(dict.fromkeys(gpu for each in zip_longest(*gpus) for gpu in each if gpu is not None))
 
 
 def parse_hosts(text: str) -> list[HostSlots]:
-    """What ``-H`` gives: ``a:4,b:4``. A host without slots has one; equal hosts are added up.
+    """Return what ``-H`` gives: ``a:4,b:4``. A host without slots has one; equal hosts are added up.
 
     Raises:
         LaunchError: a part of it names no host, or has no slots.
@@ -119,7 +119,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
 
 
 def discovered_hosts(text: str, slots: int) -> list[HostSlots]:
-    """What a discovery script prints: a host in each line, ``a:4``, or ``a`` with the default number of slots.
+    """Return what a discovery script prints: a host in each line, ``a:4``, or ``a`` with the default number of slots.
 
     Raises:
         LaunchError: a line names no host.
@@ -129,7 +129,7 @@ def discovered_hosts(text: str, slots: int) -> list[HostSlots]:
 
 
 def read_hostfile(path: str) -> list[HostSlots]:
-    """The hosts of a file with a host in each line: ``name``, ``name slots=4`` or ``name:4``.
+    """Return the hosts of a file with a host in each line: ``name``, ``name slots=4`` or ``name:4``.
 
     Other words of a line, such as ``max_slots=8``, empty lines and what follows ``#`` are left out.
 
@@ -157,7 +157,7 @@ def read_hostfile(path: str) -> list[HostSlots]:
 
 
 def allocated_hosts(env: Mapping[str, str]) -> list[HostSlots]:
-    """The hosts of the Slurm or LSF allocation that this process is in; empty outside of one."""
+    """Return the hosts of the Slurm or LSF allocation that this process is in; empty outside of one."""
     if nodes := env.get("SLURM_JOB_NODELIST"):
         names = _expand_nodelist(nodes)
         return [HostSlots(name, slots) for name, slots in zip(names, _slurm_tasks(env, len(names)))]
@@ -222,7 +222,7 @@ def _expand_nodelist(nodes: str) -> list[str]:
 
 
 def _slurm_tasks(env: Mapping[str, str], nodes: int) -> list[int]:
-    """The tasks of each node, of ``SLURM_TASKS_PER_NODE``: ``2(x3),1`` stands for 2, 2, 2 and 1."""
+    """Return the tasks of each node, of ``SLURM_TASKS_PER_NODE``: ``2(x3),1`` stands for 2, 2, 2 and 1."""
     text = env.get("SLURM_TASKS_PER_NODE", "1")
     tasks: list[int] = []
     for part in text.split(","):

@@ -14,7 +14,7 @@ from unidist.run.driver import Job
 
 
 def command_line(job: Job, mpi_args: str | None = None, binding_args: str | None = None) -> list[str]:
-    """The command. Variables are named in it; their values are in mpirun's own environment.
+    """Return the command. Variables are named in it; their values are in mpirun's own environment.
 
     Args:
         job: what to start.

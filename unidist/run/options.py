@@ -154,7 +154,7 @@ class _Interfaces(argparse.Action):
 
 
 def parser(prog: str = "unidist run") -> argparse.ArgumentParser:
-    """Horovod's options, which argparse abbreviates as horovodrun does."""
+    """Return Horovod's options, which argparse abbreviates as horovodrun does."""
     result = _Parser(
         prog=prog,
         usage=f"{prog} -np N [-H HOST:SLOTS,...] [options] COMMAND [ARGUMENT ...]",
@@ -253,7 +253,7 @@ def parser(prog: str = "unidist run") -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Horovod's options of a command line, with those of its ``--config-file``.
+    """Return Horovod's options of a command line, with those of its ``--config-file``.
 
     Raises:
         LaunchError: an option is unknown, has no value or a wrong one, or belongs to others that are missing.
@@ -277,12 +277,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
-    """Whether the number of workers may change."""
+    """Return whether the number of workers may change."""
     return options.host_discovery_script is not None or options.min_num_proc is not None
 
 
 def elastic_limits(options: argparse.Namespace, env: Mapping[str, str]) -> Limits:
-    """The limits of an elastic job.
+    """Return the limits of an elastic job.
 
     Raises:
         LaunchError: they contradict each other, or have no sense.
@@ -313,7 +313,7 @@ def elastic_limits(options: argparse.Namespace, env: Mapping[str, str]) -> Limit
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:
-    """The variables that the options set, as horovodrun sets them."""
+    """Return the variables that the options set, as horovodrun sets them."""
     found: dict[str, str] = {}
     for setting in SETTINGS:
         value = getattr(options, setting.name)
@@ -333,7 +333,7 @@ def variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def without_effect(options: argparse.Namespace) -> list[str]:
-    """The options that were given and tune Horovod itself alone."""
+    """Return the options that were given and tune Horovod itself alone."""
     given = [setting for setting in SETTINGS if getattr(options, setting.name) is not None]
     return [setting.flag for setting in given if not setting.drop_in]
 

@@ -69,7 +69,7 @@ class Output:
             file.write(text)
 
     def last_lines(self, rank: int) -> list[str]:
-        """What a rank printed last, on either stream."""
+        """Return what a rank printed last, on either stream."""
         return list(self._last.get(rank, ()))
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ def spawn(
 def start(
     fn: Callable[..., T], nprocs: int, args: tuple[Any, ...] = (), backend: context.BackendName | None = None
 ) -> list[T]:
-    """``spawn``; without a backend, ``fn`` calls ``init`` itself."""
+    """Start processes as ``spawn``; without a backend, ``fn`` calls ``init`` itself."""
     if not isinstance(nprocs, SupportsIndex) or nprocs < 1:  # NumPy's integers, too
         raise ValueError(f"spawn(nprocs={nprocs!r}) needs at least 1 process.")
     from unidist.backends import rendezvous
@@ -104,7 +104,7 @@ def _exited(started: ProcessContext, ended: list[Any]) -> ProcessExitedException
 
 
 def _first_failure(started: ProcessContext, error: ProcessRaisedException) -> ProcessRaisedException:
-    """The failure of the rank that failed first, not of the one whose process ended first: others fail by it."""
+    """Return the failure of the rank that failed first, not of the one whose process ended first: others fail by it."""
     times = {index: os.stat(path).st_mtime_ns for index, path in enumerate(started.error_files) if os.path.exists(path)}
     index = min(times, key=lambda each: times[each])
     if index == error.error_index:

@@ -47,7 +47,7 @@ class Ssh:
 
 
 def program() -> bytes:
-    """The agent's source, with its length before it, as the agent's Python reads it."""
+    """Return the agent's source, with its length before it, as the agent's Python reads it."""
     sources = []
     for name in _MODULES:
         spec = find_spec(name)
@@ -58,7 +58,7 @@ def program() -> bytes:
 
 
 def command(host: str, env: Mapping[str, str], ssh: Ssh) -> list[str]:
-    """The command that starts a Python on a host, which reads ``program()``."""
+    """Return the command that starts a Python on a host, which reads ``program()``."""
     if is_this_host(host):
         return [sys.executable, "-I", "-S", "-c", _BOOTSTRAP]
     # The Python of this process where the host has it, else the first one on PATH.
@@ -80,7 +80,7 @@ def command(host: str, env: Mapping[str, str], ssh: Ssh) -> list[str]:
 
 
 def is_this_host(host: str) -> bool:
-    """Whether it is a name or address of the host that this process is on."""
+    """Return whether it is a name or address of the host that this process is on."""
     if host in ("localhost", socket.gethostname()):
         return True
     with suppress(OSError):

@@ -60,7 +60,7 @@ class SparkJob(NamedTuple):
 
 
 def own_path() -> list[str]:
-    """Where this process finds modules, beside those that are installed."""
+    """Return where this process finds modules, beside those that are installed."""
     standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     found = [os.path.abspath(entry) for entry in sys.path]
     return [
@@ -167,7 +167,7 @@ class _Rank:
         self._last_lines = ""  # of its errors
 
     def follow(self) -> bytes:
-        """Until it has ended."""
+        """Follow it until it has ended."""
         with selectors.DefaultSelector() as selector:
             for each in (*self._names, self._driver.fileno()):
                 selector.register(each, selectors.EVENT_READ)

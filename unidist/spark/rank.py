@@ -67,7 +67,7 @@ class _CommitsOnDriver:
         _report(self._pipe, COMMIT, buffer.getbuffer())
 
     def read(self) -> tuple[int, Any] | None:
-        """The last commit of the processes before; on rank 0 only."""
+        """Return the last commit of the processes before; on rank 0 only."""
         if not self._last:
             return None
         device = context.current().device
@@ -75,7 +75,7 @@ class _CommitsOnDriver:
         return found
 
     def clear(self) -> None:
-        """Nothing: the driver drops it at the end."""
+        """Do nothing: the driver drops it at the end."""
 
 
 def _read(stream: BinaryIO) -> tuple[int, bytes]:

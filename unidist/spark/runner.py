@@ -198,7 +198,7 @@ def _context() -> SparkContext:
 
 
 def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) -> list[Any]:
-    """The stage's results, in rank order; it is cancelled when a rank has failed."""
+    """Return the stage's results, in rank order; it is cancelled when a rank has failed."""
     tag = f"unidist-{uuid.uuid4()}"
     context.addJobTag(tag)
     ranks.start(cancel=lambda: context.cancelJobsWithTag(tag))
@@ -241,7 +241,7 @@ def _register_s(context: SparkContext, start_timeout: float | None) -> float:
 
 
 def _slots(context: SparkContext, least: int, seconds: float) -> int:
-    """The slots of the cluster, when there are so many or the time is over."""
+    """Return the slots of the cluster, when there are so many or the time is over."""
     scala = context._jsc.sc()
     end = time.monotonic() + seconds
     while True:

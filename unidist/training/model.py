@@ -233,7 +233,7 @@ def replica_of(model: object) -> Replica | None:
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """The model that ``torch.compile`` was given, or the model itself."""
+    """Return the model that ``torch.compile`` was given, or the model itself."""
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         return model._orig_mod  # type: ignore[return-value]
     return model
@@ -258,7 +258,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_wrapped(model: object) -> bool:
-    """Whether a model is ``wrap_model``'s result, or a ``DistributedDataParallel`` of the user's own."""
+    """Return whether a model is ``wrap_model``'s result, or a ``DistributedDataParallel`` of the user's own."""
     return hasattr(model, "require_backward_grad_sync") and isinstance(getattr(model, "module", None), nn.Module)
 
 

@@ -94,7 +94,7 @@ class Timeline:
 
 
 def _clock_offset(backend: Backend) -> int:
-    """What to add to this host's clock for rank 0's, in nanoseconds. Collective.
+    """Return what to add to this host's clock for rank 0's, in nanoseconds. Collective.
 
     The ranks leave a barrier at about the same time. The median over some barriers is as exact as a message is fast.
     """
@@ -107,6 +107,6 @@ def _clock_offset(backend: Backend) -> int:
 
 
 def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
-    """``trace.json`` is ``trace.3.json`` on rank 3."""
+    """Return a rank's file: ``trace.3.json`` of ``trace.json`` on rank 3."""
     path = Path(path)
     return path.with_name(f"{path.stem}.{rank}{path.suffix or '.json'}")

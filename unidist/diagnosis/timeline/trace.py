@@ -71,7 +71,7 @@ class Profile:
 
 
 def read(path: Path) -> RankTrace | Profile:
-    """A file of ``unidist.timeline``, whose end may be missing, or of ``torch.profiler``.
+    """Return a file of ``unidist.timeline``, whose end may be missing, or of ``torch.profiler``.
 
     Raises:
         UnidistError: it is neither.
@@ -95,7 +95,7 @@ def read(path: Path) -> RankTrace | Profile:
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[RankTrace], list[Profile]]:
-    """The files of one run, in rank order.
+    """Return the files of one run, in rank order.
 
     Raises:
         UnidistError: a file cannot be read, or they are not of one run.
@@ -111,7 +111,7 @@ def read_all(paths: Sequence[Path]) -> tuple[list[RankTrace], list[Profile]]:
 
 
 def merged(traces: Sequence[RankTrace], profiles: Sequence[Profile]) -> Iterator[Event]:
-    """All events, on rank 0's clock; the rows of a profile follow those of its rank."""
+    """Yield all events, on rank 0's clock; the rows of a profile follow those of its rank."""
     for each in traces:
         yield from each.events
     by_rank = {each.rank: each for each in traces}
@@ -146,7 +146,7 @@ def _recorded(event: Event, end: float, blocked: float) -> RecordedSpan:
 
 
 def _whole_events(text: str) -> list[Event]:
-    """The complete lines of a file whose end is missing."""
+    """Return the complete lines of a file whose end is missing."""
     found = []
     for line in text.splitlines():
         with suppress(ValueError):

@@ -59,14 +59,14 @@ class _Rank:
     came: float = 0.0
 
     def on_data(self, until: float) -> float:
-        """How long it waited for batches since it came to the last collective that it waited in."""
+        """Return how long it waited for batches since it came to the last collective that it waited in."""
         first = bisect_left(self.data, self.came, key=lambda each: each.begin)
         last = bisect_left(self.data, until, key=lambda each: each.begin)
         return sum(each.end - each.begin for each in self.data[first:last])
 
 
 def waits(traces: Sequence[RankTrace]) -> Waits:
-    """Where the time of each rank went, and for whom the others waited.
+    """Return where the time of each rank went, and for whom the others waited.
 
     A collective is found on all ranks by its group and number. Until the last rank has come to it the others wait; the
     rest of it is communication. Time in which an operation went on beside computing counts as computing.
@@ -90,7 +90,7 @@ def waits(traces: Sequence[RankTrace]) -> Waits:
 
 
 def verdict(found: Waits) -> str:
-    """What to read first."""
+    """Return what to read first."""
     if not found.collectives:
         return "No collective was found on all of its ranks: give the files of all ranks."
     total, waiting = (sum(getattr(time, name) for time in found.ranks) for name in ("total", "waiting"))
@@ -110,7 +110,7 @@ def verdict(found: Waits) -> str:
 
 
 def _add(came: Mapping[int, RecordedSpan], ranks: Mapping[int, _Rank]) -> None:
-    """One collective, of which all ranks' operations are known."""
+    """Add one collective, of which all ranks' operations are known."""
     slowest = max(came, key=lambda rank: came[rank].begin)
     since = came[slowest].begin
     waited = 0.0

@@ -28,14 +28,14 @@ _DTYPES = {
 
 
 def is_available() -> bool:
-    """Whether this torch has a recorder of gloo's operations, and it is on."""
+    """Return whether this torch has a recorder of gloo's operations, and it is on."""
     # torch 2.7 has one of NCCL's only.
     is_on = os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "")) != "0"
     return is_on and torch.__version__ >= "2.8" and hasattr(_c10d(), "_dump_fr_trace_json")
 
 
 def operations(groups: Mapping[str, tuple[int, ...]], since_ns: int) -> list[OperationRecord]:
-    """The last operations of some groups, the newest last.
+    """Return the last operations of some groups, the newest last.
 
     Args:
         groups: the global ranks of each process group, by torch's name for it; empty: all.
@@ -50,7 +50,7 @@ def operations(groups: Mapping[str, tuple[int, ...]], since_ns: int) -> list[Ope
 
 
 def record_of(entry: Mapping[str, Any], ranks: tuple[int, ...], now_ns: int) -> OperationRecord:
-    """One entry of the recorder."""
+    """Return one entry of the recorder."""
     is_message = bool(entry["is_p2p"])
     shapes, dtypes = entry["input_sizes"], entry["input_dtypes"]
     return OperationRecord(
@@ -67,7 +67,7 @@ def record_of(entry: Mapping[str, Any], ranks: tuple[int, ...], now_ns: int) -> 
 
 
 def _entries(dump: bytes) -> list[dict[str, Any]]:
-    """The newest entries of a dump."""
+    """Return the newest entries of a dump."""
     begin = len(dump)
     for _ in range(_READ):
         found = dump.rfind(_BEGIN, 0, begin)

@@ -69,7 +69,7 @@ def write(rank: int, backend: str, key: bytes, peers: dict[int, Peer]) -> Path |
 
 
 def running() -> list[RunningRank]:
-    """The ranks on this host, by job and rank; files of processes that have ended are removed."""
+    """Return the ranks on this host, by job and rank; files of processes that have ended are removed."""
     return sorted(_running(), key=lambda job: (job.id, job.rank))
 
 
@@ -90,7 +90,7 @@ def _running() -> Iterator[RunningRank]:
 
 
 def _directories() -> Iterator[Path]:
-    """Where files may be: a job and the user's shell need not have the same variables."""
+    """Yield where files may be: a job and the user's shell need not have the same variables."""
     of_user = (os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{os.getuid()}")
     yield from dict.fromkeys(Path(directory, "unidist") for directory in of_user if directory)
     yield _SHARED / _name()
@@ -102,12 +102,12 @@ def _name() -> str:
 
 
 def _files() -> str:
-    """The pattern of the names of files, by pids: those of other namespaces are nothing here."""
+    """Return the pattern of the names of files, by pids: those of other namespaces are nothing here."""
     return f"{pid_namespace()}-*.json"
 
 
 def _is_private(directory: Path) -> bool:
-    """Whether it is a directory of this user's that nobody else can read."""
+    """Return whether it is a directory of this user's that nobody else can read."""
     try:
         found = directory.lstat()
     except OSError:

@@ -16,7 +16,7 @@ from unidist.errors import BackendError
 
 
 def location_of(thread: int) -> str:
-    """The line and function of the user's code in which a thread is, such as ``train.py:41 (step)``.
+    """Return the line and function of the user's code in which a thread is, such as ``train.py:41 (step)``.
 
     It is the innermost one that is not of torch, unidist, Horovod, an installed package or the standard library; if
     there is none, the innermost of all.
@@ -27,12 +27,12 @@ def location_of(thread: int) -> str:
 
 
 def here() -> str:
-    """The same of the thread that calls."""
+    """Return the same of the thread that calls."""
     return show(*users_line(sys._getframe(1)))
 
 
 def users_line(frame: FrameType) -> tuple[CodeType, int]:
-    """For ``show``, where a frame has been called in the user's code: in less than a microsecond."""
+    """Return, for ``show``, where a frame has been called in the user's code: in less than a microsecond."""
     outer: FrameType | None = frame
     while outer is not None and not _is_users(outer.f_code.co_filename):
         outer = outer.f_back
@@ -40,14 +40,14 @@ def users_line(frame: FrameType) -> tuple[CodeType, int]:
 
 
 def show(code: CodeType, line: int) -> str:
-    """A line and its function."""
+    """Return a line and its function."""
     function = "" if code.co_name == "<module>" else f" ({code.co_name})"
     return f"{_short(code.co_filename)}:{line}{function}"
 
 
 @contextmanager
 def error_location(call: str) -> Iterator[None]:
-    """Inside, a ``BackendError`` tells where the user's code has made a call."""
+    """Let a ``BackendError`` inside tell where the user's code has made a call."""
     try:
         yield
     except BackendError as error:
@@ -56,13 +56,13 @@ def error_location(call: str) -> Iterator[None]:
 
 
 def location_in(trace: TracebackType | None) -> str:
-    """The same of a traceback."""
+    """Return the same of a traceback."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)][::-1]
     return show(*next((each for each in frames if _is_users(each[0].co_filename)), frames[0])) if frames else ""
 
 
 def stacks() -> str:
-    """The Python stacks of all threads of this process but the one that calls, the main thread's last."""
+    """Return the Python stacks of all threads of this process but the one that calls, the main thread's last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = sorted(sys._current_frames().items(), key=lambda item: item[0] == threading.main_thread().ident)
     return "".join(
@@ -73,7 +73,7 @@ def stacks() -> str:
 
 
 def _short(path: str) -> str:
-    """A path in the working directory without it."""
+    """Return a path in the working directory without it."""
     try:
         inside = os.path.relpath(path)
     except (OSError, ValueError):
@@ -88,7 +88,7 @@ def _is_users(path: str) -> bool:
 
 @cache
 def find_libraries() -> tuple[str, ...]:
-    """The directories whose code is not the user's. Found once: a process in trouble may not be able to."""
+    """Return the directories whose code is not the user's. Found once: a process in trouble may not be able to."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     roots = {
         package,

@@ -40,17 +40,17 @@ class RankState:
         return min((each for each in self.operations if each.done), key=lambda each: each.seconds, default=None)
 
     def waiting_in(self, operation: OperationRecord) -> RankState:
-        """The same, with an operation that has failed as a pending one."""
+        """Return the same, with an operation that has failed as a pending one."""
         others = tuple(each for each in self.operations if _key(each) != _key(operation))
         return replace(self, operations=(*others, operation._replace(done=False)), error="", follows=False)
 
     def to_row(self) -> dict[str, Any]:
-        """For JSON, and ``from_row``."""
+        """Return a dict for JSON, and ``from_row``."""
         return asdict(self) | {"operations": [each._asdict() for each in self.operations]}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> RankState:
-        """The state of ``to_row``."""
+        """Return the state of ``to_row``."""
         operations = tuple(
             OperationRecord(
                 **{

@@ -21,7 +21,7 @@ _MOMENT_S = 1.0
 
 
 def report(title: str, states: Sequence[RankState]) -> str:
-    """What all ranks do, with those that do the same in one line, and why they do not go on.
+    """Return what all ranks do, with those that do the same in one line, and why they do not go on.
 
     Args:
         title: the first line.
@@ -45,7 +45,7 @@ def report(title: str, states: Sequence[RankState]) -> str:
 
 
 def findings(states: Sequence[RankState]) -> list[str]:
-    """Which ranks keep the others waiting, and how: the likely causes first; empty: none is known."""
+    """Return which ranks keep the others waiting, and how: the likely causes first; empty: none is known."""
     waiting = [each for state in states for each in state.pending if not each.is_message and each.name != JOIN]
     ended = [state for state in states if state.silence and not _has_done_its_part(state, waiting)]
     failed = [state for state in states if not state.silence and state.error]
@@ -87,7 +87,7 @@ def explanation(
 
 
 def named(states: Sequence[RankState]) -> str:
-    """Some ranks, with their hosts and processes."""
+    """Return some ranks, with their hosts and processes."""
     hosts = list(dict.fromkeys(state.host for state in states))
     where = f"host{'s' * (len(hosts) > 1)} {', '.join(hosts[:_LISTED])}" + ", ..." * (len(hosts) > _LISTED)
     if len(states) <= _LISTED and len(hosts) == 1:
@@ -96,7 +96,7 @@ def named(states: Sequence[RankState]) -> str:
 
 
 def doing(state: RankState) -> str:
-    """Where a rank is, and in or after which operation, for an error message."""
+    """Return where a rank is, and in or after which operation, for an error message."""
     if state.pending:
         return f"is at {state.place} in {state.pending[0]}"
     return f"is at {state.place}" + (f", after {state.last_done}" if state.last_done else "")
@@ -118,14 +118,14 @@ def _failed_or_doing(state: RankState) -> str:
 
 
 def _silent(state: RankState) -> str:
-    """How a rank has ended or failed, or why it does not answer."""
+    """Return how a rank has ended or failed, or why it does not answer."""
     if not state.silence:
         return f"has failed at {state.place}: {state.error}"
     return state.silence + (f": {state.error}" if state.error else "")
 
 
 def _mismatch(states: Sequence[RankState]) -> str:
-    """The first operation that the ranks of a group call differently; empty: none is known."""
+    """Return the first operation that the ranks of a group call differently; empty: none is known."""
     calls: dict[tuple[str, tuple[int, ...]], dict[int, list[tuple[RankState, OperationRecord]]]] = {}
     for state in states:
         for each in state.operations:
@@ -143,7 +143,7 @@ def _mismatch(states: Sequence[RankState]) -> str:
 
 
 def _call(state: RankState, operation: OperationRecord) -> str:
-    """What a rank has called, with the line if it is there still."""
+    """Return what a rank has called, with the line if it is there still."""
     what = str(operation._replace(number=0))
     if operation in state.pending[:1] and state.place:
         return f"called {what} at {state.place}"
@@ -156,7 +156,7 @@ def _signature(operation: OperationRecord) -> Hashable:
 
 
 def _late(states: Sequence[RankState]) -> list[str]:
-    """The ranks that have not come to an operation that others wait in."""
+    """Return the ranks that have not come to an operation that others wait in."""
     found: dict[str, None] = {}
     waiting = [
         each
@@ -179,19 +179,19 @@ def _late(states: Sequence[RankState]) -> list[str]:
 
 
 def _missing(operation: OperationRecord, states: Sequence[RankState]) -> list[RankState]:
-    """The ranks that have not come to an operation."""
+    """Return the ranks that have not come to an operation."""
     ranks = operation.ranks or [state.rank for state in states]
     return [each for each in states if each.rank in ranks and not each.error and not _has_come(each, operation)]
 
 
 def _has_done_its_part(state: RankState, waiting: Sequence[OperationRecord]) -> bool:
-    """Whether a rank that has ended without an error had come to all that others wait in."""
+    """Return whether a rank that has ended without an error had come to all that others wait in."""
     known = bool(waiting and state.operations) and not state.error
     return known and all(_has_come(state, operation) for operation in waiting)
 
 
 def _has_come(state: RankState, operation: OperationRecord) -> bool:
-    """Whether a rank has begun an operation: by its number, or by its name, which an earlier one may have had too."""
+    """Return whether a rank has begun an operation: by its number, or by its name, which an earlier one may have."""
     group = [each for each in state.operations if (each.group, each.ranks) == (operation.group, operation.ranks)]
     if operation.number:
         return any(each.number >= operation.number for each in group if not each.is_message)
@@ -202,7 +202,7 @@ def _has_come(state: RankState, operation: OperationRecord) -> bool:
 
 
 def _agreeing(said: str, ranks: Sequence[RankState]) -> str:
-    """What is said of one rank, of one or several."""
+    """Return what is said of one rank, of one or several."""
     if len(ranks) == 1:
         return said
     verb, _, rest = said.partition(" ")

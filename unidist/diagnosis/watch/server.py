@@ -39,7 +39,7 @@ class Peer(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Any) -> Peer:
-        """The peer of a JSON list."""
+        """Return the peer of a JSON list."""
         process, address, port = row
         return cls(Process.from_row(process), address, port)
 
@@ -85,7 +85,7 @@ class Server:
         self.close_sockets()
 
     def close_sockets(self) -> None:
-        """Only that: a forked child must not keep them open, which would hide that its parent has ended."""
+        """Close only these: a forked child must not keep them open, which would hide that its parent has ended."""
         self._listening.close()
         self._acceptor.close()
 
@@ -111,12 +111,12 @@ class Server:
 
 
 def listen(own: Process, processes: list[Process]) -> socket.socket:
-    """A socket that listens for the other ranks. Raises ``BackendError`` or ``OSError``."""
+    """Return a socket that listens for the other ranks. Raises ``BackendError`` or ``OSError``."""
     return addresses.create_server(addresses.listen_address(own.host, [each.host for each in processes]))
 
 
 def ask(peers: Mapping[int, Peer], secret: bytes, request: Mapping[str, Any], seconds: float) -> dict[int, Any]:
-    """The answers of some ranks, by rank: those that come in time.
+    """Return the answers of some ranks, by rank: those that come in time.
 
     In place of an answer: ``ConnectionError``, if the process that had the port has ended; ``TimeoutError``.
     """

@@ -27,7 +27,7 @@ class ReportSignal:
 
     @classmethod
     def open(cls) -> ReportSignal | None:
-        """None where SIGUSR1 has another use already, or does not exist."""
+        """Take SIGUSR1; None where it has another use already, or does not exist."""
         if not hasattr(faulthandler, "register") or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
             return None
         return cls()

@@ -136,7 +136,7 @@ class Watch:
 
     # -------------------------------------------------------------------------------- what ranks do
     def own_state(self, stacks: bool = False) -> RankState:
-        """What this rank does."""
+        """Return what this rank does."""
         if self._last_state is not None:  # the library forgets its operations
             return self._last_state
         operations: list[OperationRecord] = []
@@ -162,12 +162,12 @@ class Watch:
         )
 
     def states(self) -> list[RankState]:
-        """What all ranks do. Takes 0.9 s if one does not answer."""
+        """Return what all ranks do. Takes 0.9 s if one does not answer."""
         own = self.own_state()
         return states(self._peers, self._secret, own=own, exits=self._exits)
 
     def explain(self, call: str, error: BaseException, operation: OperationRecord | None = None) -> tuple[str, str]:
-        """What has failed, and which rank is missing; empty: that is not known.
+        """Return what has failed, and which rank is missing; empty: that is not known.
 
         Args:
             call: what the user has called.
@@ -253,7 +253,7 @@ class Watch:
         return {"state": self.own_state(request["stacks"]).to_row(), "exits": self._exits}
 
     def _exchange_addresses(self) -> tuple[dict[int, Peer], Any]:
-        """Where all ranks' servers are, and the socket on which this one listens. Collective."""
+        """Return where all ranks' servers are, and the socket on which this one listens. Collective."""
         listening, address, processes = None, self.NO_ADDRESS, self._backend.processes
         try:
             listening = listen(processes[self._rank], processes)
@@ -264,7 +264,7 @@ class Watch:
         return {rank: Peer(process, *found[rank]) for rank, process in enumerate(processes)}, listening
 
     def close_in_child(self) -> None:
-        """A forked child is no rank."""
+        """Close the watch in a forked child, which is no rank."""
         self._backend.watch = None
         if self._signal is not None:
             self._signal.close()
@@ -303,7 +303,7 @@ class Watch:
 
 
 def running_watch() -> Watch | None:
-    """The one of this process."""
+    """Return the one of this process."""
     return next(iter(_open_watches), None)
 
 
@@ -315,7 +315,7 @@ def states(
     exits: Mapping[int, Mapping[str, Any]] | None = None,
     stacks: bool = False,
 ) -> list[RankState]:
-    """What all ranks of a job do, in rank order.
+    """Return what all ranks of a job do, in rank order.
 
     Args:
         peers: where all ranks' servers are.
@@ -344,7 +344,7 @@ def states(
 
 
 def _silence(error: Exception, process: Process) -> str:
-    """Why a rank has not answered."""
+    """Return why a rank has not answered."""
     state = process.state()
     if isinstance(error, ConnectionError) or state in ("X", "Z"):
         return _ENDED

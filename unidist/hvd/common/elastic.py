@@ -39,7 +39,7 @@ class ObjectState(elastic.ObjectState):
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
-    """``func`` in the loop of ``hvd.elastic.run``.
+    """Return ``func`` in the loop of ``hvd.elastic.run``.
 
     Args:
         func: its first argument is a state.

@@ -37,22 +37,22 @@ _cache = functools.cache
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """No-op: nothing was compiled that could be missing."""
+    """Do nothing: nothing was compiled that could be missing."""
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether this is the drop-in for a framework: ``torch`` it is."""
+    """Return whether this is the drop-in for a framework: ``torch`` it is."""
     return ext_base_name == "torch"
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether a CUDA device is visible."""
+    """Return whether a CUDA device is visible."""
     return torch.cuda.is_available()
 
 
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Inside, environment variables have other values; None leaves one as it is."""
+    """Give environment variables other values inside; None leaves one as it is."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
@@ -67,19 +67,19 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether Adasum can combine so many ranks."""
+    """Return whether Adasum can combine so many ranks."""
     return num_rank > 0 and num_rank.bit_count() == 1
 
 
 def split_list(l: list[T], n: int) -> list[list[T]]:  # noqa: E741 - a name that callers use
-    """``n`` consecutive parts whose lengths differ by 1 at most, the longer ones first."""
+    """Return ``n`` consecutive parts whose lengths differ by 1 at most, the longer ones first."""
     size, longer = divmod(len(l), n)
     starts = [part * size + min(part, longer) for part in range(n + 1)]
     return [l[a:b] for a, b in itertools.pairwise(starts)]
 
 
 def is_iterable(x: Any) -> bool:
-    """Whether ``iter`` takes it."""
+    """Return whether ``iter`` takes it."""
     try:
         iter(x)
     except TypeError:
@@ -88,7 +88,7 @@ def is_iterable(x: Any) -> bool:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, Any], int]:
-    """A function that makes one reduction of ``op`` and the deprecated ``average``.
+    """Return a function that makes one reduction of ``op`` and the deprecated ``average``.
 
     Args:
         reduce_ops: has ``Average`` and ``Sum``.

@@ -17,7 +17,7 @@ __all__ = ["ElasticSampler", "TorchState", "init", "run", "run_fn", "shutdown"]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator: the function trains, and is called again each time that the workers have changed.
+    """Decorate a function that trains: it is called again each time that the workers have changed.
 
     As ``unidist.elastic.run``. Optimizers of ``DistributedOptimizer`` that were made before it go on in each new world;
     process sets must be made again, by a reset callback.

@@ -46,7 +46,7 @@ Pass = tuple[list[cst.CSTNode], str]
 
 
 def _last_pass(context: Context, optimizer: Flow) -> Pass | None:
-    """The passes of the only loop with a backward pass and a step of the optimizer."""
+    """Return the passes of the only loop with a backward pass and a step of the optimizer."""
     tree = context.tree
     backwards = list(tree.method_calls("backward"))
     steps = [
@@ -99,12 +99,12 @@ def _modulo(context: Context, loop: cst.For, backward: cst.CSTNode, step: cst.Ca
 
 
 def _is_invariant(node: cst.BaseExpression) -> bool:
-    """Whether an expression has the same value in each iteration: names, numbers, ``len`` of a name."""
+    """Return whether an expression has the same value in each iteration: names, numbers, ``len`` of a name."""
     if isinstance(node, cst.Call):
         return full_name(node.func) == "len" and all(is_pure(arg.value) for arg in node.args)
     return is_pure(node)
 
 
 def _assigned_in(context: Context, block: cst.CSTNode) -> set[str]:
-    """The names that a block sets."""
+    """Return the names that a block sets."""
     return {node.value for node in context.tree.all(cst.Name, inside=block) if is_target(context.tree, node)}

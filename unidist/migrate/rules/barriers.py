@@ -12,7 +12,7 @@ from unidist.migrate.syntax import Statement, called_name
 
 
 def keep_calls_beside_join(context: Context) -> None:
-    """All collective calls stay on the drop-in together with an uneven ``join()``: a rank in it serves no others."""
+    """Keep all collective calls on the drop-in beside an uneven ``join()``: a rank in it serves no others."""
     joins = [use for use in context.uses("join") if not is_barrier(context, context.tree.call_of(use))]
     if not joins:
         return
@@ -24,7 +24,7 @@ def keep_calls_beside_join(context: Context) -> None:
 
 
 def change_barriers(context: Context) -> None:
-    """``hvd.join()`` where all ranks arrive together."""
+    """Change ``hvd.join()`` where all ranks arrive together."""
     for call in list(context.calls("join")):
         context.edits.replace(call.func, context.unidist_name_for(call.func, "barrier"))
         context.mark_handled(call.func)
@@ -46,7 +46,7 @@ _HARMLESS = ("os", "sys", "time", "logging", "print", "torch", "json", "shutil",
 
 
 def is_barrier(context: Context, call: cst.Call | None) -> bool:
-    """Whether all ranks arrive at a ``join()`` together, with no operation in progress."""
+    """Return whether all ranks arrive at a ``join()`` together, with no operation in progress."""
     statement = None if call is None or call.args else context.tree.is_statement(call)
     if statement is None:
         return False
@@ -58,8 +58,8 @@ def is_barrier(context: Context, call: cst.Call | None) -> bool:
 
 
 def _is_called_barrier(context: Context, statement: Statement) -> bool:
-    """Whether the script takes it for one: ``torch.distributed.barrier()`` in the other branch of the condition, or a
-    function of that name that does nothing else.
+    """Return whether the script takes it for one: ``torch.distributed.barrier()`` in the other branch of the condition,
+    or a function of that name that does nothing else.
     """
     for above in context.tree.parents(statement):
         if isinstance(above, cst.If):
@@ -73,7 +73,7 @@ def _is_called_barrier(context: Context, statement: Statement) -> bool:
 
 
 def _has_uneven_calls(context: Context) -> bool:
-    """Whether a loop that may have different numbers of iterations on the ranks makes collective calls."""
+    """Return whether a loop that may have different numbers of iterations on the ranks makes collective calls."""
     tree = context.tree
     uses = [use for use, symbol in context.names.symbols.items() if is_collective(symbol) and symbol != "join"]
     calls = [call for use in uses for call in callers(tree, tree.function(use))]
@@ -85,7 +85,7 @@ def _has_uneven_calls(context: Context) -> bool:
 
 
 def _follows_collective(context: Context, statement: cst.CSTNode) -> bool:
-    """Whether only statements without communication are between a collective call and this one."""
+    """Return whether only statements without communication are between a collective call and this one."""
     tree = context.tree
     for each in reversed(tree.siblings(statement)[0]):
         if any(tree.all((cst.For, cst.While), inside=each)):

@@ -16,7 +16,7 @@ OLD_NUMBERS = "for the old numbers `import unidist.hvd`, and here `unidist.hvd.b
 
 
 def change_broadcasts(context: Context) -> None:
-    """Broadcasts of a model's or an optimizer's state, unless an optimizer of Horovod's stays in this module."""
+    """Change broadcasts of a model's or an optimizer's state, unless an optimizer of Horovod's stays here."""
     if has_optimizer(context):
         return
     for call in list(context.calls("broadcast_parameters", "broadcast_optimizer_state")):
@@ -41,7 +41,7 @@ def change_broadcasts(context: Context) -> None:
 
 
 def is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:
-    """Whether an optimizer is visibly one on which a step with zero gradients has no effect."""
+    """Return whether an optimizer is visibly one on which a step with zero gradients has no effect."""
     made = values_of(context.tree, optimizer)
     made = [value for value in made if not (isinstance(value, cst.Call) and context.symbol(value.func))]
     return bool(made) and all(
@@ -54,18 +54,18 @@ def is_plain_sgd(context: Context, optimizer: cst.BaseExpression) -> bool:
 
 
 def has_optimizer(context: Context) -> bool:
-    """Whether an optimizer of Horovod's stays in this module."""
+    """Return whether an optimizer of Horovod's stays in this module."""
     return any(context.symbol(use) == "DistributedOptimizer" for use in context.remaining_uses())
 
 
 def broadcast_model(context: Context, call: cst.Call) -> cst.BaseExpression | None:
-    """The model whose state a ``broadcast_parameters`` sends from rank 0, or None."""
+    """Return the model whose state a ``broadcast_parameters`` sends from rank 0, or None."""
     state = (context.arguments(call) or {}).get("params")
     return owner(state, "state_dict", "named_parameters")
 
 
 def owner(node: cst.BaseExpression | None, *methods: str) -> cst.BaseExpression | None:
-    """``model`` of ``model.named_parameters()``."""
+    """Return ``model`` of ``model.named_parameters()``."""
     match node:
         case cst.Call(cst.Attribute(cst.Name() | cst.Attribute() | cst.Subscript() as model, cst.Name(name))):
             return model if name in methods else None

@@ -41,7 +41,7 @@ _NO_SPACE = re.compile(r"\b(if|while|not|return|assert|and|or|in|else)\(")
 
 
 def keep_calls(context: Context) -> None:
-    """Calls that the script replaces stay (``hvd.allreduce = traced``), those where unidist cannot be imported, and
+    """Keep calls that the script replaces (``hvd.allreduce = traced``), those where unidist cannot be imported, and
     ``init()`` beside ``init_process_group()``.
     """
     for start in context.tree.all(cst.Call):
@@ -57,14 +57,14 @@ def keep_calls(context: Context) -> None:
 
 
 def _are_both_made(context: Context, one: cst.CSTNode, other: cst.CSTNode) -> bool:
-    """Whether two calls are made by statements of one block."""
+    """Return whether two calls are made by statements of one block."""
     statements = [context.tree.statement(node) for node in (one, other)]
     blocks = [context.tree.block(each) if isinstance(each, cst.SimpleStatementLine) else None for each in statements]
     return blocks[0] is not None and blocks[0] is blocks[1]
 
 
 def change_plain_calls(context: Context) -> None:
-    """``hvd.rank()`` and the like; ``hvd.rank() == 0`` is ``unidist.is_main()``."""
+    """Change ``hvd.rank()`` and the like; ``hvd.rank() == 0`` is ``unidist.is_main()``."""
     for built in list(context.calls("nccl_built")):
         name = context.unidist_name_for(built.func, "backend_name")
         equal = [cst.ComparisonTarget(cst.Equal(), cst.SimpleString('"nccl"'))]

@@ -34,7 +34,7 @@ _ASSUMED = (
 
 
 def change_collectives(context: Context) -> None:
-    """``allgather``, ``alltoall`` and ``broadcast``, also of objects, and ``broadcast_``."""
+    """Change ``allgather``, ``alltoall`` and ``broadcast``, also of objects, and ``broadcast_``."""
     for call in list(context.calls(*COLLECTIVES)):
         arguments = context.arguments(call)
         name, first = COLLECTIVES[context.names.symbols[call.func]]
@@ -48,7 +48,7 @@ def change_collectives(context: Context) -> None:
 
 
 def has_other_gradient(context: Context, call: cst.Call, arguments: Arguments) -> bool:
-    """Whether a gradient may flow through a call, and would be another one, or none, with unidist's."""
+    """Return whether a gradient may flow through a call, and would be another one, or none, with unidist's."""
     symbol, tensor = context.symbol(call.func), arguments.get("tensor")
     if tensor is None:
         return False
@@ -59,7 +59,7 @@ def has_other_gradient(context: Context, call: cst.Call, arguments: Arguments) -
 
 
 def change_allreduce(context: Context) -> None:
-    """``allreduce`` of metrics becomes ``allreduce_metric``, others ``all_reduce``; the default stays the average."""
+    """Make ``allreduce`` of metrics ``allreduce_metric``, others ``all_reduce``; the default stays the average."""
     for call in list(context.calls("allreduce", "allreduce_")):
         arguments = context.arguments(call)
         if arguments is None or set(arguments) - {"tensor", "average", "op", "compression", *_WITHOUT_EFFECT}:
@@ -88,7 +88,7 @@ def change_allreduce(context: Context) -> None:
 
 
 def reduction(context: Context, arguments: Arguments) -> str | None:
-    """The reduction of a call, by unidist's name; None if it has none or it cannot be determined."""
+    """Return the reduction of a call, by unidist's name; None if it has none or it cannot be determined."""
     average, op = arguments.get("average"), arguments.get("op")
     if op is not None and not is_constant(op, None):
         return OPS.get(context.symbol(op) or "")
@@ -98,7 +98,7 @@ def reduction(context: Context, arguments: Arguments) -> str | None:
 
 
 def _is_name(context: Context, node: cst.BaseExpression, depth: int = 3) -> bool:
-    """Whether an expression is a string: by its form, by what its variable is assigned, or by being called ``name``."""
+    """Return whether an expression is a string: by its form, its variable's value, or its name ``name``."""
     if isinstance(node, (cst.SimpleString, cst.FormattedString, cst.ConcatenatedString)):
         return True
     if isinstance(node, cst.BinaryOperation):
@@ -113,7 +113,7 @@ def _is_name(context: Context, node: cst.BaseExpression, depth: int = 3) -> bool
 
 
 def _is_metric(context: Context, call: cst.Call, tensor: cst.BaseExpression) -> bool:
-    """Whether a call averages a metric: no gradient flows through it, and training does not use the result."""
+    """Return whether a call averages a metric: no gradient flows through it, and training does not use the result."""
     text = context.text(tensor)
     above = [
         node.name.value for node in context.tree.parents(call) if isinstance(node, (cst.FunctionDef, cst.ClassDef))

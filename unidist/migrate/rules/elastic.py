@@ -16,12 +16,12 @@ _REMEDY = "write `unidist.replicate(state.model)` as the first line of the funct
 
 
 def elastic_uses(context: Context) -> list[cst.BaseExpression]:
-    """The uses of Horovod's elastic module."""
+    """Return the uses of Horovod's elastic module."""
     return [use for use, symbol in context.names.symbols.items() if symbol.split(".")[0] == "elastic"]
 
 
 def elastic_models(context: Context, models: list[cst.BaseExpression]) -> dict[str, list[tuple[Statement, str]]]:
-    """For the text of each model, the statements before which it is replicated, and its name there.
+    """Return, for the text of each model, the statements before which it is replicated, and its name there.
 
     A function under ``run`` is called again in each new world, with the state that all ranks share then.
 
@@ -53,7 +53,7 @@ def elastic_models(context: Context, models: list[cst.BaseExpression]) -> dict[s
 
 
 def change_elastic(context: Context) -> None:
-    """The names, after the optimizers have been changed."""
+    """Change the names, after the optimizers have been changed."""
     for use in elastic_uses(context):
         if use not in context.kept:
             call = context.tree.parent(use)
@@ -65,7 +65,7 @@ def change_elastic(context: Context) -> None:
 
 
 def _remark_on_first_step(context: Context, state: cst.Call) -> None:
-    """Horovod's states broadcast an optimizer by its ``broadcast_optimizer_state``."""
+    """Say where Horovod's state takes a first step, which broadcasts an optimizer, and the line that keeps it."""
     for text, name in _attributes(context, state).items():
         argument = next(arg.value for arg in state.args if context.text(arg.value) == text)
         if name == "optimizer" and not is_plain_sgd(context, argument):
@@ -78,7 +78,7 @@ def _of(context: Context, uses: list[cst.BaseExpression], name: str) -> Iterator
 
 
 def _function(context: Context, use: cst.BaseExpression) -> tuple[Statement, str]:
-    """The first statement of the function that ``run`` decorates, and the name of the state there.
+    """Return the first statement of the function that ``run`` decorates, and the name of the state there.
 
     Raises:
         Refusal: it decorates none, or a method.
@@ -99,7 +99,7 @@ def _function(context: Context, use: cst.BaseExpression) -> tuple[Statement, str
 
 
 def _attributes(context: Context, state: cst.Call) -> dict[str, str]:
-    """What a TorchState is given, by text, and the attributes that hold it."""
+    """Return what a TorchState is given, by text, and the attributes that hold it."""
     positional = [arg for arg in state.args if arg.keyword is None]
     found = {context.text(arg.value): name for name, arg in zip(("model", "optimizer"), positional)}
     named = {context.text(arg.value): arg.keyword.value for arg in state.args if arg.keyword is not None}

@@ -26,7 +26,7 @@ _OF_MODEL = re.compile(r"param|module|children|layer|model|net|weight|bias|embed
 
 
 def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[tuple[cst.CSTNode, str, str]]:
-    """Changes of ``requires_grad`` after a statement, unless they are made to all parameters of a model."""
+    """Yield changes of ``requires_grad`` after a statement, unless they are made to all parameters of a model."""
     changes = list(_changes(context))
     parts = [node for node in changes if not _is_of_whole_model(context, node, flow)]
     for node in changes:
@@ -36,7 +36,7 @@ def frozen_later(context: Context, flow: Flow, before: Statement) -> Iterator[tu
 
 
 def _changes(context: Context) -> Iterator[cst.Attribute]:
-    """The changes of ``requires_grad`` of what may be a parameter."""
+    """Yield the changes of ``requires_grad`` of what may be a parameter."""
     for node in context.tree.all(cst.Attribute):
         is_set = node.attr.value == "requires_grad" and is_target(context.tree, node)
         made = isinstance(node.value, cst.Call) and called_name(node.value) in _NEW_TENSORS
@@ -47,7 +47,7 @@ def _changes(context: Context) -> Iterator[cst.Attribute]:
 
 
 def _is_of_batch(context: Context, node: cst.BaseExpression) -> bool:
-    """Whether a variable is set by a loop that trains, over something else than the parts of a model."""
+    """Return whether a variable is set by a loop that trains, over something else than the parts of a model."""
     variable = context.tree.variable(node)
     for loop in training_loops(context.tree) if variable else ():
         targets = {context.tree.variable(name) for name in context.tree.all(cst.Name, inside=loop.target)}
@@ -57,8 +57,8 @@ def _is_of_batch(context: Context, node: cst.BaseExpression) -> bool:
 
 
 def _is_input(context: Context, node: cst.Attribute) -> bool:
-    """Whether a gradient is asked for of a variable to which only computed values are assigned, and from nothing that
-    is named like a part of a model.
+    """Return whether a gradient is asked for of a variable to which only computed values are assigned, and from nothing
+    that is named like a part of a model.
     """
     tree, values = context.tree, values_of(context.tree, node.value)
     match tree.parent(node):
@@ -83,7 +83,7 @@ def _is_computed(context: Context, value: cst.BaseExpression) -> bool:
 
 
 def _is_all_before(context: Context, node: cst.CSTNode, before: Statement) -> bool:
-    """Whether a node is executed before a statement only."""
+    """Return whether a node is executed before a statement only."""
     tree = context.tree
     function, own = tree.function(node), tree.function(before)
     calls = [node] if function is own else callers(tree, function)

@@ -76,7 +76,7 @@ def change_imports(context: Context) -> None:
 
 
 def _is_migrated(context: Context) -> bool:
-    """Whether nothing of Horovod's is imported any more, so that the imports are as an earlier run left them."""
+    """Return whether nothing of Horovod's is imported any more, so that the imports are as an earlier run left them."""
     named = [module_of(node) for node in context.tree.all(cst.ImportFrom)]
     return not any(is_horovod(name) for name in (*named, *(each.name for each in imports_of(context.tree))))
 
@@ -118,7 +118,7 @@ class _Imports:
 
     # -------------------------------------------------------------------------------- statements
     def import_statement(self, node: cst.Import) -> None:
-        """``import horovod.torch as hvd``."""
+        """Change ``import horovod.torch as hvd``."""
         aliases: list[cst.ImportAlias] = []
         needs_unidist_too = node in self._imports_to_extend
         for alias in node.names:
@@ -149,7 +149,7 @@ class _Imports:
             )
 
     def _module(self, alias: cst.ImportAlias, name: str, bound: str | None) -> tuple[list[cst.ImportAlias], bool]:
-        """What replaces ``horovod.torch``, and whether ``import unidist`` is needed beside it."""
+        """Return what replaces ``horovod.torch``, and whether ``import unidist`` is needed beside it."""
         target = drop_in_name_of(name) or name
         if target == name and is_horovod(name):
             self._remark(alias, name, _NOT_IN_DROP_IN)
@@ -172,7 +172,7 @@ class _Imports:
         return [kept] if exported else [], self._is_used(first)
 
     def _is_unused(self, node: cst.CSTNode, name: str, bound: str) -> bool:
-        """Whether neither this file nor another one uses what an import of Horovod binds.
+        """Return whether neither this file nor another one uses what an import of Horovod binds.
 
         One in a ``try`` may show whether Horovod is there.
         """
@@ -181,13 +181,13 @@ class _Imports:
         return not any(isinstance(above, cst.Try) for above in self._tree.parents(node))
 
     def _is_gone(self, bound: str) -> bool:
-        """Whether all uses of a name are gone, beside those that are handled."""
+        """Return whether all uses of a name are gone, beside those that are handled."""
         tree, named = self._tree, (each for each in self._tree.all(cst.Name) if each.value == bound)
         names = [each for each in named if not (in_import(tree, each) or tree.is_attribute_name(each))]
         return bound not in self._exported and bool(names) and all(each in self._context.gone for each in names)
 
     def _package(self, node: cst.Import, alias: cst.ImportAlias, first: str) -> tuple[list[cst.ImportAlias], bool]:
-        """What replaces ``horovod`` itself, and whether ``import unidist`` is needed beside it."""
+        """Return what replaces ``horovod`` itself, and whether ``import unidist`` is needed beside it."""
         kept, word = [], self._drop_in_name(first)
         if self._unmovable:
             kept.append(alias)
@@ -200,12 +200,12 @@ class _Imports:
         return kept, not kept or self._is_used(first)
 
     def _drop_in_name(self, first: str) -> str:
-        """The drop-in's name in code that called the package by this one."""
+        """Return the drop-in's name in code that called the package by this one."""
         renamed = not self._unmovable and first in self._packages and (first != "horovod" or first in self._used_whole)
         return first if renamed else "unidist.hvd"
 
     def _can_move(self, name: str) -> bool:
-        """Whether a name becomes the drop-in's; beside one that cannot, only those of the two supported parts do."""
+        """Return whether a name becomes the drop-in's; beside one that cannot, only those of the supported parts do."""
         return drop_in_name_of(name) is not None and (
             not self._unmovable or name.startswith(("horovod.torch", "horovod.common"))
         )
@@ -216,12 +216,12 @@ class _Imports:
         return not named and not in_import(self._tree, node)
 
     def _is_used(self, first: str) -> bool:
-        """Whether a name leads to a migrated use."""
+        """Return whether a name leads to a migrated use."""
         called = any(root_name(use) == first and self._context.is_handled(use) for use in self._context.names.symbols)
         return called or any(root_name(node) == first and self._is_module(node) for node in self._context.names.modules)
 
     def _is_module(self, node: cst.BaseExpression) -> bool:
-        """Whether a node is the module itself, as in ``self.hvd = hvd``, and becomes unidist."""
+        """Return whether a node is the module itself, as in ``self.hvd = hvd``, and becomes unidist."""
         return (
             node in self._context.names.modules
             and self._context.aliases_are_native
@@ -230,7 +230,7 @@ class _Imports:
         )
 
     def from_import(self, node: cst.ImportFrom) -> None:
-        """``from horovod.torch import rank``."""
+        """Change ``from horovod.torch import rank``."""
         module = full_name(node.module) if node.module is not None and not node.relative else ""
         if module in _SPARKDL:
             self._from_sparkdl(node, module)
@@ -269,7 +269,7 @@ class _Imports:
         self._replace_import(node, [*renamed, *statements], needs_unidist_too)
 
     def _from_sparkdl(self, node: cst.ImportFrom, module: str) -> None:
-        """``from sparkdl import HorovodRunner``; sparkdl has much else."""
+        """Change ``from sparkdl import HorovodRunner``; sparkdl has much else."""
         names = [] if isinstance(node.names, cst.ImportStar) else [full_name(alias.name) for alias in node.names]
         if names and all(drop_in_name_of(f"{module}.{name}") for name in names):
             self._replace_import(node, [node.with_changes(module=dotted(drop_in_name_of(module) or module))], False)
@@ -277,7 +277,7 @@ class _Imports:
     def _from_import_name(
         self, node: cst.ImportFrom, module: str, alias: cst.ImportAlias
     ) -> tuple[cst.Import | tuple[str, cst.ImportAlias] | None, bool]:
-        """What replaces one name, as a module and a name of it, and whether ``import unidist`` is needed too."""
+        """Return what replaces one name, as a module and a name of it, and whether ``import unidist`` is needed too."""
         name = full_name(alias.name)
         bound = full_name(alias.asname.name) if alias.asname else name
         whole = f"{module}.{name}"
@@ -345,7 +345,7 @@ class _Imports:
 
     # -------------------------------------------------------------------------------- uses
     def attribute(self, node: cst.Attribute) -> None:
-        """``horovod.torch.Compression`` after ``import horovod.torch``, where it stays on the drop-in."""
+        """Change ``horovod.torch.Compression`` after ``import horovod.torch``, where it stays on the drop-in."""
         first, written = root_name(node), full_name(node)
         name = f"horovod{written[len(first) :]}" if first in self._packages else written
         if not name.startswith("horovod.") or name not in self._tree.imported(node):
@@ -366,12 +366,12 @@ class _Imports:
         self._context.edits.replace(node, dotted(target.replace("unidist.hvd", self._drop_in_name(first), 1)))
 
     def module(self, node: cst.Name) -> None:
-        """``self.hvd = hvd``: the module itself."""
+        """Change ``self.hvd = hvd``: the module itself."""
         if self._is_module(node):
             self._context.edits.replace(node, lambda updated: updated.with_changes(value="unidist"))
 
     def string(self, node: cst.SimpleString, value: str) -> None:
-        """``importlib.import_module("horovod.torch")``."""
+        """Change ``importlib.import_module("horovod.torch")``."""
         if not is_horovod(value) and value != "unidist.hvd":
             return
         argument = self._tree.parent(node)
@@ -423,7 +423,7 @@ class _Imports:
 
 
 def _named_in_strings(context: Context) -> set[str]:
-    """Names in the strings of ``__all__``, ``eval``, ``exec`` and ``globals()``."""
+    """Return names in the strings of ``__all__``, ``eval``, ``exec`` and ``globals()``."""
     found: set[str] = set()
     for text, value in context.tree.strings():
         argument = context.tree.parent(text)
@@ -449,7 +449,7 @@ def add_import(edits: Edits, name: str, before: Statement | None = None) -> None
 
 
 def _is_head(statement: cst.CSTNode) -> bool:
-    """Whether a statement is the docstring or one of the imports at the beginning of a module."""
+    """Return whether a statement is the docstring or one of the imports at the beginning of a module."""
     if not isinstance(statement, cst.SimpleStatementLine):
         return False
     first = statement.body[0]

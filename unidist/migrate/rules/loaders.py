@@ -55,7 +55,7 @@ class SampledLoader:
 
 
 def _made(context: Context, names: set[str]) -> list[tuple[cst.Call, cst.BaseExpression]]:
-    """The calls of some imported classes whose results are assigned, each with its target."""
+    """Return the calls of some imported classes whose results are assigned, each with its target."""
     return [
         (value, target)
         for value, target in assignments(context.tree)
@@ -64,7 +64,7 @@ def _made(context: Context, names: set[str]) -> list[tuple[cst.Call, cst.BaseExp
 
 
 def sampled_loaders(context: Context) -> dict[str, cst.Call]:
-    """The DataLoaders with a DistributedSampler, by the variables that hold them."""
+    """Return the DataLoaders with a DistributedSampler, by the variables that hold them."""
     tree = context.tree
     samplers = {tree.variable(target) for _, target in _made(context, _SAMPLERS)} - {None}
     found = {}
@@ -77,7 +77,7 @@ def sampled_loaders(context: Context) -> dict[str, cst.Call]:
 
 
 def has_even_loops(context: Context) -> bool:
-    """Whether all training loops draw from a ``DistributedSampler``, so that all ranks have equally many batches."""
+    """Return whether all training loops draw from a ``DistributedSampler``: all ranks have equally many batches."""
     tree, loaders = context.tree, _even_loaders(context)
     loops = training_loops(tree)
     even = [loop for loop in loops if tree.variable(iterated(loop)) in loaders]
@@ -89,14 +89,14 @@ def has_even_loops(context: Context) -> bool:
 
 
 def _even_loaders(context: Context) -> set[str]:
-    """The variables that hold a ``DataLoader`` with a ``DistributedSampler``, and no other."""
+    """Return the variables that hold a ``DataLoader`` with a ``DistributedSampler``, and no other."""
     tree, sampled = context.tree, sampled_loaders(context)
     made = {variable for _, target in _made(context, LOADERS) if (variable := tree.variable(target))}
     return follow(tree, sampled).variables - follow(tree, made - set(sampled)).variables
 
 
 def is_even(context: Context, loop: cst.For) -> bool:
-    """Whether a loop visibly has equally many iterations on all ranks.
+    """Return whether a loop visibly has equally many iterations on all ranks.
 
     As over such a loader, a ``range``, the parameters of a model or the items of a dict.
     """
@@ -111,7 +111,7 @@ def is_even(context: Context, loop: cst.For) -> bool:
 
 
 def _is_uneven(context: Context, loop: cst.For) -> bool:
-    """Whether some iterations may run no backward pass."""
+    """Return whether some iterations may run no backward pass."""
     calls = context.tree.method_calls("backward", inside=loop.body)
     around = [above for call in calls for above in context.tree.parents(call, below=loop)]
     return any(context.tree.jumps(loop.body)) or any(isinstance(each, (cst.If, cst.Try, cst.While)) for each in around)
@@ -119,13 +119,13 @@ def _is_uneven(context: Context, loop: cst.For) -> bool:
 
 @of_tree
 def training_loops(tree: SyntaxTree) -> list[cst.For]:
-    """The loops with a backward pass."""
+    """Return the loops with a backward pass."""
     return [loop for loop in tree.all(cst.For) if any(tree.method_calls("backward", loop.body))]
 
 
 # ------------------------------------------------------------------------------------ the rule
 def change_loaders(context: Context) -> None:
-    """Each sampler that serves one loader and nothing else; others stay, with unidist's rank and world size."""
+    """Change each sampler that serves one loader and nothing else; others stay, with unidist's rank and world size."""
     if any(symbol.startswith("elastic") for symbol in context.names.symbols.values()):
         return  # a sampler that is made before the world changes keeps its share
     gone = [pair.sampler_statement for pair in list(_samplers_with_loaders(context)) if _change_pair(context, pair)]
@@ -200,7 +200,7 @@ def _sampler_arguments(call: cst.Call) -> Arguments | None:
 
 
 def _is_equivalent(context: Context, pair: SampledLoader) -> bool:
-    """Whether shard_loader gives the same samples in the same order."""
+    """Return whether shard_loader gives the same samples in the same order."""
     arguments, loader, tree = pair.arguments, pair.loader, context.tree
     if not context.is_whole_world(arguments.get("num_replicas"), arguments.get("rank")):
         return False
@@ -226,7 +226,7 @@ def _is_equivalent(context: Context, pair: SampledLoader) -> bool:
 
 
 def _keys(context: Context, node: cst.BaseExpression) -> set[str] | None:
-    """The keys of a dict display or of a variable that holds one; None if they cannot be determined."""
+    """Return the keys of a dict display or of a variable that holds one; None if they cannot be determined."""
     if isinstance(node, cst.IfExp):
         parts = [_keys(context, node.body), _keys(context, node.orelse)]
     elif isinstance(node, cst.Dict):
@@ -247,7 +247,7 @@ def _key(node: cst.BaseExpression) -> set[str] | None:
 
 
 def _uses_of_sampler(context: Context, pair: SampledLoader) -> list[cst.BaseExpression] | None:
-    """The calls of ``set_epoch()`` and ``len()`` on the sampler; None if it has other uses."""
+    """Return the calls of ``set_epoch()`` and ``len()`` on the sampler; None if it has other uses."""
     tree = context.tree
     found = [use for use in uses_of(tree, pair.variable) if use is not argument(pair.loader, "sampler")]
 
@@ -289,7 +289,7 @@ def _change(context: Context, pair: SampledLoader, uses: list[cst.BaseExpression
 
 
 def _is_default_epoch(context: Context, pair: SampledLoader, call: cst.Call, statement: Statement) -> bool:
-    """Whether ``set_epoch`` is redundant: epochs 0, 1, 2, ..., each one iteration, which the loader counts itself."""
+    """Return whether ``set_epoch`` is redundant: epochs 0, 1, 2, ..., each one iteration, as the loader counts them."""
     tree = context.tree
     loop = tree.loop(statement)
     if not isinstance(loop, cst.For) or tree.loop(loop) is not None or tree.block(statement) is not loop.body:
@@ -310,14 +310,14 @@ def _is_default_epoch(context: Context, pair: SampledLoader, call: cst.Call, sta
 
 
 def _uses_loader_sampler(context: Context, pair: SampledLoader) -> bool:
-    """Whether an attribute of ``loader.sampler`` is used, which a ``ShardLoader``'s sampler may not have."""
+    """Return whether an attribute of ``loader.sampler`` is used, which a ``ShardLoader``'s sampler may not have."""
     tree = context.tree
     attributes = [tree.method_of(use) for use in references(tree).get(pair.loader_variable, ())]
     return any(each is not None and each.attr.value == "sampler" and tree.method_of(each) for each in attributes)
 
 
 def _iterations(context: Context, pair: SampledLoader) -> list[cst.BaseExpression]:
-    """The uses that iterate over the loader, or pass it to something that may."""
+    """Return the uses that iterate over the loader, or pass it to something that may."""
     tree = context.tree
     uses = uses_of(tree, pair.loader_variable)
     return [use for use in uses if not isinstance(tree.parent(use), cst.Attribute) and not _is_length(context, use)]
@@ -326,7 +326,7 @@ def _iterations(context: Context, pair: SampledLoader) -> list[cst.BaseExpressio
 def _epochs_before(
     context: Context, use: cst.CSTNode, epochs: Sequence[cst.CSTNode | None], depth: int = 3
 ) -> list[cst.CSTNode]:
-    """The calls of ``set_epoch`` that precede the executions of a use; none if one has none before it."""
+    """Return the calls of ``set_epoch`` that precede the executions of a use; none if one has none before it."""
     tree = context.tree
     child, loops = use, 0
     for above in tree.parents(use):
@@ -347,7 +347,7 @@ def _epochs_before(
 
 
 def _repeats(above: cst.CSTNode, child: cst.CSTNode) -> bool:
-    """Whether a loop or a comprehension executes a part of it more than once."""
+    """Return whether a loop or a comprehension executes a part of it more than once."""
     if isinstance(above, (cst.For, cst.While)):
         return child is above.body or (isinstance(above, cst.While) and child is above.test)
     if isinstance(above, cst.CompFor):

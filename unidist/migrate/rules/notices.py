@@ -53,7 +53,7 @@ _TRAINER = {"accelerator", "strategy", "distributed_backend"}
 
 
 def report_surroundings(context: Context) -> None:
-    """Launchers' environment variables, a late CUDA_VISIBLE_DEVICES, long work of one rank, Lightning's Horovod."""
+    """Report launchers' variables, a late CUDA_VISIBLE_DEVICES, long work of one rank, Lightning's Horovod."""
     for text, value in context.tree.strings():
         if _RANK_VARIABLES.fullmatch(value) and _is_read_variable(context, text):
             context.remark(text, *_LAUNCHER_VARIABLE)
@@ -96,7 +96,7 @@ def _is_assigned_variable(context: Context, text: cst.SimpleString) -> bool:
 
 
 def _is_after_init(context: Context, text: cst.SimpleString) -> bool:
-    """Whether a statement follows ``init()``: it uses a rank, or the same function calls ``init()`` above it."""
+    """Return whether a statement follows ``init()``: it uses a rank, or the same function calls ``init()`` above it."""
     tree = context.tree
     statement = tree.statement(text) or text
     for use, symbol in context.names.symbols.items():
@@ -108,7 +108,7 @@ def _is_after_init(context: Context, text: cst.SimpleString) -> bool:
 
 
 def _holds_rank(context: Context, node: cst.BaseExpression) -> bool:
-    """Whether a variable is assigned a rank somewhere."""
+    """Return whether a variable is assigned a rank somewhere."""
     return any(
         isinstance(value, cst.Call) and context.symbol(value.func) in _RANKS for value in values_of(context.tree, node)
     )

@@ -46,7 +46,7 @@ _AVERAGE = "keep it, or use a plain optimizer and unidist.all_reduce(p.grad, 'me
 
 
 def change_optimizers(context: Context) -> None:
-    """All optimizers of a module, or none of them: calls of both kinds cannot share a model.
+    """Change all optimizers of a module, or none of them: calls of both kinds cannot share a model.
 
     Horovod and ``replicate`` watch the same parameters in the same way, whoever calls the model, so that what the rest
     of the program does with it does not matter.
@@ -101,7 +101,7 @@ def _check_compression(context: Context, each: OptimizerPlan, places: list[tuple
 
 
 def _is_same_model(context: Context, left: OptimizerPlan, right: OptimizerPlan) -> bool:
-    """Whether two optimizers, one after another, visibly train one model."""
+    """Return whether two optimizers, one after another, visibly train one model."""
     tree = context.tree
     text = context.text(left.model)
     if context.text(right.model) != text or tree.block(left.before) is not tree.block(right.before):
@@ -152,7 +152,7 @@ def _plan(context: Context, call: cst.Call) -> OptimizerPlan:
 
 
 def _is_always_evaluated(context: Context, call: cst.Call) -> bool:
-    """Whether a call is evaluated whenever its statement is executed."""
+    """Return whether a call is evaluated whenever its statement is executed."""
     child: cst.CSTNode = call
     for above in context.tree.parents(call):
         match above:
@@ -167,7 +167,7 @@ def _is_always_evaluated(context: Context, call: cst.Call) -> bool:
 
 
 def _assigned_to(context: Context, call: cst.Call) -> tuple[cst.BaseExpression | None, list[str]]:
-    """What the optimizer is assigned to, and the variables that hold it; nothing if they cannot be determined."""
+    """Return what the optimizer is assigned to, and the variables that hold it; nothing if they are not known."""
     tree = context.tree
     assigned = [target for value, target in assignments(tree) if value is call]
     parent = tree.parent(call)
@@ -179,7 +179,7 @@ def _assigned_to(context: Context, call: cst.Call) -> tuple[cst.BaseExpression |
 def _check_arguments(
     context: Context, call: cst.Call, arguments: Arguments
 ) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
-    """The condition under which the script would use Adasum, and the compression.
+    """Return the condition under which the script would use Adasum, and the compression.
 
     Raises:
         Refusal: an argument has no equivalent.
@@ -212,7 +212,7 @@ def _check_arguments(
 
 
 def _loss(context: Context) -> str:
-    """What the first backward pass starts from."""
+    """Return what the first backward pass starts from."""
     losses = (cst.ensure_type(call.func, cst.Attribute).value for call in context.tree.method_calls("backward"))
     return next(map(context.text, losses), "loss")
 
@@ -225,7 +225,7 @@ def _adasum_condition(context: Context, op: cst.BaseExpression | None) -> cst.Ba
 
 
 def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cst.BaseExpression:
-    """The model whose parameters are trained.
+    """Return the model whose parameters are trained.
 
     Raises:
         Refusal: it cannot be determined, or it is more than one.
@@ -257,7 +257,7 @@ def _trained_model(context: Context, call: cst.Call, arguments: Arguments) -> cs
 
 
 def _is_before(context: Context, node: cst.CSTNode, call: cst.Call) -> bool:
-    """Whether a node is before a call in its function: Horovod checks there that all parameters are named."""
+    """Return whether a node is before a call in its function: Horovod checks there that all parameters are named."""
     tree = context.tree
     return tree.function(node) is tree.function(call) and tree.position(node) < tree.position(call)
 
@@ -283,7 +283,7 @@ def _owner_of_parameters(context: Context, named: cst.BaseExpression) -> cst.Bas
 
 
 def _is_changed(context: Context, variable: cst.BaseExpression) -> bool:
-    """Whether a list is changed in place: ``named += ...``, ``named.extend(...)``."""
+    """Return whether a list is changed in place: ``named += ...``, ``named.extend(...)``."""
     tree = context.tree
     return any(
         isinstance(tree.parent(use), cst.AugAssign) or tree.called_method(use) in _CHANGING
@@ -294,7 +294,7 @@ def _is_changed(context: Context, variable: cst.BaseExpression) -> bool:
 def _broadcast_statement(
     context: Context, optimizer: cst.Call, model: cst.BaseExpression, statement: Statement
 ) -> Statement | None:
-    """The statement of the same block that broadcasts the model from rank 0, if nothing between uses the model.
+    """Return the statement of the same block that broadcasts the model from rank 0, if nothing between uses the model.
 
     Raises:
         Refusal: another rank than 0 has the weights.
@@ -320,7 +320,7 @@ def _broadcast_statement(
 
 
 def _is_unused_between(context: Context, model: cst.BaseExpression, left: Statement, right: Statement) -> bool:
-    """Whether the statements of a block between two others neither use a model nor call functions that may."""
+    """Return whether the statements of a block between two others neither use a model nor call functions that may."""
     tree = context.tree
     if tree.block(left) is None or tree.block(right) is not tree.block(left):
         return False
@@ -397,7 +397,7 @@ def _check_together(context: Context, optimizers: list[OptimizerPlan]) -> None:
 
 
 def _deciding(context: Context, optimizers: list[OptimizerPlan]) -> set[str]:
-    """The variables that decide whether there is an optimizer of Horovod's: ranks where they differ would wait."""
+    """Return the variables that decide whether there is an optimizer of Horovod's: where they differ, ranks wait."""
     tree = context.tree
     tests = [above.test for each in optimizers for above in tree.parents(each.statement) if isinstance(above, cst.If)]
     found = {tree.variable(node) for test in tests for node in tree.all((cst.Name, cst.Attribute), inside=test)}
@@ -405,7 +405,7 @@ def _deciding(context: Context, optimizers: list[OptimizerPlan]) -> set[str]:
 
 
 def _unknown_uses(context: Context, optimizers: list[OptimizerPlan]) -> list[cst.BaseExpression]:
-    """The uses of optimizers of Horovod's that come from where they cannot be followed, as out of a dictionary.
+    """Return the uses of optimizers of Horovod's that come from where they cannot be followed, as out of a dictionary.
 
     They have ``skip_synchronize()``, or stand in the same function as a use of the same text that has it.
     """
@@ -423,7 +423,7 @@ def _unknown_uses(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
 
 
 def _is_held(context: Context, use: cst.BaseExpression) -> bool:
-    """Whether it comes out of something that holds optimizers, as far as can be seen, and is made by no call here."""
+    """Return whether it comes out of what holds optimizers, as far as can be seen, and is made by no call here."""
     tree = context.tree
     if tree.imported(use):
         return False
@@ -462,8 +462,8 @@ def _check_methods(context: Context, optimizers: list[OptimizerPlan], known: set
 
 
 def _may_come_from_elsewhere(context: Context, optimizers: list[OptimizerPlan], use: cst.BaseExpression) -> bool:
-    """Whether a use of an optimizer may be of one that another file has made: anything but a variable to which this
-    file's calls are assigned. An attribute may be set by a class that is derived from this file's.
+    """Return whether a use of an optimizer may be of one that another file has made: anything but a variable to which
+    this file's calls are assigned. An attribute may be set by a class that is derived from this file's.
     """
     tree, made = context.tree, {each.call for each in optimizers}
     values = values_of(tree, use)
@@ -476,7 +476,7 @@ def _may_come_from_elsewhere(context: Context, optimizers: list[OptimizerPlan], 
 
 
 def _averages_before_steps(context: Context, uses: set[cst.BaseExpression]) -> bool:
-    """Whether each step of a module is in ``skip_synchronize()``, after ``synchronize()`` in the same function.
+    """Return whether each step of a module is in ``skip_synchronize()``, after ``synchronize()`` in the same function.
 
     Horovod averages nothing there either, so that gradients may have been changed in between, as K-FAC does.
     """
@@ -488,7 +488,7 @@ def _averages_before_steps(context: Context, uses: set[cst.BaseExpression]) -> b
 
 
 def _is_in_skip(context: Context, node: cst.CSTNode) -> bool:
-    """Whether a node is in ``with optimizer.skip_synchronize():``, or in the other branch of an ``if`` around one."""
+    """Return whether a node is in ``with optimizer.skip_synchronize():``, or in the other branch of an ``if``."""
     child = node
     for above in context.tree.parents(node):
         if isinstance(above, cst.With) and any("skip_synchronize" in context.text(item.item) for item in above.items):
@@ -500,7 +500,7 @@ def _is_in_skip(context: Context, node: cst.CSTNode) -> bool:
 
 
 def _is_reachable(context: Context, each: OptimizerPlan) -> bool:
-    """Whether other files may use an optimizer: an attribute, or one that is passed on."""
+    """Return whether other files may use an optimizer: an attribute, or one that is passed on."""
     if each.target is None or any(variable.startswith(".") for variable in each.flow.variables):
         return True
     calls = (context.tree.parent(context.tree.parent(use)) for use in each.flow.escapes)
@@ -519,7 +519,7 @@ def _check_method(context: Context, use: cst.BaseExpression) -> None:
 
 
 def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst.BaseExpression]:
-    """The uses of ``hvd.Compression`` that become ``replicate``'s strings.
+    """Return the uses of ``hvd.Compression`` that become ``replicate``'s strings.
 
     Raises:
         Refusal: one is not a constant of Horovod's, or another call takes it too.
@@ -548,7 +548,7 @@ def _compressions(context: Context, optimizers: list[OptimizerPlan]) -> list[cst
 
 
 def _given(context: Context, variable: str | None) -> list[cst.BaseExpression]:
-    """What a parameter is given by its default and by the calls of this file; nothing if other files may call it."""
+    """Return what a parameter is given by its default and by this file's calls; nothing if other files may call it."""
     found = passed_to(context.tree, variable or "")
     for parameter in context.tree.all(cst.Param):
         if context.tree.variable(parameter.name) != variable:
@@ -566,8 +566,8 @@ def _is_never_compressed(
     constants: list[cst.BaseExpression],
     taken: list[cst.BaseExpression | None],
 ) -> bool:
-    """Whether it is a variable to which statements assign ``Compression.none`` and nothing else, and that is read only
-    where it is what optimizers take.
+    """Return whether it is a variable to which statements assign ``Compression.none`` and nothing else, and that is
+    read only where it is what optimizers take.
     """
     read = uses_of(context.tree, context.tree.variable(compression))
     if any(use not in taken for use in read):
@@ -585,7 +585,7 @@ def _is_never_compressed(
 def _constants(
     context: Context, call: cst.Call, node: cst.BaseExpression, calls: list[cst.Call]
 ) -> list[cst.BaseExpression]:
-    """The constants of Horovod's that may be the compression of a call; nothing but some calls uses them.
+    """Return the constants of Horovod's that may be the compression of a call; nothing but some calls uses them.
 
     Raises:
         Refusal: it may be something else.

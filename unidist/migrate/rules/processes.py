@@ -16,7 +16,7 @@ _HERE = re.compile(r"(localhost|127\.0\.0\.1)(:\d+)?")
 
 
 def change_run(context: Context) -> None:
-    """Each ``horovod.run(train, args=(3,), np=2)`` that starts its processes on this host."""
+    """Change each ``horovod.run(train, args=(3,), np=2)`` that starts its processes on this host."""
     for call in context.tree.all(cst.Call):
         arguments = bound_arguments("run", call) if context.tree.imported(call.func) & _NAMES else None
         if arguments is None or not _is_here(context, call, arguments):
@@ -30,7 +30,7 @@ def change_run(context: Context) -> None:
 
 
 def _is_here(context: Context, call: cst.Call, arguments: Arguments) -> bool:
-    """Whether a call starts processes of this host alone, by arguments that ``spawn`` has too.
+    """Return whether a call starts processes of this host alone, by arguments that ``spawn`` has too.
 
     New processes import the script, so that it must not do this by its import.
     """

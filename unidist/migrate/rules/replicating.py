@@ -88,7 +88,7 @@ def replace_optimizer(context: Context, each: OptimizerPlan, places: list[tuple[
 
 
 def _is_assigned_to(context: Context, each: OptimizerPlan, inner: cst.BaseExpression) -> bool:
-    """Whether the plain optimizer, too, is what the optimizer is assigned to."""
+    """Return whether the plain optimizer, too, is what the optimizer is assigned to."""
     match each.statement:
         case cst.SimpleStatementLine([cst.Assign([target], value)]) if value is each.call and is_pure(inner):
             return context.text(target.target) == context.text(inner)
@@ -141,7 +141,7 @@ def _remark_on_use(context: Context, each: OptimizerPlan, use: cst.BaseExpressio
 
 
 def horovod_method(context: Context, use: cst.BaseExpression) -> cst.Attribute | None:
-    """``optimizer.synchronize`` for its ``optimizer``; None for the methods that every optimizer has."""
+    """Return ``optimizer.synchronize`` for its ``optimizer``; None for the methods that every optimizer has."""
     method = context.tree.method_of(use)
     return method if method is not None and method.attr.value in METHODS else None
 

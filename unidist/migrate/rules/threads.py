@@ -22,7 +22,7 @@ _NAMES, _PLACES = {"Thread": "target", "Timer": "function"}, {"Timer": 1, "submi
 
 
 def keep_calls_of_threads(context: Context) -> None:
-    """Collective calls in functions that run in threads stay."""
+    """Keep collective calls in functions that run in threads."""
     functions = list(_in_threads(context.tree))
     for use, symbol in context.names.symbols.items() if functions else ():
         inside = any(context.tree.is_inside(use, function) for function in functions)
@@ -31,7 +31,7 @@ def keep_calls_of_threads(context: Context) -> None:
 
 
 def _in_threads(tree: SyntaxTree) -> Iterator[cst.FunctionDef]:
-    """The functions that threads run, and those that they call."""
+    """Yield the functions that threads run, and those that they call."""
     names = {full_name(node).rpartition(".")[2] for node in _targets(tree)}
     waiting = [function for function in tree.all(cst.FunctionDef) if function.name.value in names]
     for node in tree.all(cst.ClassDef):
@@ -47,7 +47,7 @@ def _in_threads(tree: SyntaxTree) -> Iterator[cst.FunctionDef]:
 
 
 def _targets(tree: SyntaxTree) -> Iterator[cst.BaseExpression]:
-    """What ``Thread(target=...)``, ``Timer(seconds, ...)`` and ``ThreadPoolExecutor.submit(...)`` run."""
+    """Yield what ``Thread(target=...)``, ``Timer(seconds, ...)`` and ``ThreadPoolExecutor.submit(...)`` run."""
     has_pool = "ThreadPool" in tree.module.code
     for call in tree.all(cst.Call):
         name = called_name(call)

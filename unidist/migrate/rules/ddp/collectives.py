@@ -24,7 +24,7 @@ _ROWS = "for _part, _row in zip(parts, rows):\n    _part.copy_(_row)\n"
 
 
 def change_collectives(context: TorchContext) -> None:
-    """``all_reduce``, ``reduce``, ``broadcast``, ``all_gather`` and those of objects."""
+    """Change ``all_reduce``, ``reduce``, ``broadcast``, ``all_gather`` and those of objects."""
     for call in list(context.calls(*_IN_PLACE, *_LISTS)):
         problem = _change(context, call, context.names.symbols[call.func])
         if problem is not None:

@@ -63,7 +63,7 @@ _PLURAL = re.compile(r"^(torch\.cuda\.device_count\(\) *> *1|1 *< *torch\.cuda\.
 
 
 def change_data_parallel(context: TorchContext) -> None:
-    """All of a script, or nothing: what cannot be followed is a reason to leave the file as it is."""
+    """Change all of a script, or nothing: what cannot be followed is a reason to leave the file as it is."""
     tree = context.tree
     calls = list(context.calls("DataParallel"))
     if not calls:
@@ -161,7 +161,7 @@ def _check_loss(context: TorchContext, backward: cst.Call) -> None:
 
 
 def _is_mean(context: TorchContext, node: cst.BaseExpression, depth: int = 6) -> bool:
-    """Whether a value is visibly a mean over the samples, or such values times constants."""
+    """Return whether a value is visibly a mean over the samples, or such values times constants."""
     rule = next((rule for kind, rule in _MEANS.items() if isinstance(node, kind)), None)
     return depth > 0 and rule is not None and rule(context, node, depth - 1)
 
@@ -212,7 +212,7 @@ _MEANS: dict[type[cst.BaseExpression], Callable[[TorchContext, Any, int], bool]]
 
 
 def _scalings(context: TorchContext, variable: str | None) -> int:
-    """How often a variable is divided or multiplied by a number in place."""
+    """Return how often a variable is divided or multiplied by a number in place."""
     return sum(
         isinstance(each.operator, (cst.DivideAssign, cst.MultiplyAssign)) and _is_number(context, each.value)
         for each in context.tree.all(cst.AugAssign)
@@ -229,7 +229,7 @@ def _is_of(context: TorchContext, value: cst.BaseExpression, variable: str | Non
 
 
 def _is_number(context: TorchContext, node: cst.BaseExpression) -> bool:
-    """Whether a value is a constant, or an option of the script."""
+    """Return whether a value is a constant, or an option of the script."""
     return (
         isinstance(node, (cst.Integer, cst.Float))
         or context.text(node).startswith("args.")
@@ -238,7 +238,7 @@ def _is_number(context: TorchContext, node: cst.BaseExpression) -> bool:
 
 
 def _is_output(context: TorchContext, node: cst.BaseExpression) -> bool:
-    """Whether a value is what a wrapped model returns: of DataParallel, the losses of all GPUs."""
+    """Return whether a value is what a wrapped model returns: of DataParallel, the losses of all GPUs."""
     values = _assigned(context, node)
     return bool(values) and all(_comes_from_model(context, value) for value in values)
 
@@ -272,7 +272,7 @@ def _is_loss(context: TorchContext, call: cst.Call) -> bool:
 
 # ------------------------------------------------------------------------------------ data
 def _loaders_of(context: TorchContext, loop: cst.For) -> list[cst.Call]:
-    """The ``DataLoader(...)`` calls over which a loop may iterate; none if they cannot be determined."""
+    """Return the ``DataLoader(...)`` calls over which a loop may iterate; none if they cannot be determined."""
     over = iterated(loop)
     match values_of(context.tree, over) if isinstance(over, cst.Name) else []:
         case [cst.Call(function, [cst.Arg(inner), *_])] if full_name(function).endswith("tqdm"):
@@ -283,7 +283,7 @@ def _loaders_of(context: TorchContext, loop: cst.For) -> list[cst.Call]:
 def _calls_of(
     context: TorchContext, node: cst.BaseExpression, index: int | None = None, depth: int = 5
 ) -> list[cst.Call]:
-    """The ``DataLoader(...)`` calls of which a value may be the result.
+    """Return the ``DataLoader(...)`` calls of which a value may be the result.
 
     Args:
         index: which part of the value, if it is a tuple.
@@ -311,7 +311,7 @@ def _calls_of(
 
 
 def _index(context: TorchContext, value: cst.BaseExpression, target: cst.BaseExpression) -> int | None:
-    """Which part of a value a target gets."""
+    """Return which part of a value a target gets."""
     element = context.tree.parent(target)
     whole = context.tree.parent(element)
     if not isinstance(element, cst.Element) or isinstance(context.tree.parent(value), cst.Element):
@@ -387,7 +387,7 @@ def _start(context: TorchContext, wrapping: cst.Call, changed: list[cst.CSTNode]
 
 
 def _uses_changed(context: TorchContext, line: cst.CSTNode, changed: list[cst.CSTNode]) -> bool:
-    """Whether a statement contains what has changed, or calls a function that does."""
+    """Return whether a statement contains what has changed, or calls a function that does."""
     tree = context.tree
     functions = {tree.function(node) for node in changed}
     calls = [call for function in functions for call in callers(tree, function)]

@@ -23,7 +23,7 @@ from unidist.migrate.syntax import (
 
 
 def tidy_imports(before: SyntaxTree, text: str, exported: Collection[str]) -> str:
-    """The new text with ``import unidist``, and without the imports whose last use the rules have removed."""
+    """Return the new text with ``import unidist``, and without the imports whose last use the rules have removed."""
     tree = SyntaxTree(text)
     edits = Edits(tree)
     old, new = _used_names(before), _used_names(tree)
@@ -36,7 +36,7 @@ def tidy_imports(before: SyntaxTree, text: str, exported: Collection[str]) -> st
 
 
 def _used_names(tree: SyntaxTree) -> set[str]:
-    """The names that are used outside of imports, each with and without what follows its dots; also in
+    """Return the names that are used outside of imports, each with and without what follows its dots; also in
     ``__all__`` and annotations."""
     found: set[str] = set()
     for node in tree.all((cst.Name, cst.Attribute)):
@@ -55,7 +55,7 @@ def _used_names(tree: SyntaxTree) -> set[str]:
 
 
 def _is_unused(name: str, bound: str, old: set[str], new: set[str], exported: Collection[str]) -> bool:
-    """Whether the new text has no use of an import that the old one had, or of a library that it migrates from."""
+    """Return whether the new text has no use of an import that the old one had, or of a library that is migrated."""
     migrated = symbol_of(name) is not None
     if bound in exported or name.startswith("unidist"):
         return False
@@ -96,7 +96,7 @@ def _change(tree: SyntaxTree, edits: Edits, unused: set[cst.ImportAlias], new: s
 
 
 def _sets_names(tree: SyntaxTree, block: cst.Try, new: set[str]) -> bool:
-    """Whether the other parts of a ``try`` set what something else reads."""
+    """Return whether the other parts of a ``try`` set what something else reads."""
     targets = {
         full_name(target.target)
         for part in (*block.handlers, block.orelse, block.finalbody)

@@ -69,7 +69,7 @@ _PARAMETERS = {
 
 
 def symbol_of(name: str) -> str | None:
-    """``get_rank`` for ``torch.distributed.get_rank``; None for names of other libraries."""
+    """Return a name's symbol: ``get_rank`` for ``torch.distributed.get_rank``; None for those of other libraries."""
     if name in _OTHERS:
         return _OTHERS[name]
     for prefix in ("torch.distributed.distributed_c10d.", "torch.distributed."):
@@ -79,7 +79,7 @@ def symbol_of(name: str) -> str | None:
 
 
 def find_symbols(tree: SyntaxTree) -> Names:
-    """All uses of the names, the longest of each; the module itself is the symbol ``""``."""
+    """Return all uses of the names, the longest of each; the module itself is the symbol ``""``."""
     names = Names()
     for node in tree.all((cst.Name, cst.Attribute)):
         if in_import(tree, node) or (isinstance(above := tree.parent(node), cst.Attribute) and _symbol(tree, above)):
@@ -120,7 +120,7 @@ class TorchContext(Context):
         self.wrapped: set[str] = set()
 
     def arguments(self, call: cst.Call) -> Arguments | None:
-        """The arguments of a call by parameter; None if they cannot be determined, as with ``*args``."""
+        """Return the arguments of a call by parameter; None if they cannot be determined, as with ``*args``."""
         names = _PARAMETERS.get(self.symbol(call.func) or "", "").split()
         if any(arg.star for arg in call.args) or sum(arg.keyword is None for arg in call.args) > len(names):
             return None
@@ -143,25 +143,25 @@ class TorchContext(Context):
         self.drop(statement)
 
     def is_gone(self, node: cst.CSTNode) -> bool:
-        """Whether a node is not in the new text."""
+        """Return whether a node is not in the new text."""
         return any(self.tree.is_inside(node, each) for each in self.gone)
 
     def is_world(self, group: cst.BaseExpression | None) -> bool:
-        """Whether a ``group`` argument is that of all ranks."""
+        """Return whether a ``group`` argument is that of all ranks."""
         return is_constant(group, None) or self.symbol(group) in ("group.WORLD", "GroupMember.WORLD")
 
     def can_import(self, node: cst.CSTNode) -> bool:
-        """Whether ``import unidist`` can serve a node: it is at the top of the module."""
+        """Return whether ``import unidist`` can serve a node: it is at the top of the module."""
         return True
 
     def is_whole_world(self, size: cst.BaseExpression | None, rank: cst.BaseExpression | None) -> bool:
-        """Whether arguments of a sampler are the number of processes and the rank, which are its defaults."""
+        """Return whether arguments of a sampler are the number of processes and the rank, which are its defaults."""
         return (is_constant(size, None) or place_of(self, size) == "world_size") and (
             is_constant(rank, None) or place_of(self, rank) == "rank"
         )
 
     def is_after_start(self, node: cst.CSTNode, depth: int = 4) -> bool:
-        """Whether the world has visibly been started whenever a node is executed."""
+        """Return whether the world has visibly been started whenever a node is executed."""
         tree = self.tree
         function = tree.function(node)
         for start in (*self.starts, *self.calls_of_start):
@@ -176,7 +176,7 @@ class TorchContext(Context):
 
 
 def environment_place(node: cst.CSTNode | None) -> Place | None:
-    """``rank`` of ``int(os.environ["RANK"])`` and the like."""
+    """Return a place in the environment: ``rank`` of ``int(os.environ["RANK"])`` and the like."""
     match node:
         case cst.Call(
             cst.Name("int"),
@@ -192,7 +192,7 @@ def environment_place(node: cst.CSTNode | None) -> Place | None:
 
 
 def place_of(context: TorchContext, node: cst.CSTNode | None, depth: int = 6) -> Place | None:
-    """Whether an expression is visibly this process's rank, its rank on its node, or the number of processes."""
+    """Return whether an expression is visibly this process's rank, its rank on its node, or the number of processes."""
     tree = context.tree
     if not isinstance(node, cst.BaseExpression) or depth == 0:
         return None
@@ -217,7 +217,7 @@ def place_of(context: TorchContext, node: cst.CSTNode | None, depth: int = 6) ->
 
 
 def has_local_rank_argument(context: TorchContext) -> bool:
-    """Whether the script takes ``--local_rank``, which ``torch.distributed.launch`` passes."""
+    """Return whether the script takes ``--local_rank``, which ``torch.distributed.launch`` passes."""
     return any(
         isinstance(arg.value, cst.SimpleString) and arg.value.evaluated_value in ("--local_rank", "--local-rank")
         for call in context.tree.method_calls("add_argument")

@@ -23,7 +23,7 @@ _HARMLESS = {
 
 
 def is_by_cuda(context: TorchContext, node: cst.BaseExpression | None) -> bool:
-    """``"nccl"``, or ``"nccl" if torch.cuda.is_available() else "gloo"``."""
+    """Return whether it is ``"nccl"``, or ``"nccl" if torch.cuda.is_available() else "gloo"``."""
     match node:
         case cst.SimpleString():
             return node.evaluated_value in _BY_CUDA
@@ -35,7 +35,7 @@ def is_by_cuda(context: TorchContext, node: cst.BaseExpression | None) -> bool:
 
 
 def first_reading(context: TorchContext, start: Statement, values: list[cst.BaseExpression]) -> Statement:
-    """The first of the statements right before the start that read the place or choose a GPU; else the start itself.
+    """Return the first of the statements right before the start that read the place or choose a GPU; else the start.
 
     Nothing that is between depends on the order of the two.
 
@@ -72,7 +72,7 @@ def _is_set_device(context: TorchContext, call: cst.Call) -> bool:
 
 
 def change_places(context: TorchContext) -> None:
-    """Devices and places after the start: ``unidist.device()``, ``local_rank()``, ``rank()``, ``world_size()``."""
+    """Change devices and places after the start to ``unidist.device()``, ``local_rank()``, ``rank()`` and so on."""
     tree = context.tree
     if context.sets_device and all(context.sets_device):
         for call in tree.all(cst.Call):

@@ -13,7 +13,7 @@ from unidist.migrate.syntax import keyword
 
 
 def change_samplers(context: TorchContext) -> None:
-    """``DistributedSampler`` and its loader become ``shard_loader``; others get ``unidist.rank()``."""
+    """Make ``DistributedSampler`` and its loader ``shard_loader``; others get ``unidist.rank()``."""
     change_loaders(context)
     for call in list(context.calls("DistributedSampler")):
         arguments = context.arguments(call)
@@ -32,7 +32,7 @@ def change_samplers(context: TorchContext) -> None:
 
 
 def _with(call: cst.Call, missing: list[cst.Arg], updated: cst.Call) -> cst.Call:
-    """A sampler with more arguments; those that were None are left out."""
+    """Return a sampler with more arguments; those that were None are left out."""
     names = [arg.keyword.value for arg in missing if arg.keyword is not None]
     kept = [
         after

@@ -26,7 +26,7 @@ Values = list[tuple[str, cst.BaseExpression]]
 
 
 def change_start(context: TorchContext) -> None:
-    """``init_process_group`` becomes ``unidist.init()``, with the arguments that the launcher does not give."""
+    """Make ``init_process_group`` ``unidist.init()``, with the arguments that the launcher does not give."""
     by_launcher = []
     for call in list(context.calls("init_process_group")):
         arguments = context.arguments(call)
@@ -77,7 +77,7 @@ def _guard_of(context: TorchContext, start: cst.CSTNode) -> cst.If | None:
 
 
 def _backend(context: TorchContext, node: cst.BaseExpression | None) -> Values:
-    """The backend, if it is another one than unidist chooses itself: nccl where CUDA is available, else gloo."""
+    """Return the backend, if it is another one than unidist chooses itself: nccl where CUDA is available, else gloo."""
     if node is None or is_constant(node, None) or is_by_cuda(context, context.value_of(node)):
         return []
     return [("", node)]
@@ -114,7 +114,7 @@ def _place(context: TorchContext, call: cst.Call, statement: Statement, values: 
 
 
 def _calls_around(context: TorchContext, start: cst.CSTNode, depth: int = 3) -> list[cst.CSTNode]:
-    """The statements that call the function of the start, which starts the world in any case."""
+    """Return the statements that call the function of the start, which starts the world in any case."""
     tree = context.tree
     function = tree.function(start)
     if not isinstance(function, cst.FunctionDef) or tree.block(start) is not function.body or depth == 0:
@@ -130,7 +130,7 @@ def _calls_around(context: TorchContext, start: cst.CSTNode, depth: int = 3) -> 
 
 
 def change_plain_calls(context: TorchContext) -> None:
-    """``dist.get_rank()`` and the like; ``dist.get_rank() == 0`` is ``unidist.is_main()``."""
+    """Change ``dist.get_rank()`` and the like; ``dist.get_rank() == 0`` is ``unidist.is_main()``."""
     _change_is_available(context)
     for use in list(context.uses(*_PLAIN)):
         name, call = _PLAIN[context.names.symbols[use]], context.tree.call_of(use)

@@ -47,7 +47,7 @@ _ZERO_JOIN = ("unidist.join takes models and optimizers", "with unidist.join(mod
 
 
 def change_models(context: TorchContext) -> None:
-    """Each ``DistributedDataParallel(model, ...)`` becomes ``unidist.wrap_model(model, ...)``."""
+    """Make each ``DistributedDataParallel(model, ...)`` ``unidist.wrap_model(model, ...)``."""
     tree = context.tree
     for call in list(context.calls(DDP, APEX_DDP)):
         arguments = context.arguments(call)
@@ -98,7 +98,7 @@ def _problem(context: TorchContext, arguments: Arguments, is_apex: bool) -> tupl
 
 
 def is_asked_for(context: TorchContext, use: cst.BaseExpression) -> bool:
-    """Whether a class is asked for: ``isinstance(model, DistributedDataParallel)``, ``model: DataParallel``."""
+    """Return whether a class is asked for: ``isinstance(model, DistributedDataParallel)``, ``model: DataParallel``."""
     above = context.tree.parent(use)
     if isinstance(above, cst.Annotation):
         return True
@@ -148,7 +148,7 @@ def _sync_bn(
 
 
 def _before(context: TorchContext, wrapping: cst.Call) -> Iterator[cst.CSTNode]:
-    """The statements before the wrapping of a model, nearest first, also those before the ``if`` that it is in."""
+    """Yield the statements before the wrapping of a model, nearest first, also before the ``if`` that it is in."""
     tree = context.tree
     statement: cst.CSTNode | None = tree.statement(wrapping)
     while statement is not None and (block := tree.block(statement)) is not None:
@@ -185,7 +185,7 @@ def _change_joins(context: TorchContext) -> None:
 
 
 def report_evaluation(context: TorchContext) -> None:
-    """DDP copies rank 0's statistics of BatchNorm also before a forward pass of the evaluation."""
+    """Say that DDP copies rank 0's statistics of BatchNorm also before a forward pass of the evaluation."""
     tree = context.tree
     if not context.wrapped or not any(name in tree.module.code for name in ("BatchNorm", "torchvision.models")):
         return
@@ -212,7 +212,7 @@ def _report_kept_gradients(context: TorchContext) -> None:
 
 
 def _whole(tree: SyntaxTree, node: cst.CSTNode) -> cst.CSTNode:
-    """The list, tuple or dictionary that is made with a value; else the value."""
+    """Return the list, tuple or dictionary that is made with a value; else the value."""
     match tree.parent(node):
         case cst.Element() | cst.DictElement() | cst.List() | cst.Tuple() | cst.Dict() as above:
             return _whole(tree, above)
@@ -239,7 +239,7 @@ def _is_kept(tree: SyntaxTree, node: cst.CSTNode) -> bool:
 
 
 def _is_used_in_later_pass(tree: SyntaxTree, target: cst.BaseExpression) -> bool:
-    """Whether a variable is read after a later backward pass of the same function, and not set in between."""
+    """Return whether a variable is read after a later backward pass of the same function, and not set in between."""
     variable, function = tree.variable(target), tree.function(target)
     if isinstance(target, cst.Attribute):
         return target.attr.value != "grad" and bool(uses_of(tree, variable))
