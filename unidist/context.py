@@ -149,55 +149,60 @@ def _init(
     if _world is not None:
         _world.arguments = _world.arguments or arguments
         _refuse_change(arguments, _world)
-    else:
-        stall, is_checked = settings.stall(os.environ), settings.check(os.environ)
-        name = backend if backend != "auto" else settings.backend(os.environ)
-        wanted = None if device is None else torch.device(device)
-        hook_before = hook_of_no_world()
-        try:
-            start, started, why = _meet(name, init_method, rank, world_size, _timeout(timeout), wanted, default_group)
-        except UnidistError as error:
-            raise error.with_traceback(None) from error.__cause__  # the message says all
-        launch = start.launch
-        _guard(started, launch)
-        again = {
-            "backend": backend, "timeout": timeout, "device": device, "export_env": export_env,
-            "default_group": default_group,
-        }  # fmt: skip
-        world = World(started, arguments, again, hook_before)
-        world.ends_mpi = why is not _ADOPTED and started.topology.world_size > 1
-        try:
-            if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
-                world.restore_env = _export(started, start)
-            if started.topology.world_size > 1 and started.watch is None:
-                _introduce(started, start.start_timeout.total_seconds())
-                world.watch = Watch(started, stall)
-        except BaseException:
-            world.close(alone=False)
-            raise
-        started.compares_all = is_checked
-        _world = world
-        if name == "auto" and world_size is None and (tasks := allocated_tasks(os.environ)) > 1:
-            _log.warning(
-                "this process trains alone in a Slurm allocation of %d tasks: start the script with 'srun python "
-                "script.py', or set %s=none if a single process is intended.",
-                tasks,
-                settings.LAUNCHER,
-            )
-        if started.topology.rank == 0:
-            _warn_of_horovod(started, launch)
-            _warn_of_libraries(started, launch)
-            topology = started.topology
-            _log.info(
-                "backend %s (%s): %d ranks on %d nodes, launcher %s (%s), device %s",
-                started.name,
-                why,
-                topology.world_size,
-                topology.num_nodes,
-                topology.launcher,
-                launch.evidence,
-                started.device,
-            )
+        return
+    stall, is_checked = settings.stall(os.environ), settings.check(os.environ)
+    name = backend if backend != "auto" else settings.backend(os.environ)
+    wanted = None if device is None else torch.device(device)
+    hook_before = hook_of_no_world()
+    try:
+        start, started, why = _meet(name, init_method, rank, world_size, _timeout(timeout), wanted, default_group)
+    except UnidistError as error:
+        raise error.with_traceback(None) from error.__cause__  # the message says all
+    launch = start.launch
+    _guard(started, launch)
+    again = {
+        "backend": backend, "timeout": timeout, "device": device, "export_env": export_env,
+        "default_group": default_group,
+    }  # fmt: skip
+    world = World(started, arguments, again, hook_before)
+    world.ends_mpi = why is not _ADOPTED and started.topology.world_size > 1
+    try:
+        if export_env and (launch.launcher is not NO_LAUNCHER or started.topology.world_size > 1):
+            world.restore_env = _export(started, start)
+        if started.topology.world_size > 1 and started.watch is None:
+            _introduce(started, start.start_timeout.total_seconds())
+            world.watch = Watch(started, stall)
+    except BaseException:
+        world.close(alone=False)
+        raise
+    started.compares_all = is_checked
+    _world = world
+    if name == "auto" and world_size is None and (tasks := allocated_tasks(os.environ)) > 1:
+        _log.warning(
+            "this process trains alone in a Slurm allocation of %d tasks: start the script with 'srun python "
+            "script.py', or set %s=none if a single process is intended.",
+            tasks,
+            settings.LAUNCHER,
+        )
+    if started.topology.rank == 0:
+        _report_start(started, launch, why)
+
+
+def _report_start(backend: Backend, launch: Launch, why: str) -> None:
+    """Log which backend has started and why, and warn of what may go wrong with it. On rank 0."""
+    _warn_of_horovod(backend, launch)
+    _warn_of_libraries(backend, launch)
+    topology = backend.topology
+    _log.info(
+        "backend %s (%s): %d ranks on %d nodes, launcher %s (%s), device %s",
+        backend.name,
+        why,
+        topology.world_size,
+        topology.num_nodes,
+        topology.launcher,
+        launch.evidence,
+        backend.device,
+    )
 
 
 def _meet(

@@ -280,24 +280,8 @@ def shard_loader(
             shuffle; a dataset that is split by rank already, such as by ``split_dataset_by_node``.
         MismatchError: from the first iteration, on every rank: see ``check_stream``.
     """
-    if not isinstance(loader, DataLoader):
-        raise TypeError(
-            f"shard_loader takes a torch.utils.data.DataLoader, not {type(loader).__name__}: pass the DataLoader that "
-            "one process would use, as DataLoader(dataset, batch_size=...)."
-        )
+    _check_loader(loader)
     seed = integer(seed, f"shard_loader(seed={seed!r})")
-    if isinstance(loader, ShardLoader):
-        raise TypeError("shard_loader: this loader is a rank's shard already.")
-    if not _is_stateful(loader) and type(loader).__iter__ is not DataLoader.__iter__:
-        raise TypeError(
-            f"shard_loader cannot keep what {type(loader).__name__}.__iter__ does: pass a plain DataLoader, and wrap "
-            "the result."
-        )
-    if split := own_split(loader.dataset):
-        raise ValueError(
-            f"shard_loader: this {type(loader.dataset).__name__} is split by rank already, by {split}: each rank would "
-            "get a part of its part, and most samples none. Leave that split out, or use the DataLoader as it is."
-        )
     drop_last = loader.drop_last if drop_last is None else drop_last
     sharded = isinstance(loader.dataset, IterableDataset) and shards_itself(loader.dataset)
     if sharded and pad:
@@ -361,6 +345,27 @@ def shard_loader(
     elif check_stream and fingerprint(loader.dataset) is not None:
         sharding_loader._comparison = Rows(among, loader.dataset)
     return sharding_loader
+
+
+def _check_loader(loader: DataLoader[Any]) -> None:
+    """Raise an error for a loader that cannot be divided, or is divided already."""
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"shard_loader takes a torch.utils.data.DataLoader, not {type(loader).__name__}: pass the DataLoader that "
+            "one process would use, as DataLoader(dataset, batch_size=...)."
+        )
+    if isinstance(loader, ShardLoader):
+        raise TypeError("shard_loader: this loader is a rank's shard already.")
+    if not _is_stateful(loader) and type(loader).__iter__ is not DataLoader.__iter__:
+        raise TypeError(
+            f"shard_loader cannot keep what {type(loader).__name__}.__iter__ does: pass a plain DataLoader, and wrap "
+            "the result."
+        )
+    if split := own_split(loader.dataset):
+        raise ValueError(
+            f"shard_loader: this {type(loader.dataset).__name__} is split by rank already, by {split}: each rank would "
+            "get a part of its part, and most samples none. Leave that split out, or use the DataLoader as it is."
+        )
 
 
 def _source(loader: DataLoader[Any], shuffle: bool | None) -> Sampler[Any]:
