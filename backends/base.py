@@ -286,11 +286,14 @@ class Backend(ABC):
         """
         return None
 
+    @property
+    def label(self) -> str:
+        """This rank, for error messages: ``rank 1 of 4 (gloo)``."""
+        return f"rank {self.topology.rank} of {self.topology.world_size} ({self.name})"
+
     def failure(self, call: str, error: BaseException) -> CollectiveError:
         """Return the ``CollectiveError`` for a library's own error. Asks the other ranks, not for long."""
-        topology = self.topology
-        own = f"rank {topology.rank} of {topology.world_size}"
-        hint = open_files.advice(topology.world_size) if open_files.EXHAUSTED in str(error) else ""
+        hint = open_files.advice(self.topology.world_size) if open_files.EXHAUSTED in str(error) else ""
         if getattr(error, "is_explained", False):  # the backend has asked them
             return CollectiveError(f"{error}{hint}")
         reason = str(error).rstrip(".")
@@ -304,11 +307,11 @@ class Backend(ABC):
         if others:
             if call in ("forward", "backward") and "without an exception" in others:
                 hint += f" Has it had fewer batches? {steps}"
-            return CollectiveError(f"{own} ({self.name}): {what}: {others}. The error of {self.name}: {reason}.{hint}")
+            return CollectiveError(f"{self.label}: {what}: {others}. The error of {self.name}: {reason}.{hint}")
         if call in ("forward", "backward") and not hint:
             hint = f" If none failed, a rank has made fewer steps. {steps}"
         return CollectiveError(
-            f"{own} ({self.name}): {what} failed: {reason}. Another rank may have failed first, or made a different "
+            f"{self.label}: {what} failed: {reason}. Another rank may have failed first, or made a different "
             f"call: look for the earliest error of all ranks.{hint}"
         )
 
@@ -392,10 +395,9 @@ class _ErrorsOf:
         if self.entry is not None:
             self.entry.done = True  # not begun
         raise UnidistError(
-            f"rank {self.backend.topology.rank} of {self.backend.topology.world_size} ({self.backend.name}): thread "
-            f"{first.mixed!r} made a call of a group in which another thread waited. A group's calls are matched by "
-            "their order, which threads do not keep, so that values may already be another call's: call from one "
-            "thread, or in a group of other ranks."
+            f"{self.backend.label}: thread {first.mixed!r} made a call of a group in which another thread waited. A "
+            "group's calls are matched by their order, which threads do not keep, so that values may already be "
+            "another call's: call from one thread, or in a group of other ranks."
         )
 
     def __exit__(

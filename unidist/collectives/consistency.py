@@ -71,8 +71,8 @@ def compare_received(backend: Backend, header: Tensor, received: Tensor, src: in
     """Raise if the header of the root's call is not this rank's. Not collective: the root cannot know."""
     if not torch.equal(header, received):
         raise MismatchError(
-            f"rank {backend.topology.rank} of {backend.topology.world_size} ({backend.name}): {text} on this rank, and "
-            f"rank {src} has sent another dtype or shape: they must be the same on every rank."
+            f"{backend.label}: {text} on this rank, and rank {src} has sent another dtype or shape: they must be the "
+            "same on every rank."
         )
 
 
@@ -114,7 +114,6 @@ def _raise(backend: Backend, group: Group | None, text: str) -> NoReturn:
         makers.setdefault(f"{calls[which]} at {place}", []).append(rank)
     listed = "; ".join(f"rank{'s' * (len(who) > 1)} {format_ranks(who)}: {what}" for what, who in makers.items())
     raise MismatchError(
-        f"rank {backend.topology.rank} of {backend.topology.world_size} ({backend.name}): the ranks do not make the "
-        f"same call: {listed}. Every rank of a group must make the same calls, in the same order, of the same dtypes "
-        "and shapes."
+        f"{backend.label}: the ranks do not make the same call: {listed}. Every rank of a group must make the same "
+        "calls, in the same order, of the same dtypes and shapes."
     )

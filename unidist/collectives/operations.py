@@ -752,10 +752,7 @@ def _raise_if_unpicklable(backend: Backend, call: str, objects: dict[int, object
         raise own
     for rank, each in objects.items():
         if isinstance(each, _PickleError):
-            raise CollectiveError(
-                f"rank {backend.topology.rank} of {backend.topology.world_size} ({backend.name}): {call}: the object "
-                f"of rank {rank} cannot be pickled: {each.text}"
-            )
+            raise CollectiveError(f"{backend.label}: {call}: the object of rank {rank} cannot be pickled: {each.text}")
 
 
 def unpickled(data: Tensor) -> Any:
