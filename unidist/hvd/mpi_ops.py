@@ -107,7 +107,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin ``allreduce``; a handle for ``poll`` and ``synchronize``."""
+    """Begin ``allreduce``; return a handle for ``poll`` and ``synchronize``."""
     return _submit_allreduce(
         [tensor], [torch.empty_like(tensor)], average, name, op, prescale_factor, postscale_factor, process_set, _first
     )
@@ -140,7 +140,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin ``allreduce_``; a handle for ``poll`` and ``synchronize``."""
+    """Begin ``allreduce_``; return a handle for ``poll`` and ``synchronize``."""
     return _submit_allreduce(
         [tensor], [tensor], average, name, op, prescale_factor, postscale_factor, process_set, _first
     )
@@ -176,7 +176,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin ``grouped_allreduce``; a handle for ``poll`` and ``synchronize``."""
+    """Begin ``grouped_allreduce``; return a handle for ``poll`` and ``synchronize``."""
     outputs = [torch.empty_like(tensor) for tensor in tensors]
     return _submit_allreduce(tensors, outputs, average, name, op, prescale_factor, postscale_factor, process_set, tuple)
 
@@ -208,7 +208,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin ``grouped_allreduce_``; a handle for ``poll`` and ``synchronize``."""
+    """Begin ``grouped_allreduce_``; return a handle for ``poll`` and ``synchronize``."""
     return _submit_allreduce(tensors, tensors, average, name, op, prescale_factor, postscale_factor, process_set, tuple)
 
 
@@ -255,7 +255,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begin ``allgather``; a handle for ``poll`` and ``synchronize``."""
+    """Begin ``allgather``; return a handle for ``poll`` and ``synchronize``."""
     return _submit_allgather([tensor], name, process_set, _first)
 
 
@@ -274,7 +274,7 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin ``grouped_allgather``; a handle for ``poll`` and ``synchronize``."""
+    """Begin ``grouped_allgather``; return a handle for ``poll`` and ``synchronize``."""
     return _submit_allgather(tensors, name, process_set, tuple)
 
 
@@ -301,7 +301,7 @@ def broadcast(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin ``broadcast``; a handle for ``poll`` and ``synchronize``."""
+    """Begin ``broadcast``; return a handle for ``poll`` and ``synchronize``."""
     return _submit_broadcast(tensor, torch.empty_like(tensor), root_rank, name, process_set)
 
 
@@ -317,7 +317,7 @@ def broadcast_(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin ``broadcast_``; a handle for ``poll`` and ``synchronize``."""
+    """Begin ``broadcast_``; return a handle for ``poll`` and ``synchronize``."""
     return _submit_broadcast(tensor, tensor, root_rank, name, process_set)
 
 
@@ -426,7 +426,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin ``reducescatter``; a handle for ``poll`` and ``synchronize``."""
+    """Begin ``reducescatter``; return a handle for ``poll`` and ``synchronize``."""
     return _submit_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor, _first)
 
 
@@ -459,7 +459,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin ``grouped_reducescatter``; a handle for ``poll`` and ``synchronize``."""
+    """Begin ``grouped_reducescatter``; return a handle for ``poll`` and ``synchronize``."""
     return _submit_reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, tuple)
 
 
