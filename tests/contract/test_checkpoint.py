@@ -313,6 +313,22 @@ def test_a_load_that_fails_changes_nothing_on_any_rank(folder: Path) -> None:
     assert_same(run["model"], saved["model"])
 
 
+def test_a_flipped_bit_anywhere_is_an_error_on_all_ranks(folder: Path) -> None:
+    """Each rank compares a part of the file with its checksums."""
+    path = folder / "run.pt"
+    unidist.save_checkpoint(path, **{f"x{i}": torch.full((500,), float(i)) for i in range(6)})
+    data = path.read_bytes()
+    for i in range(1, 6):
+        unidist.barrier()
+        if unidist.is_main():
+            changed = bytearray(data)
+            changed[data.index(torch.full((500,), float(i)).numpy().tobytes()) + 1000] ^= 1
+            path.write_bytes(changed)
+        unidist.barrier()
+        with pytest.raises(unidist.CheckpointError, match=r"it is damaged: .* does not have its checksum"):
+            unidist.load_checkpoint(path)
+
+
 def test_ranks_that_do_not_see_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on hosts without a common file system: one has none of this name, another has one of an earlier run."""
     monkeypatch.setattr(checkpoint, "_PIECE_BYTES", 1000)

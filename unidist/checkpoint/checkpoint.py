@@ -433,9 +433,8 @@ def _open(call: str, path: Path, group: Group | None) -> tuple[IO[bytes], bool]:
     wanted = broadcast_object(opened and opened[1], ranks[0], group)
     assert wanted is not None  # else an error has been raised
     file = opened[0] if opened else _open_same(path, wanted)
-    node = current().topology.node_rank
-    sees = all_gather_object(node if file else None, group)
-    readers = [rank for rank, seen in zip(ranks, sees) if seen == node]  # of this host
+    sees = all_gather_object(_identity(file) if file else None, group)
+    readers = [rank for rank, seen in zip(ranks, sees) if seen == sees[ranks.index(me)]]  # of the same file
     with ExitStack() as stack:
         mine = stack.enter_context(file) if file else None
         part = (readers.index(me), len(readers)) if mine else (0, 1)
@@ -443,6 +442,12 @@ def _open(call: str, path: Path, group: Group | None) -> tuple[IO[bytes], bool]:
         sent = _send_file(call, mine, wanted.size, group) if None in sees else None
         stack.pop_all()
     return cast(IO[bytes], sent or mine), wanted.has_shards
+
+
+def _identity(file: IO[bytes]) -> tuple[int, int, int]:
+    """Return what is equal for ranks that read one file through one page cache."""
+    status = os.fstat(file.fileno())
+    return current().topology.node_rank, status.st_dev, status.st_ino
 
 
 def _open_same(path: Path, wanted: files.Content) -> IO[bytes] | None:
