@@ -10,6 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 #: An expression in a message.
 GAP = "…"
+#: What ``Backend.label`` stands for.
+LABEL = f"rank {GAP} of {GAP} ({GAP})"
 #: What a user never sees: they are caught where they are called, or end in another error's text.
 INTERNAL = {"NotImplementedError", "AssertionError", "StopIteration", "KeyError", "ConnectionResetError"}
 
@@ -41,7 +43,13 @@ def _texts(node: ast.expr | None) -> Iterator[str]:
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.JoinedStr):
-        yield "".join(str(part.value) if isinstance(part, ast.Constant) else GAP for part in node.values)
+        yield "".join(_shown(part) for part in node.values)
+
+
+def _shown(part: ast.expr) -> str:
+    if isinstance(part, ast.FormattedValue):
+        return LABEL if ast.unparse(part.value) in ("self.label", "backend.label", "self.backend.label") else GAP
+    return str(ast.literal_eval(part))
 
 
 def _shortened(text: str) -> str:
