@@ -47,14 +47,15 @@ def verify(file: IO[bytes], part: int = 0, parts: int = 1) -> None:
 
     What cannot be read raises here; in mapped memory it kills.
     """
-    found = sorted(entries(file), key=lambda entry: entry.file_size)[part::parts]
+    found = entries(file)
     if not found:
         size = file.seek(0, os.SEEK_END)
         for _ in pieces(file, size * part // parts, size // parts + 1):
             pass
+    mine = sorted(found, key=lambda entry: entry.file_size)[part::parts]
     with ThreadPoolExecutor(max(1, min(_THREADS, (os.cpu_count() or 1) // parts))) as pool:
         damaged = [
-            entry.filename for entry, right in zip(found, pool.map(lambda e: _is_right(file, e), found)) if not right
+            entry.filename for entry, right in zip(mine, pool.map(lambda e: _is_right(file, e), mine)) if not right
         ]
     if damaged:
         raise ValueError(f"it is damaged: {damaged[0]} in it does not have its checksum; {_REMEDY}")

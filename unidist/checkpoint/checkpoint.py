@@ -433,12 +433,13 @@ def _open(call: str, path: Path, group: Group | None) -> tuple[IO[bytes], bool]:
     wanted = broadcast_object(opened and opened[1], ranks[0], group)
     assert wanted is not None  # else an error has been raised
     file = opened[0] if opened else _open_same(path, wanted)
-    sees = all_gather_object(_identity(file) if file else None, group)
-    readers = [rank for rank, seen in zip(ranks, sees) if seen == sees[ranks.index(me)]]  # of the same file
+    identity = _identity(file) if file else None
+    sees = all_gather_object(identity, group)
+    readers = [rank for rank, seen in zip(ranks, sees) if seen == identity]
     with ExitStack() as stack:
         mine = stack.enter_context(file) if file else None
-        part = (readers.index(me), len(readers)) if mine else (0, 1)
-        _Job(call, group, (lambda stop: archive.verify(mine, *part)) if mine else None).result()
+        verify = (lambda stop: archive.verify(mine, readers.index(me), len(readers))) if mine else None
+        _Job(call, group, verify).result()
         sent = _send_file(call, mine, wanted.size, group) if None in sees else None
         stack.pop_all()
     return cast(IO[bytes], sent or mine), wanted.has_shards

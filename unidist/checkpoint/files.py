@@ -275,7 +275,7 @@ class Content(NamedTuple):
 
 
 def opened(path: Path) -> tuple[IO[bytes], Content]:
-    """Return the file of a checkpoint. Raises ``ValueError`` for what is no file, or is truncated."""
+    """Return the file of a checkpoint. Raises ``ValueError`` for what is not a regular file, or is truncated."""
     if kind := _kind(path):
         raise ValueError(f"it is not a checkpoint but a {kind}")
     has_shards = (path / REST).is_file()
