@@ -2,7 +2,7 @@
 # make docs: the site, in build/site.
 # make unit: the tests that start no process.  make test: those, and each subject on every engine; builds Horovod once.
 # make test-all: everything that CI runs.
-# make coverage: the lines of the package that make test executes, the least covered files first.
+# make coverage: the lines of the package that make test executes with Ray and Spark, the least covered files first.
 # make faults N=200 SEED=1: kills, stops and breaks ranks, and counts what became of the others (tests/faults). CASE=17
 # runs that case of the seed alone. What its ranks print is shown where something is wrong.
 # make elastic-events N=500: workers that are lost, leave and come in one elastic job on three hosts. As root.
@@ -45,13 +45,13 @@ test: lint unit $(VENV)/test.stamp
 test-all: $(VENV)/clusters.stamp system
 	$(MAKE) test TESTS="not unit"
 
-# Of `make test`, in all processes that it starts.
+# Of `make test` with Ray and Spark, in all processes that it starts.
 STARTUP = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/unidist_coverage.pth
-coverage: $(VENV)/test.stamp
+SETTINGS = COVERAGE_PROCESS_START='$(CURDIR)/setup.cfg', COVERAGE_FILE='$(CURDIR)/.coverage'
+coverage: $(VENV)/test.stamp $(VENV)/clusters.stamp
 	$(BIN)/coverage erase
-	echo "import coverage; coverage.process_startup()" > $(STARTUP)
-	-COVERAGE_PROCESS_START=$(CURDIR)/setup.cfg COVERAGE_FILE=$(CURDIR)/.coverage \
-		$(BIN)/pytest
+	echo "import coverage, os; os.environ.update($(SETTINGS)); coverage.process_startup()" > $(STARTUP)
+	-$(BIN)/pytest
 	rm $(STARTUP)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --sort=cover --skip-covered
