@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.hosts import command_lines
 from tests.support.worlds import PYTHON, ROOT, environment
 from unidist.launchers.table import missing
 
@@ -117,9 +118,8 @@ def test_values_of_variables_are_on_no_command_line() -> None:
 
 
 def left(mark: str) -> list[str]:
-    """The processes whose command line has a mark."""
-    found = subprocess.run(["pgrep", "-af", mark], capture_output=True, text=True).stdout.splitlines()
-    return [line for line in found if "unidist run" not in line and "pgrep" not in line]
+    """The command lines that have a mark."""
+    return [line for line in command_lines(re.escape(mark)).values() if "unidist run" not in line]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])

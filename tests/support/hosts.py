@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 #: The name of every host without an ssh server: equal, and nothing resolves it.
 NAME = "worker-of-no-zone"
@@ -131,11 +134,16 @@ def firewall(host: str, port: int) -> Iterator[None]:
             subprocess.run(["ip", "-n", host, "rule", "del", *rule.split()], capture_output=True)
 
 
+def command_lines(pattern: str) -> dict[int, str]:
+    """The processes of this machine in whose command line a regular expression is found, with these lines."""
+    lines = {each.pid: " ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])}
+    return {pid: line for pid, line in lines.items() if re.search(pattern, line)}
+
+
 def processes(host: str, pattern: str = "") -> list[int]:
     """The processes of a host, in whose command line a regular expression is found."""
     pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True).stdout.split()
-    found = subprocess.run(["pgrep", "-f", pattern or "."], capture_output=True, text=True).stdout.split()
-    return sorted(map(int, set(pids) & set(found)))
+    return sorted(set(map(int, pids)) & set(command_lines(pattern or ".")))
 
 
 def signal_all(host: str, number: int) -> None:
