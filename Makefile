@@ -45,14 +45,14 @@ test: lint unit $(VENV)/test.stamp
 test-all: $(VENV)/clusters.stamp system
 	$(MAKE) test TESTS="not unit"
 
-# Of `make test` with Ray and Spark, in all processes that it starts.
-STARTUP = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/unidist_coverage.pth
+# Of `make test` with Ray and Spark, in all processes that it starts, also those without its variables.
 SETTINGS = COVERAGE_PROCESS_START='$(CURDIR)/setup.cfg', COVERAGE_FILE='$(CURDIR)/.coverage'
 coverage: $(VENV)/test.stamp $(VENV)/clusters.stamp
 	$(BIN)/coverage erase
-	echo "import coverage, os; os.environ.update($(SETTINGS)); coverage.process_startup()" > $(STARTUP)
-	-$(BIN)/pytest
-	rm $(STARTUP)
+	-startup=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/unidist_coverage.pth; \
+		trap "rm -f $$startup" EXIT INT TERM; \
+		echo "import coverage, os; os.environ.update($(SETTINGS)); coverage.process_startup()" > $$startup; \
+		$(BIN)/pytest
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --sort=cover --skip-covered
 

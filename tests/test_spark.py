@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from tests.programs.spark_train import train
 from tests.support import documents
+from tests.support.hosts import command_lines
 from tests.support.worlds import ROOT, environment, run_world
 from unidist.errors import UnidistError
 
@@ -53,13 +53,9 @@ def spark() -> Iterator[Any]:
 
 def no_rank_is_left() -> None:
     end = time.monotonic() + 15
-    while left := [each for each in psutil.process_iter(["cmdline"]) if _is_rank(each)]:
+    while left := command_lines(r"(^| )unidist\.spark\.rank( |$)"):
         assert time.monotonic() < end, left
         time.sleep(0.1)
-
-
-def _is_rank(process: psutil.Process) -> bool:
-    return "unidist.spark.rank" in (process.info["cmdline"] or ())
 
 
 # ------------------------------------------------------------------------------------ what ranks get

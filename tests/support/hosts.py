@@ -140,10 +140,10 @@ def command_lines(pattern: str) -> dict[int, str]:
     return {pid: line for pid, line in lines.items() if re.search(pattern, line)}
 
 
-def processes(host: str, pattern: str = "") -> list[int]:
+def processes(host: str, pattern: str = ".") -> list[int]:
     """The processes of a host, in whose command line a regular expression is found."""
     pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True).stdout.split()
-    return sorted(set(map(int, pids)) & set(command_lines(pattern or ".")))
+    return sorted(set(map(int, pids)) & set(command_lines(pattern)))
 
 
 def signal_all(host: str, number: int) -> None:
