@@ -3,6 +3,7 @@
 import ast
 import difflib
 import html.parser
+import inspect
 import json
 import os
 import re
@@ -27,7 +28,9 @@ from tests.support import documents
 from tests.support.errors import first_words
 from tests.support.worlds import ROOT, environment, run_world, shown, with_torch
 from unidist import settings
+from unidist.horovod_names import PLAIN_CALLS
 from unidist.launch.topology import LAUNCHERS
+from unidist.migrate.rules.calls import OTHER_CALLS
 from unidist.run import options
 
 #: Programs that are parts of one, by their first lines: they are compiled.
@@ -200,7 +203,25 @@ def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere(tmp_pa
 def test_every_public_call_is_in_the_reference() -> None:
     page = (ROOT / "docs/api.md").read_text()
     names = [*(name for name in unidist.__all__), "print", *(f"elastic.{name}" for name in unidist.elastic.__all__)]
-    assert not [name for name in names if not re.search(rf":: unidist\.{re.escape(name)}$", page, re.MULTILINE)]
+    missing = [name for name in names if not re.search(rf":: unidist\.{re.escape(name)}$", page, re.MULTILINE)]
+    assert not missing, f"docs/api.md has no word on {missing}"
+
+
+@pytest.mark.unit
+def test_pages_name_every_collective_and_what_is_migrated() -> None:
+    calls = {name: getattr(unidist, name) for name in unidist.__all__}
+    collectives = {name for name, call in calls.items() if call.__module__ == unidist.all_reduce.__module__}
+    of_tensors = {name for name in collectives if "tensor" in inspect.signature(calls[name]).parameters}
+    of_horovod = {*PLAIN_CALLS, *OTHER_CALLS}
+    assert len(of_tensors) == 7 and "barrier" in collectives
+    wanted = {
+        "README.md": collectives, "docs/semantics.md": of_tensors, "docs/hangs.md": of_tensors,
+        "docs/migrating.md": of_horovod, "docs/hvd-to-unidist.md": of_horovod,
+    }  # fmt: skip
+    for page, names in wanted.items():
+        text = (ROOT / page).read_text()
+        missing = {name for name in names if not re.search(rf"`[^`|]*\b{name}\b[^`|]*`", text)}
+        assert not missing, f"{page} has no word on {sorted(missing)}"
 
 
 @pytest.mark.unit

@@ -124,6 +124,7 @@ def found(env: dict[str, str], subject: str) -> list[tuple[str, str, str]]:
     return [(f.state, f.text, f.remedy) for f in CHECKS[subject](env) if f.subject == subject]
 
 
+SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
     "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500",
@@ -163,6 +164,8 @@ def test_where_this_process_stands(env: dict[str, str], state: str, text: str) -
         ({"NCCL_SOCKET_IFNAME": "=lo"}, "network", "ok", "NCCL_SOCKET_IFNAME==lo"),
         ({"NCCL_SOCKET_IFNAME": "nosuch,mlx"}, "network", "error", "no such interface"),
         ({"MASTER_PORT": "0"}, "ports", "error", "MASTER_PORT=0 is not a TCP port"),
+        ({**SRUN, "SLURM_STEP_RESV_PORTS": "12001-12003"}, "ports", "ok", "12001 (of this launch) is"),
+        ({**SRUN, "MASTER_PORT": "12004"}, "ports", "ok", "12004 (of this launch) is"),
         ({**TORCHRUN, "SLURM_JOB_ID": "7"}, "launched by", "ok", "torchrun: rank 1 of 2"),
     ],
 )

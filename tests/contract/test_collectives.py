@@ -178,6 +178,16 @@ DIFFERENT: list[tuple[str, Callable[[], object], str, str]] = [
     ("root", lambda: unidist.broadcast_object("x", first_or(0, 1)), "from rank 0", "from rank 1"),
     ("call", lambda: first_or(unidist.broadcast_object, unidist.all_gather_object)(1), "broadcast_object", "gather"),
     ("op", lambda: unidist.allreduce_metric(1.0, op=first_or("sum", "max")), "(sum)", "(max)"),
+    # Arguments that are wrong on some ranks alone.
+    ("op", lambda: unidist.all_reduce(FLAT, first_or("sum", "add")), r"all_reduce \(sum\)", r"all_reduce \(add\)"),
+    ("op", lambda: unidist.all_reduce_(FLAT.clone(), first_or("sum", "and")), "(sum)", "(and)"),
+    ("op", lambda: unidist.reduce_scatter(WIDE, first_or("avg", "sum")), "(avg)", "(sum)"),
+    ("root", lambda: unidist.broadcast(FLAT, first_or(0, 17)), "from rank 0", "from rank 17"),
+    ("root", lambda: unidist.broadcast_(FLAT.clone(), first_or(-1, 0)), "from rank -1", "from rank 0"),
+    ("root", lambda: unidist.broadcast_object("x", first_or(0, 17)), "from rank 0", "from rank 17"),
+    ("pad", lambda: unidist.all_gather(FLAT, pad=first_or(0, "0")), r"\(pad=0\)", r"\(pad='0'\)"),
+    ("type", lambda: unidist.all_reduce(first_or(FLAT, [1.0])), "of float32", "of list"),
+    ("type", lambda: unidist.broadcast_(first_or(1.0, FLAT.clone())), "of float", "of float32"),
 ]
 
 

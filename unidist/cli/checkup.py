@@ -36,6 +36,8 @@ from unidist.launchers.table import COMMANDS, missing
 from unidist.launchers.world import environment, usable_cores
 
 State = Literal["ok", "none", "warning", "error"]
+#: Where torchrun listens unless it is told another port.
+_TORCHRUN_PORT = 29500
 
 
 @dataclass(frozen=True)
@@ -241,28 +243,26 @@ def network(env: Mapping[str, str]) -> Iterator[Finding]:
         text = f"{host} has no address: gloo and Horovod may not find their own interface"
         interface = next((name for name in sorted(up) if name != "lo"), "lo")
         yield Finding("host name", "warning", text, f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME={interface}")
-    port = env.get("MASTER_PORT") or "29500"
-    free = _is_free(port)
-    if free is None:
-        yield Finding("ports", "error", f"MASTER_PORT={port} is not a TCP port", "use a free one from 1024 to 65535")
-    elif free:
-        yield Finding("ports", "ok", f"{port} (torchrun's, for static rendezvous) is free")
-    elif env.get("MASTER_PORT"):
-        yield Finding("ports", "ok", f"{port} is in use: by this job's own launcher, if it has started")
-    else:
-        text = f"{port} (torchrun's, for static rendezvous) is in use: another job of this host?"
-        yield Finding("ports", "warning", text, "torchrun --master-port with another, or --standalone")
+    yield _port(env)
 
 
-def _is_free(port: str) -> bool | None:
-    number = tcp_port(port)
-    if number is None:
-        return None
+def _port(env: Mapping[str, str]) -> Finding:
+    """Return whether the port at which the ranks of this launch meet is free; without one, torchrun's default port."""
+    text = env.get("MASTER_PORT")
+    port = tcp_port(text) if text else None
+    if text and port is None:
+        return Finding("ports", "error", f"MASTER_PORT={text} is not a TCP port", "use a free one from 1024 to 65535")
+    with suppress(UnidistError):
+        port = port or detect(env).master_port
+    name = f"{port} (of this launch)" if port else f"{_TORCHRUN_PORT} (torchrun's, for static rendezvous)"
     try:
-        with socket.create_server(("", number)):
-            return True
+        with socket.create_server(("", port or _TORCHRUN_PORT)):
+            return Finding("ports", "ok", f"{name} is free")
     except OSError:
-        return False
+        if port:
+            return Finding("ports", "ok", f"{name} is in use: by this job's own launcher or rank 0, if it has started")
+    remedy = "torchrun --master-port with another, or --standalone"
+    return Finding("ports", "warning", f"{name} is in use: another job of this host?", remedy)
 
 
 # ---------------------------------------------------------------------------------------- limits

@@ -28,7 +28,7 @@ _INSIDE = ("unidist", "torch", "contextlib")
 
 
 def compare(
-    backend: Backend, group: Group | None, call: str, tensor: Tensor | None = None, option: str = "", *,
+    backend: Backend, group: Group | None, call: str, tensor: object = None, option: str = "", *,
     always: bool = False, shown: str = "",
 ) -> None:  # fmt: skip
     """Raise ``MismatchError`` on every rank if the ranks' calls differ, where this one is compared. Collective.
@@ -37,7 +37,7 @@ def compare(
         backend: the running one.
         group: the ranks that make the call.
         call: the function's name.
-        tensor: the argument; dtype and shape are compared.
+        tensor: the argument; dtype and shape are compared, or of what is no tensor, its type.
         option: what else must be equal: an operation, a root.
         always: compare this call wherever it is in the count.
         shown: the call in an error, where ranks may differ in what is not compared.
@@ -50,7 +50,7 @@ def compare(
         mine = digest(f"{_called()}: {text}" if backend.compares_all else text)
         # The complement orders the other way.
         ends = torch.tensor([mine, ~mine])
-        dtype, shape = ("", None) if tensor is None else (dtype_name(tensor.dtype), tuple(tensor.shape))
+        dtype, shape = _dtype_and_shape(tensor)
         compared = {"name": call.partition(" ")[0], "dtype": dtype, "shape": shape}
         backend.comparing = ComparedCall(compared, threading.get_ident(), time.monotonic())
         try:
@@ -76,10 +76,18 @@ def compare_received(backend: Backend, header: Tensor, received: Tensor, src: in
         )
 
 
-def described(call: str, tensor: Tensor | None, option: str = "") -> str:
+def described(call: str, tensor: object, option: str = "") -> str:
     """Return a call as errors name it: ``all_reduce (sum) of float32 (2, 3)``."""
-    of = "" if tensor is None else f" of {dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+    dtype, shape = _dtype_and_shape(tensor)
+    of = "" if tensor is None else f" of {type(tensor).__name__ if shape is None else f'{dtype} {shape}'}"
     return f"{call}{option and f' ({option})'}{of}"
+
+
+def _dtype_and_shape(tensor: object) -> tuple[str, tuple[int, ...] | None]:
+    """Return those of a tensor that has a shape, which nested ones do not; no shape for others."""
+    if isinstance(tensor, Tensor) and not tensor.is_nested:
+        return dtype_name(tensor.dtype), tuple(tensor.shape)
+    return "", None
 
 
 @lru_cache(maxsize=1024)

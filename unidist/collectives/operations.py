@@ -77,16 +77,16 @@ def all_reduce(tensor: TensorOrBool, op: ReduceOp = "sum", group: Group | None =
     if isinstance(tensor, bool) or type(tensor).__name__.startswith("bool"):  # NumPy's, too
         return bool(all_reduce(torch.tensor(bool(tensor)), op, group))  # type: ignore[return-value]
     backend = member(group)
-    _check_op(tensor, op)
     compare(backend, group, "all_reduce", tensor, op)
+    _check_op(tensor, op)
+    return _apply(tensor, lambda data: _reduced(backend, data, op, group), lambda grad: all_reduce(grad, op, group))
 
-    def run(data: Tensor) -> Tensor:
-        sent = _widened(backend, data, op)
-        if sent.numel():
-            backend.all_reduce(sent if sent.dim() == 1 else sent.view(-1), _backend_op(op), group)
-        return _narrowed(sent, data, op)
 
-    return _apply(tensor, run, lambda grad: all_reduce(grad, op, group))
+def _reduced(backend: Backend, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
+    sent = _widened(backend, tensor, op)
+    if sent.numel():
+        backend.all_reduce(sent if sent.dim() == 1 else sent.view(-1), _backend_op(op), group)
+    return _narrowed(sent, tensor, op)
 
 
 def all_reduce_(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None) -> Tensor:
@@ -112,15 +112,14 @@ def all_reduce_(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = None
         raise TypeError("all_reduce_ of a bool, which cannot be changed in place: use all_reduce, which returns one.")
     if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError("all_reduce_ of a tensor that requires grad: pass tensor.detach(), or use all_reduce.")
+    compare(backend, group, "all_reduce", tensor, op)
     _check_op(tensor, op)
     data = tensor.detach()
     is_ordered = data.dtype.is_floating_point and op in ("min", "max")
-    if data.dtype in backend.reducible and not is_ordered and _is_flat(backend, data):
-        compare(backend, group, "all_reduce", data, op)
-        if data.numel():
-            backend.all_reduce(data.view(-1), _backend_op(op), group)
-    else:
-        data.copy_(all_reduce(data, op, group))
+    if data.dtype not in backend.reducible or is_ordered or not _is_flat(backend, data):
+        data.copy_(_reduced(backend, data, op, group))
+    elif data.numel():
+        backend.all_reduce(data.view(-1), _backend_op(op), group)
     return tensor
 
 
@@ -144,9 +143,6 @@ def all_gather(tensor: T, group: Group | None = None, *, pad: float | None = Non
         TypeError: ``pad`` is no number.
         ValueError: the dtype of a tensor with dimensions to pad does not have ``pad``.
     """
-    if pad is not None:
-        for _, leaf in walk(tensor):
-            _check_pad(leaf, pad)
 
     def gather(leaf: Tensor) -> Tensor:
         return _all_gather(leaf if pad is None else _padded(leaf, pad, group), group)
@@ -165,8 +161,10 @@ def _map_tensors(call: str, fn: Callable[[Tensor], Tensor], tree: T, group: Grou
 
 def _padded(tensor: Tensor, value: float, group: Group | None) -> Tensor:
     """Pad a tensor's ends to the largest size of each dimension but the first over all ranks. Collective."""
+    _check_dense(tensor)
     sizes = torch.tensor(tensor.shape[1:], dtype=torch.int64).unsqueeze(0)
     rows, gathered = _gather(member(group), group, "all_gather", sizes, tensor, value)
+    _check_pad(tensor, value)
     ends = (_from_bytes(gathered, sizes, sum(rows)).amax(0) - sizes[0]).tolist()
     # Not F.pad, whose value is a float.
     widths = [width for end in reversed(ends) for width in (0, end)]
@@ -174,7 +172,6 @@ def _padded(tensor: Tensor, value: float, group: Group | None) -> Tensor:
 
 
 def _check_pad(tensor: Tensor, pad: float) -> None:
-    _check_dense(tensor)
     dtype = tensor.dtype
     if not isinstance(pad, Number):
         raise TypeError(f"all_gather(pad={pad!r}): pass a number that {dtype} has.")
@@ -220,9 +217,9 @@ def broadcast(tensor: T, src: int = 0, group: Group | None = None) -> T:
 
 def _broadcast(tensor: Tensor, src: int, group: Group | None) -> Tensor:
     backend = member(group)
+    compare(backend, group, "broadcast", tensor, f"from rank {src}")
     _check_src(backend, src, group)
     _check_dense(tensor)
-    compare(backend, group, "broadcast", tensor, f"from rank {src}")
     text, header = _header(tensor.dtype, tensor.shape, src)
 
     def run(data: Tensor) -> Tensor:
@@ -277,11 +274,11 @@ def broadcast_tensors_(tensors: Sequence[Tensor], src: int = 0, group: Group | N
         group: the ranks that take part.
     """
     backend = member(group)
+    shapes = ", ".join(described("", tensor) for tensor in tensors)
+    compare(backend, group, f"broadcast_tensors_ from rank {src}{shapes}", always=True)
     _check_src(backend, src, group)
     for tensor in tensors:
         _check_dense(tensor)
-    shapes = ", ".join(described("", tensor) for tensor in tensors)
-    compare(backend, group, f"broadcast_tensors_ from rank {src}{shapes}", always=True)
     for same in split_into_buckets((t for t in tensors if t.numel()), _BUCKET_MB):
         in_place = len(same) == 1 and _is_flat(backend, same[0])
         parts = [tensor.detach().reshape(-1) for tensor in same]
@@ -346,8 +343,8 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp = "sum", group: Group | None = N
         ValueError: dim 0 is not a multiple of the group's size.
     """
     backend = member(group)
-    _check_op(tensor, op)
     compare(backend, group, "reduce_scatter", tensor, op, always=True)  # first, so that all ranks raise
+    _check_op(tensor, op)
     size = len(backend.ranks(group))
     if tensor.dim() == 0 or tensor.shape[0] % size:
         raise ValueError(
@@ -392,11 +389,11 @@ def broadcast_object(obj: T, src: int = 0, group: Group | None = None) -> T:
         CollectiveError: the object cannot be pickled; on rank ``src`` pickle's own error is raised.
     """
     backend = member(group)
-    _check_src(backend, src, group)
     is_src = backend.topology.rank == src
     data, error = _pickled_or_error(obj) if is_src else (torch.empty(0, dtype=torch.uint8), None)
     text = described("broadcast_object", None, f"from rank {src}")
     sizes, payloads = _exchange(backend, group, text, text, data.numel(), data)
+    _check_src(backend, src, group)
     size = max(sizes)
     if size <= payloads.shape[1]:
         data = payloads[backend.ranks(group).index(src), :size]
@@ -686,7 +683,7 @@ def _gather(
         pad: not None: the trailing dimensions of the argument may differ, but not their number.
     """
     data = _to_bytes(backend, tensor)
-    option = "" if pad is None else f"pad={pad}"
+    option = "" if pad is None else f"pad={pad!r}"
     text = call if of is None else f"{call} {option} of {of.dtype} (*, {of.dim() if option else of.shape[1:]})"
     rows, payloads = _exchange(backend, group, text, described(call, of, option), _rows(tensor), data)
     sizes = [count * _row_bytes(tensor) for count in rows]
