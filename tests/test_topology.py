@@ -1,6 +1,5 @@
 """``detect`` is a pure function of a mapping."""
 
-import re
 from pathlib import Path
 from typing import Any
 
