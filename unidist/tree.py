@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -41,7 +42,10 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Return the same structure with ``fn`` of each value, visited in the order of ``walk``."""
     if isinstance(tree, dict):
         done = {key: map_leaves(fn, tree[key]) for key in sorted_keys(tree)}
-        return {key: done[key] for key in tree}
+        same = copy(tree)  # an OrderedDict, a dict with attributes
+        for key in tree:
+            same[key] = done[key]
+        return same
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_leaves(fn, item) for item in tree))
     if isinstance(tree, (list, tuple)):

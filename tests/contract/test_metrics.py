@@ -1,7 +1,7 @@
 """Figures over all ranks."""
 
 import math
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from fractions import Fraction
 from typing import Any
 
@@ -75,6 +75,8 @@ def test_structures() -> None:
         and result["acc"].y.tolist() == [size] * 2
     )
     assert result[3] == 0.5 * size
+    ordered = unidist.allreduce_metric(OrderedDict(loss=1.0, acc=2), op="sum")
+    assert type(ordered) is OrderedDict and list(ordered.items()) == [("loss", float(size)), ("acc", 2 * size)]
     assert unidist.allreduce_metric({}) == {} and unidist.allreduce_metric([]) == []
 
 
