@@ -12,6 +12,7 @@ nothing else. For all of them:
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -128,6 +129,8 @@ class Backend(ABC):
         self.name = name
         self.topology = topology
         self.device = device
+        #: The process that made it, whose forked children are no ranks.
+        self.pid = os.getpid()
         #: The groups made so far, by their ranks.
         self.groups: dict[tuple[int, ...], Group] = {}
         #: Bytes that ``all_gather`` sends along with the sizes, by group; the same on every rank of it.

@@ -215,7 +215,8 @@ def _claim_rank(store: dist.Store, launch: Launch) -> None:
     if store.add(f"claim/{launch.rank}", 1) != 1:
         raise BackendError(
             f"two processes are rank {launch.rank} of {launch.world_size} ({launch.launcher.name}): "
-            "give each process its own rank, or each job its own address (MASTER_PORT, file://)."
+            "give each process its own rank, or each job its own address (MASTER_PORT, file://). A worker that is "
+            "started by spawn runs the script again: put what trains under if __name__ == '__main__'."
         )
 
 

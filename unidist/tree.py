@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributions import Distribution
+from torch.nn import Module
+
+#: What is looked into as an attribute.
+_HOLD_TENSORS = (Tensor, Mapping, list, tuple, Distribution)
 
 
 def walk(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
@@ -54,18 +59,34 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a model's output: a tensor, or dicts, lists, tuples and dataclasses of them."""
+    """Yield the tensors of a model's output: a tensor, or dicts, lists, tuples, dataclasses and distributions of them.
+
+    Of another object, its attributes are looked at, and not those of its attributes, which may be anything.
+    """
+    yield from _tensors_in(output, set())
+
+
+def _tensors_in(output: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_in(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from tensors_in(value)
-    elif is_dataclass(output) and not isinstance(output, type):
-        declared = {each.name: getattr(output, each.name, None) for each in fields(output)}  # with slots, not in vars
-        yield from tensors_in({**declared, **getattr(output, "__dict__", {})})
+    elif id(output) not in seen:  # objects may refer to each other
+        seen.add(id(output))
+        for part in _parts(output):
+            yield from _tensors_in(part, seen)
+
+
+def _parts(output: Any) -> Iterable[Any]:
+    """Return what a model's output consists of: items, or attributes that may hold tensors."""
+    if isinstance(output, Mapping):
+        return output.values()
+    if isinstance(output, (list, tuple)):
+        return output
+    if isinstance(output, (type, Module)):
+        return ()
+    attributes = dict(getattr(output, "__dict__", {}))
+    if is_dataclass(output):  # its slots
+        attributes.update((each.name, getattr(output, each.name, None)) for each in fields(output))
+    return [each for each in attributes.values() if isinstance(each, _HOLD_TENSORS) or is_dataclass(each)]
 
 
 def is_lazy_view(tensor: Tensor) -> bool:

@@ -257,6 +257,8 @@ def test_what_is_refused() -> None:
 class Output:
     """Hides its tensors from whoever looks for them."""
 
+    __slots__ = ("logits",)
+
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
 

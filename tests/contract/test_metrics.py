@@ -5,6 +5,7 @@ from collections import OrderedDict, namedtuple
 from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -32,8 +33,8 @@ def test_exact_sums() -> None:
     size = unidist.world_size()
     for n in (2**24 + 1, 2**53 + 1, 2**63 + 5, -(2**70) - 3, 0):
         assert unidist.allreduce_metric(n + unidist.rank(), op="sum") == sum(n + rank for rank in range(size))
-    tensor = torch.tensor([2**53 + 1, -(2**62) + 7])
-    assert unidist.allreduce_metric(tensor // 2, op="sum").tolist() == (tensor // 2 * size).tolist()
+    tensor = torch.tensor([2**53 + 1, -(2**62) + 7]) // size
+    assert unidist.allreduce_metric(tensor, op="sum").tolist() == (tensor * size).tolist()
     assert unidist.allreduce_metric(2**24 + 1, op="max") == 2**24 + 1
 
 
@@ -61,6 +62,18 @@ def test_tensors() -> None:
     assert not unidist.allreduce_metric(loss).requires_grad
 
 
+def test_sums_of_integer_tensors_are_exact_or_an_error() -> None:
+    size = unidist.world_size()
+    for dtype, value in ((torch.int64, -(2**63) // size + 5), (torch.uint64, (2**63 - 1) // size), (torch.uint8, 255)):
+        found = unidist.allreduce_metric(torch.tensor([value, 1], dtype=dtype), op="sum")
+        assert found.tolist() == [value * size, size] and found.dtype == torch.int64
+    for each in (torch.tensor([2**63 - 1]), torch.tensor(-(2**63)), torch.tensor(2**63 + 5, dtype=torch.uint64)):
+        if size == 1 and each.dtype == torch.int64:
+            continue
+        with pytest.raises(ValueError, match=rf"sum of {each.dtype} over the ranks is beyond int64"):
+            unidist.allreduce_metric(each, op="sum")
+
+
 def test_structures() -> None:
     Point = namedtuple("Point", "x y")
     rank, size = unidist.rank(), unidist.world_size()
@@ -75,6 +88,9 @@ def test_structures() -> None:
         and result["acc"].y.tolist() == [size] * 2
     )
     assert result[3] == 0.5 * size
+    assert unidist.allreduce_metric(numpy.bool_(True)) == 1.0
+    total = unidist.allreduce_metric(numpy.bool_(True), op="sum")
+    assert total == size and type(total) is int
     ordered = unidist.allreduce_metric(OrderedDict(loss=1.0, acc=2), op="sum")
     assert type(ordered) is OrderedDict and list(ordered.items()) == [("loss", float(size)), ("acc", 2 * size)]
     assert unidist.allreduce_metric({}) == {} and unidist.allreduce_metric([]) == []

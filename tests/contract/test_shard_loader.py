@@ -122,6 +122,19 @@ def test_an_epoch_draws_one_global_number_as_with_torch() -> None:
     assert following(unidist.shard_loader(DataLoader(Numbers(40), 5, generator=generator))) == untouched
 
 
+class Collective(Numbers):
+    def __getitem__(self, index: int) -> int:
+        return unidist.allreduce_metric(index)
+
+
+@pytest.mark.parametrize("workers", [1])
+def test_a_collective_call_in_a_worker_is_an_error(workers: int) -> None:
+    """A worker is a copy of the rank without its threads; it would wait for ever."""
+    loader = unidist.shard_loader(DataLoader(Collective(8), 2, num_workers=workers))
+    with pytest.raises(unidist.CollectiveError, match="forked from a rank, such as a DataLoader's worker"):
+        next(iter(loader))
+
+
 def test_workers_draw_different_numbers_on_every_rank_and_the_same_in_every_run() -> None:
     def draw() -> list[int]:
         return flat(seen(unidist.shard_loader(DataLoader(Draws(12), 2, num_workers=2), seed=1)))

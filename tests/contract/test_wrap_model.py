@@ -9,14 +9,16 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 from torch.nn.parallel import DistributedDataParallel
 
 import unidist
@@ -36,6 +38,9 @@ from tests.contract.models import (
 )
 from tests.support.frames import documented, frames
 from unidist.context import current
+
+#: DDP's advice, once per process.
+ALL_ARE_USED = pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25, 1e-4])
@@ -799,6 +804,104 @@ def test_outputs_in_a_dataclass_with_slots() -> None:
     model(torch.full((1, 2), unidist.rank() + 1.0)).loss.backward()
     mean = sum(range(1, unidist.world_size() + 1)) / unidist.world_size()
     torch.testing.assert_close(model.module.inner.weight.grad, torch.full((1, 2), mean))
+
+
+@ALL_ARE_USED
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    "passes", ["in order", "last first", "one again", "no sync", "with a penalty", "of two models"]
+)
+def test_several_forward_and_backward_passes(passes: str, norm: bool, find_unused_parameters: bool) -> None:
+    """As in adversarial training; each backward pass is averaged."""
+
+    def make() -> nn.Module:
+        return seeded(lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3) if norm else nn.Tanh(), nn.Linear(3, 1)))
+
+    def gradients(critic: Any, actor: Any, rank: int) -> list[Tensor | None]:
+        x = torch.arange(8.0).view(4, 2).sin() + rank
+        for _ in range(2):
+            if passes == "with a penalty":
+                mixed = (x * 3).requires_grad_()
+                outputs = critic(x), critic(x * 2), critic(mixed)
+                (slope,) = torch.autograd.grad(outputs[2].sum(), mixed, create_graph=True)
+                (outputs[0] - outputs[1] + slope.pow(2).sum(1, keepdim=True)).mean().backward()
+            elif passes == "of two models":
+                first, second = critic(x), critic(actor(x).tanh().expand(-1, 2))
+                first.pow(2).mean().backward()
+                second.pow(4).mean().backward()
+            else:
+                with critic.no_sync() if passes == "no sync" and critic is models[0] else contextlib.nullcontext():
+                    first = critic(x)
+                losses = [first.pow(2).mean(), critic(x * 2).pow(4).mean()]
+                for loss in reversed(losses) if passes == "last first" else losses:
+                    loss.backward(retain_graph=passes == "one again")
+                if passes == "one again":
+                    losses[0].backward()
+        return [p.grad for model in (critic, actor) for p in unidist.unwrap(model).parameters()]
+
+    models = [unidist.wrap_model(make(), find_unused_parameters=find_unused_parameters) for _ in range(2)]
+    found = gradients(*models, unidist.rank())
+    alone = [gradients(make(), make(), rank) for rank in range(unidist.world_size())]
+    for grad, *others in zip(found, *alone):
+        if grad is not None and others[0] is not None:
+            torch.testing.assert_close(grad, torch.stack(others).mean(0), rtol=1e-4, atol=1e-5)
+        else:
+            assert grad is None and others[0] is None
+
+
+class Holder:
+    """An output of the user's own class; it refers to itself."""
+
+    def __init__(self, policy: Normal) -> None:
+        self.policies, self.holders = [policy], [self]
+
+
+class Policy(nn.Module):
+    """An actor: returns a distribution, or an object that has one."""
+
+    def __init__(self, wrap: Callable[[Normal], Any]) -> None:
+        super().__init__()
+        self.mean, self.wrap = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(Normal(self.mean(x), 1.0))
+
+
+@ALL_ARE_USED
+@pytest.mark.parametrize(
+    "call", [unidist.wrap_model, partial(unidist.wrap_model, find_unused_parameters=True), unidist.replicate]
+)
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda policy: policy, lambda output: output),
+        (lambda policy: Independent(policy, 1), lambda output: output.base_dist),
+        (lambda policy: SimpleNamespace(policy=policy), lambda output: output.policy),
+        (Holder, lambda output: output.policies[0]),
+    ],
+    ids=["distribution", "distribution of distribution", "namespace", "object"],
+)
+def test_outputs_in_objects(
+    call: Callable[[nn.Module], Any], wrap: Callable[[Normal], Any], unwrap: Callable[[Any], Normal]
+) -> None:
+    """Each backward pass is averaged, and the buffers follow rank 0's."""
+    rank, size = unidist.rank(), unidist.world_size()
+    inputs = torch.arange(8.0).view(4, 2).sin()
+
+    def train(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(2):
+            policy = unwrap(model(x))
+            policy.log_prob(torch.zeros(3)).mean().backward(retain_graph=True)
+            policy.mean.pow(4).mean().backward()
+        inside = unidist.unwrap(model)
+        return inside.mean[0].weight.grad, inside.mean[1].running_mean
+
+    found = train(call(seeded(lambda: Policy(wrap))), inputs + rank)
+    locals_ = [train(seeded(lambda: Policy(wrap)), inputs + other) for other in range(size)]
+    torch.testing.assert_close(found[0], torch.stack([grad for grad, _ in locals_]).mean(0))
+    if call is not unidist.replicate:
+        torch.testing.assert_close(found[1], locals_[0][1])
 
 
 def test_parameters_and_buffers_of_unusual_strides() -> None:

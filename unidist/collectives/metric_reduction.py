@@ -52,7 +52,8 @@ def allreduce_metric(
     Raises:
         TypeError: a value that is not a real number or tensor.
         ValueError: unknown ``op``, a weight that is negative or not finite, or one with an ``op`` other than
-            ``mean``; an integer beyond 2**80 in a sum, or beyond 2**53 in ``min`` and ``max``.
+            ``mean``; an integer beyond 2**80 in a sum, or beyond 2**53 in ``min`` and ``max``; on every rank, a sum
+            of integer tensors beyond int64.
         MismatchError: on every rank, when the ranks' structures differ; names the first difference. After the first 100
             calls a ``CollectiveError``, and on gloo the end of the job, if one is so much larger (more than 60 numbers)
             that the backend fails first.
@@ -109,14 +110,14 @@ def _checked_weight(weight: float | Tensor | None, op: str) -> float:
 # ------------------------------------------------------------------------------------ one value
 def _pack(leaf: Any, op: str, weight: float) -> list[float]:
     """Return a number as floats that can be reduced element by element."""
-    if not isinstance(leaf, (float, Real)):
+    if not isinstance(leaf, (float, Real)) and not _is_integer(leaf):
         raise TypeError(
             f"allreduce_metric takes numbers and tensors in dicts, lists and tuples, not {type(leaf).__name__}."
         )
     if op == "mean":
         # Not a product alone: an empty shard's nan must not count.
         return [float(leaf) * weight if weight else 0.0]
-    n = int(leaf) if isinstance(leaf, Integral) else None
+    n = int(leaf) if _is_integer(leaf) else None
     limit = 2**80 if op == "sum" else _EXACT
     if n is not None and abs(n) > limit:
         raise ValueError(f"the {op} of {leaf} is not exact beyond {limit}: pass a float.")
@@ -138,7 +139,8 @@ def _pack_tensor(leaf: Tensor, op: str, weight: float) -> Tensor:
         return flat.double()
     flat = flat.long()
     if op == "sum":
-        return torch.cat([flat >> 32, flat & 0xFFFFFFFF]).double()
+        high = flat >> 32 & 0xFFFFFFFF if leaf.dtype == torch.uint64 else flat >> 32
+        return torch.cat([high, flat & 0xFFFFFFFF]).double()
     if flat.numel() and not -_EXACT <= int(flat.min()) <= int(flat.max()) <= _EXACT:
         raise ValueError(f"the {op} of integers is not exact beyond {_EXACT}: pass floats.")
     return flat.double()
@@ -153,7 +155,11 @@ def _unpack(elements: Iterator[float], leaf: Any, op: str, header: Sequence[floa
         high, low, integers = next(elements), next(elements), next(elements)
         exact = (int(high) << 32) + int(low)
         return exact if integers == header[1] else value + exact
-    return int(value) if isinstance(leaf, Integral) and value.is_integer() else value
+    return int(value) if _is_integer(leaf) and value.is_integer() else value
+
+
+def _is_integer(leaf: Any) -> bool:
+    return isinstance(leaf, Integral) or type(leaf).__name__.startswith("bool")  # NumPy's bool is no Integral
 
 
 def _unpack_tensor(part: Tensor, leaf: Tensor, op: str, weight: float) -> Tensor:
@@ -163,8 +169,13 @@ def _unpack_tensor(part: Tensor, leaf: Tensor, op: str, weight: float) -> Tensor
         part = part / weight
         dtype = leaf.dtype if floating else torch.float32
     elif op == "sum" and not floating:
-        high, low = part.long().view(2, -1)
-        part = (high << 32) + low
+        high, low = part.view(2, -1)
+        carried = high + (low / 2**32).floor()
+        if not ((carried >= -(2**31)) & (carried < 2**31)).all():
+            raise ValueError(
+                f"a sum of {leaf.dtype} over the ranks is beyond int64: pass .double(), or Python's integers."
+            )
+        part = (high.long() << 32) + low.long()
         dtype = torch.int64
     return part.view(leaf.shape).to(dtype=dtype, device=leaf.device)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import cmath
 import ctypes
+import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -513,6 +514,11 @@ def _apply(tensor: Tensor, run: Callable[[Tensor], Tensor], transpose: Callable[
 def member(group: Group | None) -> Backend:
     """Return the running backend, if this rank is in the group."""
     backend = current()
+    if os.getpid() != backend.pid:
+        raise CollectiveError(
+            f"{backend.label}: a process that was forked from a rank, such as a DataLoader's worker, is no rank: make "
+            "collective calls in the rank's own process."
+        )
     if group is not None and not isinstance(group, Group):
         raise TypeError(
             f"group={group!r} is not a group: pass what new_group(ranks), or new_group(mesh['dp']), returned."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unidist.gradients.averager import GradientAverager, Unused
 from unidist.gradients.backward_pass import BackwardPass, BackwardPasses, PlainPass
 from unidist.gradients.reducer import GradientReducer
-from unidist.gradients.wrapper import M, ModelOptions, TrainedParameters, Wrapper, frozen_parameters
+from unidist.gradients.wrapper import M, ModelOptions, TrainedParameters, Wrapper, buffers_of, frozen_parameters
 from unidist.tree import tensors_in
 
 
@@ -99,7 +99,7 @@ class _Averaging:
             averager.prepare()
             return PlainPass(ready=averager.accumulate)
         if self._options.broadcast_buffers and module is not None:
-            averager.begin(averager.reducer.start_broadcast(list(module.buffers())))
+            averager.begin(averager.reducer.start_broadcast(buffers_of(module)))
         else:
             averager.begin()
         return averager

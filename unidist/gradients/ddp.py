@@ -22,6 +22,7 @@ from unidist.gradients.wrapper import (
     ModelOptions,
     TrainedParameters,
     Wrapper,
+    buffers_of,
     frozen_parameters,
     unused_parameters,
 )
@@ -73,6 +74,8 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
     _buffer_passes: BackwardPasses | None = None
     #: Whether the last output had no tensor that can be seen, but, say, an object of the user's with tensors.
     _hides_output = False
+    #: The backward pass for which the reducer was prepared last.
+    _last_pass = -1
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -114,30 +117,47 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
                 raise
             params = [self.at_wrapping[int(index)] for index in found[1].split()]
             raise unused_parameters(dict(params)) from error
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            if not self.static_graph:
-                self._average_every_backward(output)
-            if self.options.broadcast_buffers and self.modules_buffers and not self._join_config.enable:
-                if self._buffer_passes is None:
-                    self._buffer_passes = BackwardPasses([], _Buffers(self.module, self.bucket_reducer).begin)
-                self._buffer_passes.expect(output, True)
-                self._hides_output = not any(tensor.requires_grad for tensor in tensors_in(output))
+        follows = self.options.broadcast_buffers and self.modules_buffers and not self._join_config.enable
+        if follows and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            if self._buffer_passes is None:
+                self._buffer_passes = BackwardPasses([], _Buffers(self.module, self.bucket_reducer).begin)
+            self._buffer_passes.expect(output, True)
+            self._hides_output = not any(tensor.requires_grad for tensor in tensors_in(output))
         return output
 
-    def _average_every_backward(self, output: Any) -> None:
-        """Prepare the reducer for each backward pass of this forward pass; DDP does so for the first only."""
+    def _post_forward(self, output: Any) -> Any:
+        found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not found or not self.require_backward_grad_sync or self.static_graph or self._join_config.enable:
+            return super()._post_forward(output)  # type: ignore[no-untyped-call]
+        # DDP would prepare its reducer now, for the next backward pass, whichever that is.
+        self.require_backward_grad_sync = False
+        try:
+            output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        finally:
+            self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self._average_every_backward(output, found)
+        return output
+
+    def _average_every_backward(self, output: Any, found: list[Tensor]) -> None:
+        """Prepare the reducer when a backward pass begins.
+
+        Args:
+            output: what DDP returns; with ``find_unused_parameters``, it has copies of the tensors that it sees.
+            found: the tensors of the model's own output.
+        """
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         # A tensor's hooks must not keep the tensor alive: the garbage collector does not see through them.
-        outputs = [weakref.ref(tensor) for tensor in tensors] if self.find_unused_parameters else []
-        tasks: list[int] = []
+        own = set(map(id, tensors))
+        refs = [weakref.ref(tensor) for tensor in found if id(tensor) in own] if self.find_unused_parameters else []
+        kept = [tensor for tensor in found if id(tensor) not in own]
 
         def begin(grad: Tensor) -> None:
             self.check_backward()
             task = current_pass()
-            if tasks and task not in tasks:
+            if task != self._last_pass:
+                self._last_pass = task
                 self.rebuild_buckets()  # as before each forward pass
-                self.reducer.prepare_for_backward([tensor for ref in outputs if (tensor := ref()) is not None])
-            tasks.append(task)
+                self.reducer.prepare_for_backward([*kept, *(tensor for ref in refs if (tensor := ref()) is not None)])
 
         for tensor in tensors:
             tensor.register_hook(begin)  # type: ignore[no-untyped-call]
@@ -171,7 +191,7 @@ class _Buffers:
     def begin(self, _: bool) -> BackwardPass:
         """Begin a backward pass. Collective."""
         module = self._module()
-        return PlainPass(finish=self._reducer.start_broadcast([] if module is None else list(module.buffers())))
+        return PlainPass(finish=self._reducer.start_broadcast([] if module is None else buffers_of(module)))
 
 
 def _mean(size: int) -> Callable[..., Any]:

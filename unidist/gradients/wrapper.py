@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from unidist.errors import UnidistError
 
@@ -200,6 +201,16 @@ def _has_attribute(module: nn.Module, name: str) -> bool:
     own = vars(module)
     tables = (own, own["_parameters"], own["_buffers"], own["_modules"])
     return hasattr(type(module), name) or any(name in table for table in tables)
+
+
+def buffers_of(module: nn.Module) -> list[Tensor]:
+    """Return the buffers that follow the first rank's; BatchNorm's statistics can be written without a new version.
+
+    No backward pass in training needs them, and a second one of the same graph would fail for a version.
+    """
+    norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+    statistics = {id(each) for layer in norms for each in layer.buffers(recurse=False)}
+    return [each.data if id(each) in statistics else each for each in module.buffers()]
 
 
 def refuse_join(options: ModelOptions) -> None:
