@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from unidist.errors import UnidistError
 
@@ -208,7 +208,7 @@ def buffers_of(module: nn.Module) -> list[Tensor]:
 
     No backward pass in training needs them, and a second one of the same graph would fail for a version.
     """
-    norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     statistics = {id(each) for layer in norms for each in layer.buffers(recurse=False)}
     return [each.data if id(each) in statistics else each for each in module.buffers()]
 
