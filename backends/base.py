@@ -119,6 +119,8 @@ class Backend(ABC):
     reducible: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
     #: Whether the backend cannot start without a launcher.
     needs_launcher: ClassVar[bool] = False
+    #: Whether a process that was forked from the rank can make its calls, as nothing else takes part in them.
+    works_in_forks: ClassVar[bool] = False
     #: Seconds after which a call of the library has failed that waits and holds Python's lock; None: none does.
     lock_timeout: float | None = None
     #: Whether the ranks compare their calls before they make some of them, and whether before each (UNIDIST_CHECK).

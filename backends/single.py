@@ -15,6 +15,7 @@ class SingleBackend(Backend):
     """A world of one rank, in which reductions leave tensors as they are."""
 
     device_types = frozenset({"cpu", "cuda", "mps", "xpu", "meta"})
+    works_in_forks = True
 
     @classmethod
     def start(cls, name: str, start: Start) -> SingleBackend:

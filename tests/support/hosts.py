@@ -117,11 +117,11 @@ def set_link(host: str, state: str) -> None:
 
 @contextmanager
 def firewall(host: str, port: int) -> Iterator[None]:
-    """Inside, a host drops TCP that comes from others, to and from all ports but one and that of ssh."""
+    """Inside, a host drops TCP (protocol 6) that comes from others, to and from all ports but one and that of ssh."""
     rules = [
-        f"pref {10 + i} ipproto tcp {kind} {each}" for i, each in enumerate((port, 22)) for kind in ("sport", "dport")
+        f"pref {10 + i} ipproto 6 {kind} {each}" for i, each in enumerate((port, 22)) for kind in ("sport", "dport")
     ]
-    rules = [f"{rule} lookup local" for rule in rules] + ["pref 20 iif net0 ipproto tcp blackhole"]
+    rules = [f"{rule} lookup local" for rule in rules] + ["pref 20 iif net0 ipproto 6 blackhole"]
     _ip("-n", host, "rule", "add", "pref", "100", "lookup", "local")
     _ip("-n", host, "rule", "del", "pref", "0")
     try:

@@ -514,7 +514,7 @@ def _apply(tensor: Tensor, run: Callable[[Tensor], Tensor], transpose: Callable[
 def member(group: Group | None) -> Backend:
     """Return the running backend, if this rank is in the group."""
     backend = current()
-    if os.getpid() != backend.pid:
+    if os.getpid() != backend.pid and not backend.works_in_forks:
         raise CollectiveError(
             f"{backend.label}: a process that was forked from a rank, such as a DataLoader's worker, is no rank: make "
             "collective calls in the rank's own process."
