@@ -850,6 +850,29 @@ def test_several_forward_and_backward_passes(passes: str, norm: bool, find_unuse
             assert grad is None and others[0] is None
 
 
+class Returns(nn.Module):
+    """Returns a parameter, as policies do with the logarithm of their deviation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.deviation = nn.Linear(2, 1), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.mean(x), self.deviation
+
+
+def test_a_parameter_in_the_output_keeps_no_hook_of_earlier_passes() -> None:
+    model = unidist.wrap_model(Returns())
+    inside, x = model.module, torch.full((1, 2), unidist.rank() + 1.0)
+    for _ in range(4):
+        model.zero_grad()
+        mean, deviation = model(x)
+        (mean.sum() * (deviation.sum() + 1)).backward()
+        assert len(inside.deviation._backward_hooks or ()) <= 2
+    for grads in unidist.all_gather_object([param.grad for param in inside.parameters()]):
+        torch.testing.assert_close(grads, [param.grad for param in inside.parameters()])
+
+
 class Holder:
     """An output of the user's own class; it refers to itself."""
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from unidist.tree import tensors_in
 
@@ -70,6 +71,7 @@ class BackwardPasses:
         self._expected: bool | None = None
         self._running: BackwardPass | None = None
         self._task = -1
+        self._outputs = OutputHooks()
         #: What autograd calls at the end of the running pass; a pass that fails drops it.
         self._at_end: weakref.ref[Callable[[], None]] | None = None
         self.close = watch_gradients(params, self._accumulated)
@@ -80,9 +82,7 @@ class BackwardPasses:
         self._expected = sync
         # A tensor's hook runs at the start of the backward pass that was called, while a parameter's may run in a pass
         # within it (reentrant checkpointing), which ends earlier.
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._begin_unless_partial(sync))  # type: ignore[no-untyped-call]
+        self._outputs.watch(output, lambda _: self._begin_unless_partial(sync))
 
     def expect_none(self) -> None:
         """Call this after a forward pass whose backward pass does not matter."""
@@ -120,6 +120,22 @@ class BackwardPasses:
         finished, self._running = self._running, None
         if finished is not None:
             finished.finish()
+
+
+class OutputHooks:
+    """What is called when a backward pass reaches an output of a model, forward pass after forward pass."""
+
+    def __init__(self) -> None:
+        #: A leaf, as a parameter that the model returns, keeps its hooks when the forward pass is over.
+        self._of_leaves: list[RemovableHandle] = []
+
+    def watch(self, output: Any, function: Callable[[Tensor], None]) -> None:
+        """Call a function with the gradient of each tensor in the output; of leaves, in place of the one before."""
+        for handle in self._of_leaves:
+            handle.remove()
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        handles = [tensor.register_hook(function) for tensor in tensors]  # type: ignore[no-untyped-call]
+        self._of_leaves = [handle for tensor, handle in zip(tensors, handles) if tensor.is_leaf]
 
 
 def watch_gradients(params: Iterable[Tensor], accumulated: Callable[[Tensor], None]) -> Callable[[], None]:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from unidist.gradients.averager import GradientAverager, Unused
-from unidist.gradients.backward_pass import BackwardPass, BackwardPasses, PlainPass
+from unidist.gradients.backward_pass import BackwardPass, BackwardPasses, OutputHooks, PlainPass
 from unidist.gradients.reducer import GradientReducer
 from unidist.gradients.wrapper import M, ModelOptions, TrainedParameters, Wrapper, buffers_of, frozen_parameters
-from unidist.tree import tensors_in
 
 
 class DataParallel(Wrapper[M]):
@@ -34,10 +33,12 @@ class DataParallel(Wrapper[M]):
         self.trained = TrainedParameters(module)
         self.require_backward_grad_sync = True
         self._reducer = reducer
+        self._outputs = OutputHooks()
         self._passes = None if reducer is None else _watch(module, options, reducer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_passes": None}  # a copy makes its own in its first training step
+        # A copy makes its own passes in its first training step.
+        return {**self.__dict__, "_passes": None, "_outputs": OutputHooks()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -52,9 +53,7 @@ class DataParallel(Wrapper[M]):
         self._passes.expect(output, sync)
         if sync:
             this = weakref.ref(self)  # a tensor's hooks are not seen by the garbage collector
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: _check_backward(this()))  # type: ignore[no-untyped-call]
+            self._outputs.watch(output, lambda _: _check_backward(this()))
         return output
 
     @contextmanager

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unidist.diagnosis.spans import NEVER, spans
 from unidist.errors import MismatchError, UnidistError
-from unidist.gradients.backward_pass import BackwardPass, BackwardPasses, PlainPass, current_pass
+from unidist.gradients.backward_pass import BackwardPass, BackwardPasses, OutputHooks, PlainPass, current_pass
 from unidist.gradients.reducer import GradientReducer
 from unidist.gradients.wrapper import (
     M,
@@ -72,6 +72,7 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
     #: The collectives of the buffers.
     bucket_reducer: GradientReducer
     _buffer_passes: BackwardPasses | None = None
+    _outputs: OutputHooks | None = None
     #: Whether the last output had no tensor that can be seen, but, say, an object of the user's with tensors.
     _hides_output = False
     #: The backward pass for which the reducer was prepared last.
@@ -79,7 +80,7 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, "_buffer_passes": None}  # a copy has another module
+        return {**state, "_buffer_passes": None, "_outputs": None}  # a copy has another module
 
     def rebuild_buckets(self) -> None:
         """Rebuild DDP's buckets, as its second forward pass does on all ranks.
@@ -145,9 +146,8 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
             output: what DDP returns; with ``find_unused_parameters``, it has copies of the tensors that it sees.
             found: the tensors of the model's own output.
         """
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         # A tensor's hooks must not keep the tensor alive: the garbage collector does not see through them.
-        own = set(map(id, tensors))
+        own = set(map(id, tensors_in(output)))
         refs = [weakref.ref(tensor) for tensor in found if id(tensor) in own] if self.find_unused_parameters else []
         kept = [tensor for tensor in found if id(tensor) not in own]
 
@@ -159,8 +159,9 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
                 self.rebuild_buckets()  # as before each forward pass
                 self.reducer.prepare_for_backward([*kept, *(tensor for ref in refs if (tensor := ref()) is not None)])
 
-        for tensor in tensors:
-            tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+        if self._outputs is None:
+            self._outputs = OutputHooks()
+        self._outputs.watch(output, begin)
 
     def _check_default_group(self) -> None:
         try:
