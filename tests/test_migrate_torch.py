@@ -103,7 +103,7 @@ def test_a_second_migration_changes_nothing(path: Path) -> None:
 
 
 def test_mutations_parse() -> None:
-    for seed in range(16):
+    for seed in range(24):
         path = LEGACY_DDP[seed % len(LEGACY_DDP)]
         text = mutated(path.read_text(), seed, DDP_MUTATIONS)
         compile(text, path.name, "exec")
