@@ -66,6 +66,11 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     yield from _tensors_in(output, set())
 
 
+def tensors_with_gradient(output: Any) -> list[Tensor]:
+    """Return those that require grad."""
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+
 def _tensors_in(output: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output

@@ -873,11 +873,11 @@ def test_a_parameter_in_the_output_keeps_no_hook_of_earlier_passes() -> None:
         torch.testing.assert_close(grads, [param.grad for param in inside.parameters()])
 
 
-class Holder:
+class Actions:
     """An output of the user's own class; it refers to itself."""
 
     def __init__(self, policy: Normal) -> None:
-        self.policies, self.holders = [policy], [self]
+        self.policies, self.parts = [policy], [self]
 
 
 class Policy(nn.Module):
@@ -901,7 +901,7 @@ class Policy(nn.Module):
         (lambda policy: policy, lambda output: output),
         (lambda policy: Independent(policy, 1), lambda output: output.base_dist),
         (lambda policy: SimpleNamespace(policy=policy), lambda output: output.policy),
-        (Holder, lambda output: output.policies[0]),
+        (Actions, lambda output: output.policies[0]),
     ],
     ids=["distribution", "distribution of distribution", "namespace", "object"],
 )
@@ -921,10 +921,10 @@ def test_outputs_in_objects(
         return inside.mean[0].weight.grad, inside.mean[1].running_mean
 
     found = train(call(seeded(lambda: Policy(wrap))), inputs + rank)
-    locals_ = [train(seeded(lambda: Policy(wrap)), inputs + other) for other in range(size)]
-    torch.testing.assert_close(found[0], torch.stack([grad for grad, _ in locals_]).mean(0))
+    alone = [train(seeded(lambda: Policy(wrap)), inputs + other) for other in range(size)]
+    torch.testing.assert_close(found[0], torch.stack([grad for grad, _ in alone]).mean(0))
     if call is not unidist.replicate:
-        torch.testing.assert_close(found[1], locals_[0][1])
+        torch.testing.assert_close(found[1], alone[0][1])
 
 
 def test_parameters_and_buffers_of_unusual_strides() -> None:

@@ -36,7 +36,7 @@ from unidist.launchers.table import COMMANDS, missing
 from unidist.launchers.world import environment, usable_cores
 
 State = Literal["ok", "none", "warning", "error"]
-#: Where torchrun listens unless it is told another port.
+#: Where torchrun listens without --master-port.
 _TORCHRUN_PORT = 29500
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from unidist.tree import tensors_in
+from unidist.tree import tensors_with_gradient
 
 
 def current_pass() -> int:
@@ -82,7 +82,7 @@ class BackwardPasses:
         self._expected = sync
         # A tensor's hook runs at the start of the backward pass that was called, while a parameter's may run in a pass
         # within it (reentrant checkpointing), which ends earlier.
-        self._outputs.watch(output, lambda _: self._begin_unless_partial(sync))
+        self._outputs.watch(tensors_with_gradient(output), lambda _: self._begin_unless_partial(sync))
 
     def expect_none(self) -> None:
         """Call this after a forward pass whose backward pass does not matter."""
@@ -129,11 +129,10 @@ class OutputHooks:
         #: A leaf, as a parameter that the model returns, keeps its hooks when the forward pass is over.
         self._of_leaves: list[RemovableHandle] = []
 
-    def watch(self, output: Any, function: Callable[[Tensor], None]) -> None:
-        """Call a function with the gradient of each tensor in the output; of leaves, in place of the one before."""
+    def watch(self, tensors: list[Tensor], function: Callable[[Tensor], None]) -> None:
+        """Call a function with the gradient of each of an output's tensors; of leaves, in place of the one before."""
         for handle in self._of_leaves:
             handle.remove()
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         handles = [tensor.register_hook(function) for tensor in tensors]  # type: ignore[no-untyped-call]
         self._of_leaves = [handle for tensor, handle in zip(tensors, handles) if tensor.is_leaf]
 

@@ -14,6 +14,7 @@ from unidist.gradients.averager import GradientAverager, Unused
 from unidist.gradients.backward_pass import BackwardPass, BackwardPasses, OutputHooks, PlainPass
 from unidist.gradients.reducer import GradientReducer
 from unidist.gradients.wrapper import M, ModelOptions, TrainedParameters, Wrapper, buffers_of, frozen_parameters
+from unidist.tree import tensors_with_gradient
 
 
 class DataParallel(Wrapper[M]):
@@ -53,7 +54,7 @@ class DataParallel(Wrapper[M]):
         self._passes.expect(output, sync)
         if sync:
             this = weakref.ref(self)  # a tensor's hooks are not seen by the garbage collector
-            self._outputs.watch(output, lambda _: _check_backward(this()))
+            self._outputs.watch(tensors_with_gradient(output), lambda _: _check_backward(this()))
         return output
 
     @contextmanager

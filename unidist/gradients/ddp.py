@@ -26,7 +26,7 @@ from unidist.gradients.wrapper import (
     frozen_parameters,
     unused_parameters,
 )
-from unidist.tree import tensors_in
+from unidist.tree import tensors_with_gradient
 
 
 def wrap_in_ddp(model: M, options: ModelOptions, process_group: Any, reducer: GradientReducer) -> WrappedDDP[M]:
@@ -123,12 +123,14 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
             if self._buffer_passes is None:
                 self._buffer_passes = BackwardPasses([], _Buffers(self.module, self.bucket_reducer).begin)
             self._buffer_passes.expect(output, True)
-            self._hides_output = not any(tensor.requires_grad for tensor in tensors_in(output))
+            self._hides_output = not tensors_with_gradient(output)
         return output
 
     def _post_forward(self, output: Any) -> Any:
-        found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if not found or not self.require_backward_grad_sync or self.static_graph or self._join_config.enable:
+        """Let DDP prepare its reducer only where no tensor shows when a backward pass begins."""
+        averages = torch.is_grad_enabled() and self.require_backward_grad_sync and not self.static_graph
+        found = tensors_with_gradient(output) if averages and not self._join_config.enable else []
+        if not found:
             return super()._post_forward(output)  # type: ignore[no-untyped-call]
         # DDP would prepare its reducer now, for the next backward pass, whichever that is.
         self.require_backward_grad_sync = False
@@ -136,18 +138,18 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
             output = super()._post_forward(output)  # type: ignore[no-untyped-call]
         finally:
             self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self._average_every_backward(output, found)
+        self._average_every_backward(tensors_with_gradient(output) if self.find_unused_parameters else found, found)
         return output
 
-    def _average_every_backward(self, output: Any, found: list[Tensor]) -> None:
+    def _average_every_backward(self, returned: list[Tensor], found: list[Tensor]) -> None:
         """Prepare the reducer when a backward pass begins.
 
         Args:
-            output: what DDP returns; with ``find_unused_parameters``, it has copies of the tensors that it sees.
+            returned: the tensors that DDP returns; with ``find_unused_parameters``, copies of those that it sees.
             found: the tensors of the model's own output.
         """
         # A tensor's hooks must not keep the tensor alive: the garbage collector does not see through them.
-        own = set(map(id, tensors_in(output)))
+        own = set(map(id, returned))
         refs = [weakref.ref(tensor) for tensor in found if id(tensor) in own] if self.find_unused_parameters else []
         kept = [tensor for tensor in found if id(tensor) not in own]
 
@@ -161,7 +163,7 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
 
         if self._outputs is None:
             self._outputs = OutputHooks()
-        self._outputs.watch(output, begin)
+        self._outputs.watch(returned, begin)
 
     def _check_default_group(self) -> None:
         try:
