@@ -22,7 +22,8 @@ import torch
 
 from tests.support import hosts as machines
 from tests.support.preloaded import SERVER
-from tests.support.worlds import PYTHON, ROOT, distance, environment, shown, with_torch
+from tests.support.weights import distance
+from tests.support.worlds import PYTHON, ROOT, environment, shown, with_torch
 from tests.test_run import RUN, left
 from unidist.elastic import host_memory
 from unidist.launchers.table import TORCHRUN

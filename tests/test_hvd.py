@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import unidist.hvd
 from docs import tables
 from tests.support import hvd_programs, migrate_scripts
-from tests.support.worlds import LEGACY, PROJECTS, PYTHON, ROOT, Result, distance, run_suite, run_world, shown
+from tests.support.weights import distance
+from tests.support.worlds import LEGACY, PROJECTS, PYTHON, ROOT, Result, run_suite, run_world, shown
 from unidist import horovod_names
 from unidist.hvd.execution import scale_
 from unidist.hvd.names import directory
@@ -140,7 +141,7 @@ def test_the_raw_example_unmodified(
     backend: str,
     argv: list[str],
     path: str,
-    digits_under_horovod: dict[str, torch.Tensor],
+    digits_under_horovod: Path,
     tmp_path: Path,
 ) -> None:
     """digits_horovod.py, as a file and as a module, beside Horovod."""
@@ -149,7 +150,7 @@ def test_the_raw_example_unmodified(
     result = run_world(launcher, 2, argv, backend=backend, env={"PYTHONPATH": path} if path else {})
     assert result.returncode == 0 and "epoch 2/2" in result.output, result.output
     weights = torch.load(saved)
-    for key, value in digits_under_horovod.items():
+    for key, value in torch.load(digits_under_horovod).items():
         assert torch.allclose(weights[key], value, atol=1e-6), key
 
 

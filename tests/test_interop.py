@@ -8,7 +8,8 @@ from pkgutil import resolve_name
 
 import pytest
 
-from tests.support.worlds import PYTHON, ROOT, distance, environment, run_world, shown
+from tests.support.weights import distance
+from tests.support.worlds import PYTHON, ROOT, environment, run_world, shown
 
 #: Scripts in tests/interop, with what they import. `make test` has the first four, `make test-interop` all.
 SCRIPTS = {

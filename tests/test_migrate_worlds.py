@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.migrate_mutations import DDP_MUTATIONS, PROJECT_MUTATIONS, mutated
-from tests.support.worlds import LEGACY, LEGACY_DDP, PROJECTS, PROJECTS_DDP, ROOT, distance, free_port, run_world, shown
+from tests.support.weights import distance
+from tests.support.worlds import LEGACY, LEGACY_DDP, PROJECTS, PROJECTS_DDP, ROOT, free_port, run_world, shown
 from tests.test_migrate import blocks, unidist_migrate
 from unidist.migrate.module import migrate_module
 from unidist.migrate.project import imports_horovod

@@ -330,18 +330,18 @@ def test_a_memory_format_that_changes_later() -> None:
 
 @pytest.mark.parametrize("call", ["wrap_model", "replicate", "broadcast_model_state", "assert_in_sync"])
 @pytest.mark.parametrize(
-    ("value", "kind"),
+    ("make", "kind"),
     [
-        (len, "builtin_function_or_method"),
-        ([nn.Linear(1, 1)], "list"),
-        (nn.Linear, "the class Linear"),
-        (torch.optim.SGD([torch.ones(1)]), "SGD"),
-        (nn.Linear(1, 1).state_dict(), "OrderedDict"),
+        (lambda: len, "builtin_function_or_method"),
+        (lambda: [nn.Linear(1, 1)], "list"),
+        (lambda: nn.Linear, "the class Linear"),
+        (lambda: torch.optim.SGD([torch.ones(1)]), "SGD"),
+        (lambda: nn.Linear(1, 1).state_dict(), "OrderedDict"),
     ],
 )
-def test_what_is_no_model(call: str, value: object, kind: str) -> None:
+def test_what_is_no_model(call: str, make: Callable[[], object], kind: str) -> None:
     with pytest.raises(TypeError, match=rf"{call} takes a torch\.nn\.Module, not {kind}: pass the model itself"):
-        getattr(unidist, call)(value)
+        getattr(unidist, call)(make())
 
 
 def test_bad_options() -> None:

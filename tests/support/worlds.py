@@ -14,10 +14,8 @@ from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.support import preloaded
 from unidist.launchers import table, world
@@ -202,21 +200,3 @@ def run_world(
     require(launcher, backend)
     whole = environment(launcher, {"UNIDIST_BACKEND": backend, **(env or {}), **({} if fresh else with_torch())})
     return run(commands(launcher, nprocs, argv), whole, timeout=timeout, cwd=ROOT)
-
-
-def distance(left: Path, right: Path) -> float:
-    """The largest difference between the weights of two files."""
-    pairs = list(zip(_weights(left), _weights(right), strict=True))
-    assert pairs
-    return max(float((a - b).abs().max()) for a, b in pairs)
-
-
-def _weights(path: Path) -> list[torch.Tensor]:
-    """All tensors of a file, in order, as a mutation may change their names."""
-
-    def tensors(part: Any) -> list[torch.Tensor]:
-        if isinstance(part, torch.Tensor):
-            return [part.double()]
-        return [found for inner in part.values() for found in tensors(inner)] if isinstance(part, dict) else []
-
-    return tensors(torch.load(path, weights_only=False))

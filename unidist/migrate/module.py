@@ -19,7 +19,7 @@ from unidist.migrate.rules import NATIVE_RULES, RULES_OF_ALL_LEVELS
 from unidist.migrate.rules.imports import STAYS
 from unidist.migrate.rules.optimizers import CHANGED_HOROVOD
 from unidist.migrate.self_check import fault
-from unidist.migrate.syntax import SyntaxTree, module_of
+from unidist.migrate.syntax import SyntaxTree, module_of, syntax_tree
 from unidist.migrate.torch_module import migrate_torch_module, names_torch
 
 Level = Literal["native", "hvd"]
@@ -88,7 +88,7 @@ def _unsound(wrong: str) -> Remark:
 def _migrate_horovod(
     text: str, level: Level, exported: Collection[str], elsewhere: Elsewhere, options: Options
 ) -> tuple[str, list[Remark]]:
-    tree = SyntaxTree(text)
+    tree = syntax_tree(text)
     names = find_names(tree)
     migrate = partial(_migrate, tree, names, exported, elsewhere, options)
     if level == "native" and (other := _other_unidist(tree)) is not None:
@@ -100,7 +100,7 @@ def _migrate_horovod(
         return tree.module.code, changed
     if (reasons or imports_drop_in(after)) and not options.partial:
         reasons = reasons or [remark for remark in remarks if remark.why in STAYS] or _imported(tree, names)
-        reasons = _with_count(reasons, _calls(tree, names) - _calls(left := SyntaxTree(after), find_names(left)))
+        reasons = _with_count(reasons, _calls(tree, names) - _calls(left := syntax_tree(after), find_names(left)))
         after, remarks, _ = migrate("hvd")
     elif level == "native" and after != text and not _names_horovod(after):
         after = rewrite_comments(after)

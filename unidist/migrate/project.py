@@ -25,10 +25,11 @@ from unidist.migrate.launch_lines import LONGEST, ImportsHorovod, launch_lines, 
 from unidist.migrate.module import DEFAULT_OPTIONS, Level, imports_drop_in, migrate_module
 from unidist.migrate.notebooks import Migrate, migrate_notebook, source_of_notebook
 from unidist.migrate.self_check import parsed
-from unidist.migrate.syntax import SyntaxTree
+from unidist.migrate.syntax import SyntaxTree, syntax_tree
 from unidist.migrate.torch_module import names_torch
 from unidist.migrate.workers import results_in_order
 
+Has = Callable[[SyntaxTree], bool]
 _HOROVOD = re.compile(
     rb"horovod|unidist\.hvd|from unidist import .*hvd|Horovod(?:Strategy|Plugin|Accelerator)|HOROVOD_\w*(?:RANK|SIZE)"
     rb"|OMPI_COMM_WORLD_\w*(?:RANK|SIZE)|PMIX?_RANK"
@@ -72,10 +73,12 @@ class Exports:
     attributes: dict[str, set[Path]] = field(default_factory=lambda: defaultdict(set))
     #: Files that make Horovod's optimizers.
     optimizers: set[Path] = field(default_factory=set)
-    #: Files that call methods that only Horovod's optimizers have.
+    #: Files that seem to call methods that only Horovod's optimizers have.
     optimizer_methods: set[Path] = field(default_factory=set)
-    #: Files that assign gradients by hand.
+    #: Files that seem to assign gradients by hand.
     gradients: set[Path] = field(default_factory=set)
+    #: Whether they do, as far as that has been asked.
+    verified: dict[tuple[Path, Has], bool] = field(default_factory=dict)
     #: Files that start the process group, or unidist.
     starts: set[Path] = field(default_factory=set)
     #: Whether those of them start unidist once they are migrated, as far as that has been asked.
@@ -93,10 +96,21 @@ class Exports:
     def elsewhere(self, path: Path) -> Elsewhere:
         """Return what other files of the same program do with a file's optimizers and gradients."""
         own = path.resolve()
-        kinds = (self.optimizers, self.optimizer_methods, self.gradients)
-        program = self._program(own) if set().union(*kinds) - {own} else set()
-        optimizer, method, gradient = (min(paths & program).name if paths & program else "" for paths in kinds)
+        seem = self.optimizers | self.optimizer_methods | self.gradients
+        program = self._program(own) if seem - {own} else set()
+        optimizer = min(self.optimizers & program, default=Path()).name
+        method = self._first(self.optimizer_methods & program, _calls_methods)
+        gradient = self._first(self.gradients & program, assigns_gradients)
         return Elsewhere(optimizer, method, gradient, self._why_not_started(own))
+
+    def _first(self, paths: set[Path], has: Has) -> str:
+        """Return the name of the first file that has something; empty if none does. A file is read once."""
+        for path in sorted(paths):
+            if (path, has) not in self.verified:
+                self.verified[path, has] = _has(path, has)
+            if self.verified[path, has]:
+                return path.name
+        return ""
 
     def _why_not_started(self, path: Path) -> str:
         """Return why a file's world is not unidist's; empty if it is, or if the file starts it itself."""
@@ -231,12 +245,10 @@ def find_exports(paths: Iterable[Path]) -> Exports:
     """Return the names for Horovod that the Python files among some paths use of each other."""
     found = Exports()
     for path in paths:
-        what = files.kind(path)
-        if what not in ("python", "notebook") or files.vendored_horovod(path) is not None:
+        if files.kind(path) not in ("python", "notebook") or files.vendored_horovod(path) is not None:
             continue
         with suppress(OSError, ValueError):
-            text = path.read_bytes().decode("latin-1")
-            text = source_of_notebook(text) if what == "notebook" else text
+            text = _text_of(path)
             own = path.resolve()
             found.imports[own] = {match[1] for match in _IMPORT.finditer(text)}
             for match in _FROM.finditer(text):
@@ -247,9 +259,9 @@ def find_exports(paths: Iterable[Path]) -> Exports:
                 found.starts.add(own)
             if _OPTIMIZER.search(text) and ("horovod" in text or "hvd" in text):
                 found.optimizers.add(own)
-            if _OF_OPTIMIZER.search(text) and _has(text, _calls_methods):
+            if _OF_OPTIMIZER.search(text):
                 found.optimizer_methods.add(own)
-            if _GRADIENT.search(text) and _has(text, assigns_gradients):
+            if _GRADIENT.search(text):
                 found.gradients.add(own)
             for match in _OF_MODULE.finditer(text):
                 found.names[match[1]].add("hvd")
@@ -258,10 +270,17 @@ def find_exports(paths: Iterable[Path]) -> Exports:
     return found
 
 
-def _has(text: str, what: Callable[[SyntaxTree], bool]) -> bool:
+def _text_of(path: Path) -> str:
+    """Return a Python file's text, or the code of a notebook."""
+    text = path.read_bytes().decode("latin-1")
+    return source_of_notebook(text) if files.kind(path) == "notebook" else text
+
+
+def _has(path: Path, what: Has) -> bool:
     """Return whether a module has something; also if it cannot be read."""
     try:
-        return what(SyntaxTree(text))
+        with _no_garbage_collection():
+            return what(syntax_tree(_text_of(path)))
     except Exception:
         return True
 

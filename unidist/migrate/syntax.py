@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cached_property, wraps
+from functools import cached_property, lru_cache, wraps
 from typing import Any, NamedTuple, TypeVar, overload
 
 import libcst as cst
@@ -296,6 +296,16 @@ class SyntaxTree:
         in_class = isinstance(self.parent(self.parent(function)), cst.ClassDef)
         static = any(full_name(each.decorator) == "staticmethod" for each in function.decorators)
         return in_class and not static
+
+
+@lru_cache(maxsize=2)
+def syntax_tree(text: str) -> SyntaxTree:
+    """Return the tree of a module; the same one if a text is asked for again soon.
+
+    Raises:
+        libcst.ParserSyntaxError: the text does not parse.
+    """
+    return SyntaxTree(text)
 
 
 def of_tree(function: Callable[[SyntaxTree], Fact]) -> Callable[[SyntaxTree], Fact]:

@@ -18,7 +18,7 @@ from unidist.migrate.rules.ddp.places import change_places
 from unidist.migrate.rules.ddp.samplers import change_samplers
 from unidist.migrate.rules.ddp.start import change_plain_calls, change_start
 from unidist.migrate.rules.ddp.wrapping import change_models
-from unidist.migrate.syntax import SyntaxTree, imports_of
+from unidist.migrate.syntax import imports_of, syntax_tree
 
 #: Text without one of these has nothing to migrate, by what it is migrated from.
 _NAMED = {
@@ -84,7 +84,7 @@ def migrate_torch_module(
     Raises:
         libcst.ParserSyntaxError: the text does not parse.
     """
-    tree = SyntaxTree(text)
+    tree = syntax_tree(text)
     context = TorchContext(tree, exported, elsewhere, options)
     if not context.names.symbols:
         return text, [remark for remark in _problems_of_names(context) if remark.why == _STAR[0]]
@@ -103,7 +103,7 @@ def migrate_torch_module(
 
 def _left(text: str, elsewhere: Elsewhere, options: Options) -> str | None:
     """Return a use in the new text that is not to stay."""
-    context = TorchContext(SyntaxTree(text), (), elsewhere, options)
+    context = TorchContext(syntax_tree(text), (), elsewhere, options)
     return next((context.text(use) for use in context.names.symbols if not _may_stay(context, use)), None)
 
 

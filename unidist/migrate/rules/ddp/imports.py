@@ -18,13 +18,14 @@ from unidist.migrate.syntax import (
     full_name,
     imports_of,
     names_in,
+    syntax_tree,
     without_trailing_comma,
 )
 
 
 def tidy_imports(before: SyntaxTree, text: str, exported: Collection[str]) -> str:
     """Return the new text with ``import unidist``, and without the imports whose last use the rules have removed."""
-    tree = SyntaxTree(text)
+    tree = syntax_tree(text)
     edits = Edits(tree)
     old, new = _used_names(before), _used_names(tree)
     unused = {alias for _, alias, name, bound in imports_of(tree) if _is_unused(name, bound, old, new, exported)}
