@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import libcst as cst
@@ -43,21 +42,25 @@ def test_fields_that_the_first_node_of_a_class_does_not_have(monkeypatch: pytest
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_the_tree_has_all_nodes_but_white_space_and_punctuation(text: str) -> None:
     tree = SyntaxTree(text)
+    listed = {id(node) for node in tree.nodes}
+    below: dict[int, list[cst.CSTNode]] = {}
 
-    def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        yield node
+    def walk(node: cst.CSTNode) -> list[cst.CSTNode]:
+        """A node and all that is below it; ``below`` has what of it is listed."""
+        found = [node]
         for child in node.children:
             assert id(child) not in listed or tree.parent(child) is node
-            yield from walk(child)
+            found += walk(child)
+        below[id(node)] = [each for each in found if id(each) in listed]
+        return found
 
-    listed = {id(node) for node in tree.nodes}
-    everything = list(walk(tree.module))
-    assert [node for node in everything if id(node) in listed] == tree.nodes
+    everything = walk(tree.module)
+    assert below[id(tree.module)] == tree.nodes
     assert tree.parent(tree.module) is tree.module and tree.span(tree.module) == (0, len(tree.nodes))
     for node in everything:
         if id(node) in listed:
             first, end = tree.span(node)
-            assert tree.nodes[first:end] == [each for each in walk(node) if id(each) in listed]
+            assert tree.nodes[first:end] == below[id(node)]
         else:
             assert not isinstance(node, (cst.BaseExpression, cst.BaseStatement, cst.BaseSmallStatement, cst.Comment))
 
