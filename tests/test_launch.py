@@ -265,8 +265,9 @@ def test_a_rank_that_does_not_come_ends_the_job(launcher: str, backend: str) -> 
 @pytest.mark.parametrize(
     ("backend", "step", "call", "error"),
     [
-        ("gloo", "5", "backward", "Connection closed by peer"),
-        ("gloo", "1", "forward", "Connection closed by peer"),  # which rebuilds buckets
+        # Reset where the other rank has not read all when it ends.
+        ("gloo", "5", "backward", "Connection (closed|reset) by peer"),
+        ("gloo", "1", "forward", "Connection (closed|reset) by peer"),  # which rebuilds buckets
         ("horovod", "5", "backward of float32 .*, operation", "Horovod has been shut down"),
     ],
 )
@@ -274,7 +275,7 @@ def test_a_rank_that_leaves_early_is_explained(backend: str, step: str, call: st
     """It makes fewer steps than the others, and fails in nothing."""
     argv = ["tests/programs/fail_on_rank.py", "1", "leave", step]
     result = run_world("torchrun", 2, argv, backend=backend)
-    assert result.returncode != 0 and error in result.output
+    assert result.returncode != 0 and re.search(error, result.output), result.output
     ended = rf"rank 0 of 2 \({backend}\): {call} .*: rank 1 .* has ended without an exception, after "
     assert re.search(rf"{ended}.*shard_loader.*unidist\.join", result.output), result.output
 
