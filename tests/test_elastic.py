@@ -45,7 +45,8 @@ class Job:
         self._ended = False
         #: The line from which on one is waited for: of the last generation.
         self._first = 0
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -87,7 +88,10 @@ class Job:
         return sorted((json.loads(line[1]) for line in lines), key=lambda place: int(place["RANK"]))
 
     def status(self) -> int:
-        return self.process.wait(TIMEOUT_S)
+        """The exit status, once all of the output has been read."""
+        status = self.process.wait(TIMEOUT_S)
+        self._reader.join(TIMEOUT_S)
+        return status
 
 
 @contextmanager
