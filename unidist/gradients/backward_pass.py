@@ -8,13 +8,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-
-from unidist.tree import tensors_with_gradient
 
 
 def current_pass() -> int:
@@ -76,13 +74,13 @@ class BackwardPasses:
         self._at_end: weakref.ref[Callable[[], None]] | None = None
         self.close = watch_gradients(params, self._accumulated)
 
-    def expect(self, output: Any, sync: bool) -> None:
-        """Call this after each forward pass that records gradients, with its output."""
+    def expect(self, tensors: list[Tensor], sync: bool) -> None:
+        """Call this after each forward pass that records gradients, with ``tensors_with_gradient`` of its output."""
         # A parameter's hook begins the pass where the output contains no visible tensor.
         self._expected = sync
         # A tensor's hook runs at the start of the backward pass that was called, while a parameter's may run in a pass
         # within it (reentrant checkpointing), which ends earlier.
-        self._outputs.watch(tensors_with_gradient(output), lambda _: self._begin_unless_partial(sync))
+        self._outputs.watch(tensors, lambda _: self._begin_unless_partial(sync))
 
     def expect_none(self) -> None:
         """Call this after a forward pass whose backward pass does not matter."""

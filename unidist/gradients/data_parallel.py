@@ -51,10 +51,11 @@ class DataParallel(Wrapper[M]):
             self._passes = _watch(self.module, self.options, self._reducer)
         sync = self.require_backward_grad_sync
         output = self.module(*args, **kwargs)
-        self._passes.expect(output, sync)
+        tensors = tensors_with_gradient(output)
+        self._passes.expect(tensors, sync)
         if sync:
             this = weakref.ref(self)  # a tensor's hooks are not seen by the garbage collector
-            self._outputs.watch(tensors_with_gradient(output), lambda _: _check_backward(this()))
+            self._outputs.watch(tensors, lambda _: _check_backward(this()))
         return output
 
     @contextmanager

@@ -122,8 +122,9 @@ class WrappedDDP(DistributedDataParallel, Wrapper[M]):
         if follows and torch.is_grad_enabled() and self.require_backward_grad_sync:
             if self._buffer_passes is None:
                 self._buffer_passes = BackwardPasses([], _Buffers(self.module, self.bucket_reducer).begin)
-            self._buffer_passes.expect(output, True)
-            self._hides_output = not tensors_with_gradient(output)
+            tensors = tensors_with_gradient(output)
+            self._buffer_passes.expect(tensors, True)
+            self._hides_output = not tensors
         return output
 
     def _post_forward(self, output: Any) -> Any:

@@ -279,8 +279,7 @@ def _text_of(path: Path) -> str:
 def _has(path: Path, what: Has) -> bool:
     """Return whether a module has something; also if it cannot be read."""
     try:
-        with _no_garbage_collection():
-            return what(syntax_tree(_text_of(path)))
+        return what(syntax_tree(_text_of(path)))
     except Exception:
         return True
 

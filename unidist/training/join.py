@@ -18,6 +18,7 @@ from unidist.gradients.backward_pass import BackwardPasses, PlainPass
 from unidist.gradients.buckets import by_device, flatten_bytes, split_into_buckets, unflatten_bytes
 from unidist.gradients.wrapper import ModelOptions, WrappedModel, unused_parameters
 from unidist.training.model import broadcast_optimizer_state, is_wrapped, replica_of
+from unidist.tree import tensors_with_gradient
 
 
 @contextmanager
@@ -114,7 +115,7 @@ def _averaged_after_backward(wrapper: WrappedModel[Any], joined: Joined, group: 
     def after_forward(_: nn.Module, __: Any, output: Any) -> None:
         wrapper.require_backward_grad_sync = sync[0]
         if sync[0] and torch.is_grad_enabled():
-            passes.expect(output, True)
+            passes.expect(tensors_with_gradient(output), True)
         else:
             passes.expect_none()
 
