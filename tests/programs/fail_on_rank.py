@@ -7,8 +7,10 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
@@ -33,6 +35,7 @@ if how == "sleep":
         unidist.save_checkpoint(Path(directory, "slow.pt"), step=1)
         assert unidist.load_checkpoint(Path(directory, "slow.pt")) == {"step": 1}
     print("the disk was slow", flush=True)
+pids = unidist.all_gather_object(os.getpid()) if how == "leave" else []
 model = unidist.wrap_model(nn.Linear(4, 1))
 for step in range(100_000):
     if step == last and unidist.rank() == rank:
@@ -49,5 +52,9 @@ for step in range(100_000):
         if how == "sleep":
             time.sleep(600)
         raise RuntimeError(f"rank {rank} fails on purpose")
+    if step == last and how == "leave":
+        with suppress(psutil.NoSuchProcess):
+            while psutil.Process(pids[rank]).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
     model(torch.ones(2, 4)).sum().backward()
 print("trained to the end")
