@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -106,7 +106,10 @@ def test_strangers_do_not_stop_the_start(caplog: pytest.LogCaptureFixture) -> No
         link = socket.create_connection(server.getsockname())
         stranger(link)
         _opened.append(link)
-    time.sleep(0.2)
+    start = time.monotonic()
+    while len(caplog.records) < len(STRANGERS) - 2:  # two wait still
+        assert time.monotonic() - start < 10
+        time.sleep(0.01)
     start = time.monotonic()
     with ThreadPoolExecutor() as pool:  # ranks are welcome when all have come
         ranks = dict(zip((2, 1), pool.map(lambda number: rank(server, number), (2, 1))))
@@ -115,7 +118,7 @@ def test_strangers_do_not_stop_the_start(caplog: pytest.LogCaptureFixture) -> No
     refused = [record.getMessage() for record in caplog.records]
     assert all("was refused" in message and "127.0.0.1" in message for message in refused)
     levels = [record.levelno for record in caplog.records if "it has sent no hello" in record.getMessage()]
-    assert levels == [logging.DEBUG] * 4  # probes of the port; two wait still
+    assert levels == [logging.DEBUG] * 4  # probes of the port
     strangers = [each.levelno for each in caplog.records if "does not know this job's secret" in each.getMessage()]
     assert strangers == [logging.WARNING] + [logging.DEBUG] * 3  # once for each host
     assert sum("it says that it is rank" in message for message in refused) == 2
@@ -127,14 +130,14 @@ def test_strangers_do_not_stop_the_start(caplog: pytest.LogCaptureFixture) -> No
 def test_a_rank_that_is_there_already_is_refused() -> None:
     server, result = serve(3)
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(rank, server, 1)
-        time.sleep(0.2)
+        twins = {pool.submit(rank, server, 1), pool.submit(rank, server, 1)}
+        refused, waiting = wait(twins, return_when=FIRST_COMPLETED)  # who is accepted waits for rank 2
         with pytest.raises(ConnectionRefusedError, match="rank 1 was refused"):
-            rank(server, 1)
+            refused.pop().result()
         with pytest.raises(OSError):
             rank(server, 2, new_secret())
         second = rank(server, 2)
-    assert result().keys() == {1, 2} and first.result().fileno() > 0 and second.fileno() > 0
+    assert result().keys() == {1, 2} and waiting.pop().result().fileno() > 0 and second.fileno() > 0
 
 
 def test_ranks_that_do_not_come_are_named() -> None:

@@ -289,7 +289,10 @@ def test_an_unmodified_horovod_script_on_hosts_that_come_and_go(tmp_path: Path) 
         job.wait_for("generation 1: 1 workers on localhost:1")
         job.hosts("localhost:1", "127.0.0.1:2")
         job.wait_for("generation 2: 3 workers on localhost:1, 127.0.0.1:2")
-        time.sleep(1.0)  # some steps
+        end = time.monotonic() + TIMEOUT_S
+        while not any(note["event"] == "committed" and note["size"] == 3 for note in notes(tmp_path)):
+            assert time.monotonic() < end, job.output
+            time.sleep(0.05)
         job.hosts("127.0.0.1:2")
         job.wait_for("generation 3: 2 workers on 127.0.0.1:2")
         assert job.status() == 0, job.output

@@ -54,11 +54,12 @@ def test_poll(rank: int, size: int) -> None:
 @alone
 def test_a_rank_may_come_late(rank: int, size: int) -> None:
     if rank == size - 1:
-        time.sleep(0.5)
+        hvd.barrier()
         handle = hvd.allreduce_async(torch.ones(1), name="late", op=hvd.Sum)
     else:
         handle = hvd.allreduce_async(torch.ones(1), name="late", op=hvd.Sum)
         assert not hvd.poll(handle)
+        hvd.barrier()
     assert hvd.synchronize(handle).item() == size
 
 

@@ -41,8 +41,10 @@ def test_wait_with_a_timeout() -> None:
                 work.wait(timedelta(seconds=0.2))
             assert 0.2 <= time.monotonic() - start < 5
             assert not work.is_completed()
+        for other in range(1, unidist.world_size()):
+            dist.send(torch.ones(1), other)
     else:
-        time.sleep(2)
+        dist.recv(torch.empty(1), 0)
         work = dist.barrier(async_op=True)
     assert work.wait(timedelta(seconds=30))
 

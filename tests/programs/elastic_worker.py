@@ -23,15 +23,18 @@ if WHAT == "fail at the start" or (REPLACES and (DIRECTORY / "broken").exists())
     sys.exit(3)
 member = membership.current()
 assert member is not None
-if WHAT == "end when held" and member.number == 0:
-    take_message = member._take_message
+if WHAT == "end when held":
+    take_message, oldest = member._take_message, member.number == 0
 
     def end_when_held(message: dict[str, Any]) -> None:
-        if "hold" in message:
-            time.sleep(0.5)  # the others are held too
+        if "hold" in message and oldest:
+            while not (DIRECTORY / "held").exists():
+                time.sleep(0.01)
             print("is held", flush=True)
             os._exit(0)
         take_message(message)
+        if "hold" in message:
+            (DIRECTORY / "held").touch()
 
     member._take_message = end_when_held  # type: ignore[method-assign]
 

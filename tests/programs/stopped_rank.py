@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import psutil
 import torch
 
 import unidist
@@ -45,7 +46,9 @@ def call() -> None:
 
 
 def abort() -> None:
-    time.sleep(1)
+    while psutil.Process(pids[last]).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    time.sleep(1)  # until all wait for it
     backend.abort()
     print(f"rank {rank} aborts at {time.time()}", flush=True)
 
@@ -59,7 +62,7 @@ if rank == last:
         os.kill(os.getpid(), signal.SIGSTOP)
     threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGSTOP]).start()
 else:
-    threading.Timer(0.5, threading.Thread(target=abort).start).start()
+    threading.Thread(target=abort).start()
 try:
     while True:
         call()
