@@ -84,14 +84,14 @@ def test_nobody_is_late_for_an_operation_that_has_just_begun_or_of_other_ranks()
 
 
 def test_operations_without_numbers_are_matched_by_name() -> None:
-    waiting = state(0, operation(0, "allreduce.loss"))
+    waiting = state(0, operation(0, "allreduce.loss", executed=7))
     assert "has not come to allreduce.loss" in findings([waiting, state(1, operation(0, "allreduce.other"))])[0]
     # The same name comes in each step.
-    assert not findings([waiting, state(1, operation(0, "allreduce.loss", done=True, seconds=59.0))])
-    assert (
-        "and has not come to"
-        in findings([waiting, state(1, operation(0, "allreduce.loss", done=True, seconds=61.0))])[0]
-    )
+    assert not findings([waiting, state(1, operation(0, "allreduce.loss", done=True, executed=8))])
+    last = operation(0, "allreduce.loss", done=True, executed=7, seconds=59.0)  # asked later than rank 0
+    assert "and has not come to" in findings([waiting, state(1, last)])[0]
+    # An operation that fails here where others have done it.
+    assert not findings([state(0, last).waiting_in(last), state(1, last)])
     assert not findings([waiting, state(1, operation(0, JOIN))])
 
 

@@ -59,8 +59,22 @@ def test_a_rank_may_come_late(rank: int, size: int) -> None:
     else:
         handle = hvd.allreduce_async(torch.ones(1), name="late", op=hvd.Sum)
         assert not hvd.poll(handle)
+        before = executed(done=False)
         hvd.barrier()
     assert hvd.synchronize(handle).item() == size
+    if not REAL:  # reports tell by them who has come to an operation, whose name comes again
+        after = executed(done=True)
+        assert hvd.allgather_object(after) == [after] * size
+        assert rank == size - 1 or before[0] < after[0]
+
+
+def executed(*, done: bool) -> list[int]:
+    """How many operations had been executed when the pending ones began, or with the last one that is done."""
+    if REAL:
+        return []
+    from unidist.hvd.session import current_session
+
+    return [each.executed for each in current_session().records() if each.done == done]
 
 
 @alone

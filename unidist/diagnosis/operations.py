@@ -36,6 +36,9 @@ class OperationRecord(NamedTuple):
     done: bool = False
     #: Whether it is one message between two ranks.
     is_message: bool = False
+    #: Where operations are matched by name: how many of its group had been executed when it began; of one that is done,
+    #: how many with it. Equal on all ranks then, while times are not.
+    executed: int = 0
 
     def __str__(self) -> str:
         of = f" of {self.dtype} {list(self.shape)}" if self.dtype and self.shape is not None else ""

@@ -36,8 +36,8 @@ class Operation:
     """
 
     __slots__ = (
-        "_done_lock", "_line", "done", "error", "inputs", "inputs_ready", "name", "outputs", "result", "set_id",
-        "signature", "splits", "started", "to_result", "value",
+        "_done_lock", "_line", "done", "error", "executed", "inputs", "inputs_ready", "name", "outputs", "result",
+        "set_id", "signature", "splits", "started", "to_result", "value",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,8 @@ class Operation:
         self._line = locations.users_line(sys._getframe(1))
         #: Time of ``time.monotonic()``.
         self.started = time.monotonic()
+        #: How many operations of its process set had been executed when it was submitted.
+        self.executed = 0
         self._done_lock = threading.Lock()
         self._done_lock.acquire()
 

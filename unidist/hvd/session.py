@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -124,10 +125,10 @@ class Session:
         self._timers: list[threading.Timer] = []
         #: Whether this rank has joined, and has not got the answer.
         self._joining = False
-        #: Signature and name of the last operation that was executed.
-        self._last: tuple[Signature, Name] | None = None
-        #: Time of ``time.monotonic()`` at that.
-        self._last_at = 0.0
+        #: How many operations of each process set have been executed: in the same order on all of its ranks.
+        self._executed: Counter[int] = Counter()
+        #: Signature, name and process set of the last operation that was executed, and when it began.
+        self._last: tuple[Signature, Name, int, float] | None = None
         self._tasks: queue.SimpleQueue[_Task | ProcessSetAdded | ProcessSetRemoved | None] = queue.SimpleQueue()
         self._executor = threading.Thread(target=self._execute_all, name="unidist-hvd", daemon=True)
         self._control = open_control(backend, self, Coordinator(size, fusion, execution.reduce_values), options)
@@ -166,6 +167,7 @@ class Session:
         if self.timeline.on:
             self.timeline.begin(_row(operation), f"NEGOTIATE_{operation.signature.kind.upper()}")
         key = (operation.set_id, operation.name)
+        operation.executed = self._executed[operation.set_id]
         if key in self._pending or self._submitted.setdefault(key, operation) is not operation:
             del self._handles[handle]
             raise _already_pending(operation)
@@ -265,10 +267,12 @@ class Session:
             if self.timeline.on:
                 self.timeline.cycle()
             for group in self._cache.groups(message):
+                self._executed[message.set_id] += len(group)
                 operations = [self._take_pending(message.set_id, name) for name, _ in group]
                 self._tasks.put(_Task(message.set_id, tuple(signature for _, signature in group), operations))
         elif isinstance(message, Complete):
             (((name, _),),) = self._cache.groups(message)
+            self._executed[message.set_id] += 1
             operation = self._take_pending(message.set_id, name)
             if operation is not None:
                 with self._recorded([operation], operation.signature.kind):
@@ -300,7 +304,7 @@ class Session:
             return f"in {_row(executing)}"
         for waiting in list(self._pending.values())[:1]:
             return f"waiting for other ranks in {_row(waiting)}"
-        return f"after {display_name(*self._last)}" if self._last else ""
+        return f"after {display_name(*self._last[:2])}" if self._last else ""
 
     def report(self, title: str) -> None:
         """Report what all ranks do."""
@@ -312,23 +316,29 @@ class Session:
         now = time.monotonic()
         executing = [each for each in self._executing if each is not None]
         pending = [*executing, *list(self._pending.values()), *list(self._submitted.values())]
-        found = [self._record(each.signature, each.name, each.set_id, now - each.started) for each in pending]
+        found = [
+            self._record(each.signature, each.name, each.set_id, now - each.started, each.executed) for each in pending
+        ]
         if self._joining:
             found.append(OperationRecord(JOIN, group=_group(GLOBAL_SET)))
         if self._last is not None:
-            found.append(self._record(*self._last, GLOBAL_SET, now - self._last_at)._replace(done=True))
+            signature, name, set_id, started = self._last
+            last = self._record(signature, name, set_id, now - started, self._executed[set_id])
+            found.append(last._replace(done=True))
         return found
 
-    def _record(self, signature: Signature, name: Name, set_id: int, seconds: float) -> OperationRecord:
+    def _record(self, signature: Signature, name: Name, set_id: int, seconds: float, executed: int) -> OperationRecord:
         dtype, shape = (*signature.dtypes, "")[0], (*signature.shapes, None)[0]
-        ranks = () if set_id == GLOBAL_SET else self.process_sets[set_id].ranks
-        return OperationRecord(display_name(signature, name), 0, dtype, shape, ranks, _group(set_id), seconds)
+        process_set = None if set_id == GLOBAL_SET else self.process_sets.get(set_id)
+        ranks = () if process_set is None else process_set.ranks  # the last operation's may have been removed
+        return OperationRecord(
+            display_name(signature, name), 0, dtype, shape, ranks, _group(set_id), seconds, executed=executed
+        )
 
     def _take_pending(self, set_id: int, name: Name) -> Operation | None:
         operation = self._pending.pop((set_id, name), None)
         if operation is not None:
-            self._last = (operation.signature, operation.name)
-            self._last_at = time.monotonic()
+            self._last = (operation.signature, operation.name, set_id, operation.started)
             if self.timeline.on:
                 self.timeline.end(_row(operation))
         return operation

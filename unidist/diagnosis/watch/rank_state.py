@@ -42,7 +42,9 @@ class RankState:
     def waiting_in(self, operation: OperationRecord) -> RankState:
         """Return the same, with an operation that has failed as a pending one."""
         others = tuple(each for each in self.operations if _key(each) != _key(operation))
-        return replace(self, operations=(*others, operation._replace(done=False)), error="", follows=False)
+        before = operation.executed - operation.done  # without itself
+        pending = operation._replace(done=False, executed=before)
+        return replace(self, operations=(*others, pending), error="", follows=False)
 
     def to_row(self) -> dict[str, Any]:
         """Return a dict for JSON, and ``from_row``."""

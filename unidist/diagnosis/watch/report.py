@@ -196,7 +196,7 @@ def _has_come(state: RankState, operation: OperationRecord) -> bool:
     if operation.number:
         return any(each.number >= operation.number for each in group if not each.is_message)
     return any(
-        each.name == JOIN or (each.name == operation.name and (not each.done or each.seconds < operation.seconds))
+        each.name == JOIN or (each.name == operation.name and (not each.done or each.executed > operation.executed))
         for each in group
     )
 
