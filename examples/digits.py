@@ -20,7 +20,7 @@ import unidist
 def load_data() -> tuple[TensorDataset, TensorDataset]:
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[order] / 16
+    images = torch.tensor(digits.images, dtype=torch.get_default_dtype()).unsqueeze(1)[order] / 16
     labels = torch.tensor(digits.target)[order]
     return TensorDataset(images[:1440], labels[:1440]), TensorDataset(images[1440:], labels[1440:])
 

@@ -152,16 +152,6 @@ def srun_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
 
 
 @pytest.fixture(scope="session")
-def digits_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights of examples/digits_horovod.py after two epochs under Horovod."""
-    path = tmp_path_factory.mktemp("digits") / "horovod.pt"
-    argv = ["examples/digits_horovod.py", "--epochs", "2", "--save", str(path)]
-    result = run_world("horovodrun", 2, argv, backend="horovod")
-    assert result.returncode == 0 and "epoch 2/2" in result.output, result.output
-    return path
-
-
-@pytest.fixture(scope="session")
 def legacy_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the legacy scripts and projects save under Horovod, at 2 ranks: once for all workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()

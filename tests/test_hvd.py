@@ -128,6 +128,16 @@ def test_unmodified_scripts(launcher: str, backend: str, legacy_under_horovod: P
         assert far < 1e-6, line
 
 
+@pytest.fixture(scope="module")
+def digits_under_horovod(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of examples/digits_horovod.py after two epochs under Horovod."""
+    path = tmp_path_factory.mktemp("digits") / "horovod.pt"
+    argv = ["examples/digits_horovod.py", "--epochs", "2", "--save", str(path)]
+    result = run_world("horovodrun", 2, argv, backend="horovod")
+    assert result.returncode == 0 and "epoch 2/2" in result.output, result.output
+    return path
+
+
 @pytest.mark.parametrize(
     ("launcher", "backend", "argv", "path"),
     [

@@ -31,6 +31,8 @@ LEGACY = sorted((ROOT / "tests/legacy").glob("*.py"), key=lambda path: (path.ste
 #: Scripts of torch.distributed's and DataParallel's users, and programs of several files.
 LEGACY_DDP = sorted((ROOT / "tests/legacy_ddp").glob("*.py"))
 PROJECTS_DDP = sorted((ROOT / "tests/legacy_ddp_projects").glob("*/train.py"))
+#: Runs the script that is its first argument.
+IN_FLOAT64 = "tests/programs/float64.py"
 #: Set in the processes of a world.
 IN_WORLD = "UNIDIST_TESTS_IN_WORLD"
 #: Set where the world of a suite begins as the drop-in's does, without torch's default process group.
