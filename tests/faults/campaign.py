@@ -39,7 +39,7 @@ RANKS = 3
 TIMEOUT, GRACE = 10, 15
 #: Seconds of UNIDIST_STALL_S.
 STALL = 5
-#: For a start on a busy machine.
+#: Within which a fault must happen where each process has a core.
 START = 90
 #: Those after which a rank does nothing any more, what it raises or runs into, calls that the other ranks do not make,
 #: and its network.
@@ -69,9 +69,9 @@ LINE = re.compile(r"\btrain\.py:\d")
 RANK = re.compile(r"\branks? (\d+(?:(?:, (?:and )?| and | to |-)\d+)*)")
 
 
-def grace() -> float:
-    """GRACE, by how many processes have shared a core in the last minute."""
-    return GRACE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+def load() -> float:
+    """How many processes have shared a core in the last minute, at least one."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Case:
     @property
     def grace(self) -> float:
         """Twice as much without a network, and where PyTorch waits for a data loader's worker, which imports it."""
-        return grace() * (2 if self.kind in LINKS or (self.launcher == "spawn" and self.workers) else 1)
+        return GRACE * load() * (2 if self.kind in LINKS or (self.launcher == "spawn" and self.workers) else 1)
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def _watch(
         logs = {rank: _log(directory, rank) for rank in range(RANKS)}
         struck = next((line["time"] for line in logs[case.victim] if line["event"] == "fault"), None)
         if struck is None:
-            if time.time() - begin > START or all(launcher.returncode is not None for launcher in launchers):
+            if time.time() - begin > START * load() or all(launcher.returncode is not None for launcher in launchers):
                 outcome.invalid = f"the fault did not happen: {[lines[-1] for lines in logs.values() if lines]}"
                 return
             continue
@@ -310,7 +310,7 @@ def _watch_launchers(outcome: Outcome, directory: Path, launchers: Sequence[subp
     case = outcome.case
     for launcher in launchers:
         with suppress(subprocess.TimeoutExpired):
-            launcher.wait(2 if case.kind == "SIGSTOP" else grace())
+            launcher.wait(2 if case.kind == "SIGSTOP" else GRACE * load())
     done = [(_log(directory, rank) or [{"event": ""}])[-1]["event"] == "done" for rank in range(RANKS)]
     done[case.victim] |= (case.kind, case.moment) == ("exit 0", "end")
     outcome.launcher_hangs = case.kind != "SIGSTOP" and any(launcher.returncode is None for launcher in launchers)
