@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -117,8 +118,8 @@ def kill_rank_1(directory: Path) -> int:
 def test_a_run_goes_on_on_other_backends_and_world_sizes(tmp_path: Path) -> None:
     """Horovod at 2 ranks, gloo at 3, one process, Horovod on MPI at 3: with the losses of one unbroken process."""
     options = ("--no-amp", "--dropout", "0", "--every", "1")
-    program = (IN_FLOAT64, SCRIPT)
-    unbroken = train("python", "single", 1, tmp_path / "unbroken", *options, program=program)
+    train_in_float64 = partial(train, program=(IN_FLOAT64, SCRIPT))
+    unbroken = train_in_float64("python", "single", 1, tmp_path / "unbroken", *options)
     assert unbroken.returncode == 0, unbroken.output
     expected = losses(unbroken.output)
     legs = [
@@ -129,8 +130,7 @@ def test_a_run_goes_on_on_other_backends_and_world_sizes(tmp_path: Path) -> None
     ]
     found: dict[int, float] = {}
     for launcher, backend, size, until in legs:
-        until_step = (*options, "--max-steps", str(until))
-        result = train(launcher, backend, size, tmp_path / "moved", *until_step, program=program)
+        result = train_in_float64(launcher, backend, size, tmp_path / "moved", *options, "--max-steps", str(until))
         assert result.returncode == 0, result.output
         leg = losses(result.output)
         assert list(leg) == list(range(len(found) + 1, until + 1)), result.output

@@ -31,7 +31,7 @@ LEGACY = sorted((ROOT / "tests/legacy").glob("*.py"), key=lambda path: (path.ste
 #: Scripts of torch.distributed's and DataParallel's users, and programs of several files.
 LEGACY_DDP = sorted((ROOT / "tests/legacy_ddp").glob("*.py"))
 PROJECTS_DDP = sorted((ROOT / "tests/legacy_ddp_projects").glob("*/train.py"))
-#: Runs the script that is its first argument.
+#: Runs the script that is its first argument, with that default dtype.
 IN_FLOAT64 = "tests/programs/float64.py"
 #: Set in the processes of a world.
 IN_WORLD = "UNIDIST_TESTS_IN_WORLD"
