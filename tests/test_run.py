@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import select
 import signal
 import subprocess
 import time
@@ -11,12 +13,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.support.hosts import command_lines
 from tests.support.worlds import PYTHON, ROOT, environment
 from unidist.launchers.table import missing
+from unidist.run.agents import HostAgent
 
 PRINTS = str(ROOT / "tests/programs/prints.py")
 RUN = [PYTHON, "-m", "unidist", "run"]
@@ -244,3 +249,33 @@ def test_a_hangup_that_nohup_ignores_is_ignored() -> None:
         driver.send_signal(signal.SIGHUP)
         assert driver.wait(30) == 0, driver.stderr.read()
         assert driver.stdout.read() == "[0]<stdout>:end\n"
+
+
+def test_a_driver_that_is_held_up_does_not_take_hosts_for_lost() -> None:
+    """As the import of torch holds it up on a busy machine: what the agent has sent meanwhile is read first."""
+    beats = """
+import time
+print('{"host": ["id", "name", []], "files": 1}', flush=True)
+while True:
+    time.sleep(0.1)
+    print("{}", flush=True)
+"""
+    lost: list[str] = []
+    listener = cast(Any, SimpleNamespace(agent_lost=lambda agent, why: lost.append(why)))
+
+    async def drive() -> None:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(PYTHON, "-c", beats, stdin=pipe, stdout=pipe)
+        agent = HostAgent("name", process, listener, b"", heartbeat_timeout=1.0)
+        await agent.answered.wait()
+        for _ in range(3):
+            time.sleep(1.5)
+            select.select([cast(Any, process)._transport.get_pipe_transport(1).get_extra_info("pipe")], [], [])
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not lost
+        process.kill()
+        await agent.reading
+
+    asyncio.run(drive())
+    assert lost == ["ssh or Python ended there with status -9"]

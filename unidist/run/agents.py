@@ -97,6 +97,8 @@ class HostAgent:
         while not self.done:
             reading = asyncio.ensure_future(self.process.stdout.readline())
             await asyncio.wait({reading}, timeout=self.heartbeat_timeout if self.host else None)
+            if not reading.done():  # this process may have been held up, by an import: what has come is read first
+                await asyncio.wait({reading}, timeout=BEAT_S)
             if not reading.done():
                 reading.cancel()
                 self._lost(f"no message for {self.heartbeat_timeout:g} s")
