@@ -126,8 +126,9 @@ class ElasticDriver(Driver):
         self.require_files(len(found), self.elastic.limits.min_np, elastic=True)
         self.elastic.set_hosts(found)
         self.handle_signals()
+        # Before an agent waits for heartbeats: loading torch's libraries holds the GIL, on a busy machine for long.
+        await _in_thread(_import_torch)
         looking = asyncio.ensure_future(self._look_for_hosts())
-        _in_thread(_import_torch)  # while the workers do so
         try:
             while not self.ending and (self.elastic.workers or not self.elastic.finishing):
                 self._decide(time.monotonic())
