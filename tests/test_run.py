@@ -251,6 +251,16 @@ def test_a_hangup_that_nohup_ignores_is_ignored() -> None:
         assert driver.stdout.read() == "[0]<stdout>:end\n"
 
 
+def test_a_torch_that_cannot_be_imported_ends_an_elastic_job(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    rank = ["env", "-u", "PYTHONPATH", PYTHON, "-c", "import unidist; unidist.init('gloo')"]
+    done = run("-np", "1", "--min-np", "1", *rank, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    error = "unidist run: cannot serve torch's key-value store: libcudart.so.12: cannot open shared object file"
+    assert done.stderr.splitlines()[-1] == error
+    assert "Traceback" not in done.stderr
+
+
 def test_a_driver_that_is_held_up_does_not_take_hosts_for_lost() -> None:
     """As the import of torch holds it up on a busy machine: what the agent has sent meanwhile is read first."""
     beats = """

@@ -127,7 +127,8 @@ class ElasticDriver(Driver):
         self.elastic.set_hosts(found)
         self.handle_signals()
         # Before an agent waits for heartbeats: loading torch's libraries holds the GIL, on a busy machine for long.
-        await _in_thread(_import_torch)
+        # Its error is not raised here: the store's, of the same import, is reported.
+        await asyncio.wait({_in_thread(_import_torch)})
         looking = asyncio.ensure_future(self._look_for_hosts())
         try:
             while not self.ending and (self.elastic.workers or not self.elastic.finishing):
