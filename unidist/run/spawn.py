@@ -95,6 +95,7 @@ def _exited(started: ProcessContext, ended: list[Any]) -> ProcessExitedException
     """Return the error of a process that was killed or exited, of those that have ended."""
     for index in map(started.sentinels.__getitem__, ended):
         process = started.processes[index]
+        process.join()  # it has closed its descriptors, and its exit code may not be there yet
         if process.exitcode and not os.path.exists(started.error_files[index]):
             code = process.exitcode
             name = signal.Signals(-code).name if code < 0 else None
