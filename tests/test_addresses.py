@@ -85,7 +85,7 @@ def run_on(hosts: list[str], argv: list[str], env: list[dict[str, str]]) -> list
         for i, each in enumerate(env)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in running]
+        outputs = [process.communicate(timeout=240)[0] for process in running]
     finally:
         for process in running:
             process.kill()

@@ -59,7 +59,7 @@ def test_two_jobs_that_save_to_one_path(tmp_path: Path) -> None:
         "    assert (weights == weights[0]).all()\n"
     )
     command = [sys.executable, "-c", code]
-    result = run([command, command], environment("python", {}), timeout=100, cwd=ROOT)
+    result = run([command, command], environment("python", {}), timeout=240, cwd=ROOT)
     assert result.returncode == 0, result.output
     assert [file.name for file in tmp_path.iterdir()] == ["run-1.pt"]
 
@@ -95,7 +95,7 @@ def run_killed(launcher: str, backend: str, directory: Path) -> Result:
     result = run(
         commands(launcher, 2, [SCRIPT, "--checkpoints", str(directory)]),
         environment(launcher, {"UNIDIST_BACKEND": backend}),
-        timeout=120,
+        timeout=240,
         cwd=ROOT,
         on_line=on_line,
     )

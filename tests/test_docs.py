@@ -77,7 +77,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: str, directory: Path, **variables: str) -> str:
     env = environment("python", {"PYTHONPATH": str(ROOT), **with_torch(), **variables})
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    done = subprocess.run(["bash", "-c", command], cwd=directory, env=env, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(["bash", "-c", command], cwd=directory, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 

@@ -54,7 +54,7 @@ def test_make_demo(tmp_path: Path) -> None:
         (venv / name).touch()
     done = subprocess.run(
         ["make", "-o", str(venv / "demo.stamp"), "demo", f"VENV={venv}"],
-        cwd=ROOT, env=environment("python", {}), capture_output=True, text=True, timeout=180,
+        cwd=ROOT, env=environment("python", {}), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"epoch 8/8 .*accuracy 3\d\d/357", done.stdout) and "saved digits.pt" in done.stdout

@@ -103,7 +103,7 @@ def test_mpi_of_a_wheel(wheel: str, launcher: str, tmp_path: Path) -> None:
         env = environment(launcher, {"UNIDIST_BACKEND": backend, "PYTHONPATH": str(ROOT)})
         env.pop("LD_LIBRARY_PATH", None)  # of Debian's MPICH
         command = [str(Path(python).parent / "mpiexec"), *options, "-n", "2", *program]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0 and places(done.stdout) == expected(launcher, backend, 2), done.stdout + done.stderr
 
 

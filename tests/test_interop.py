@@ -92,7 +92,7 @@ def test_what_is_a_script_and_what_a_command(tmp_path: Path) -> None:
         (["-m", "trian"], 1, "there is no module 'trian'"),
     ]:
         command = [PYTHON, "-m", "unidist", *argv]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
         assert done.returncode == status and said in done.stdout + done.stderr, (argv, done)
 
 

@@ -104,7 +104,7 @@ def by_hand(options: dict[str, Any], size: int, **env: str) -> list[subprocess.C
         )
         for rank in range(size)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in running]
+    outputs = [process.communicate(timeout=240)[0] for process in running]
     return [
         subprocess.CompletedProcess(command, process.returncode, output) for process, output in zip(running, outputs)
     ]
@@ -309,7 +309,7 @@ def test_nonsense_environments_give_one_clear_error_at_once() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps([env for env, _ in NONSENSE])],
-        env=environment("python", {}), cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env=environment("python", {}), cwd=ROOT, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     lines = done.stdout.strip().splitlines()
     assert len(lines) == len(NONSENSE), (done.stdout, done.stderr)

@@ -40,7 +40,7 @@ def test_the_drop_ins_suite_behind_a_leader(three_hosts: list[str], tmp_path: Pa
     argv = ["-m", "pytest", "tests/hvd", *options.split(), "-k", "not test_place"]  # which expects one host
     ranks = world(three_hosts, "011", argv, UNIDIST_BACKEND="gloo", **{IN_WORLD: str(tmp_path)}, **DYNAMIC)
     try:
-        outputs = [process.communicate(timeout=200)[0] for process in ranks]
+        outputs = [process.communicate(timeout=240)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()

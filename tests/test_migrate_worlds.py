@@ -37,7 +37,7 @@ def trained(directory: Path, scripts: list[Path], launcher: str, backend: str) -
     """The weights of scripts that run one after another in one world of 2 ranks."""
     directory.mkdir()
     argv = ["tests/programs/run_legacy.py", str(directory), *map(str, scripts)]
-    result = run_world(launcher, 2, argv, backend=backend, timeout=200 + 2 * len(scripts))
+    result = run_world(launcher, 2, argv, backend=backend, timeout=240 + 2 * len(scripts))
     assert result.returncode == 0, result.output[-6000:]
     return directory
 
@@ -256,7 +256,7 @@ def test_the_page_shows_the_proof(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -227,7 +227,7 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting(executor: RayExecut
     refs = executor.run_remote(failing, [kill])
     for ref in refs:
         with pytest.raises(Exception, match=r"actor|rank 0"):
-            ray.get(ref, timeout=60)
+            ray.get(ref, timeout=240)
     executor.shutdown()
 
 
@@ -335,7 +335,7 @@ def test_elastic(cluster: Cluster, executor: RayExecutor, tmp_path: Path) -> Non
     cluster.remove_node(third, allow_graceful=False)
     train_with(2)
     (tmp_path / "enough").touch()
-    running.join(timeout=120)
+    running.join(timeout=240)
     assert [rank for rank, _, _ in results] == [0, 1]
     assert len({steps for _, steps, _ in results}) == 1
     assert set(results[0][2]) == {2, 3}
@@ -364,7 +364,7 @@ def test_by_horovods_names() -> None:
     )
     directory = ROOT / "unidist/hvd/as_horovod"
     env = environment("python", {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"})
-    done = subprocess.run([PYTHON, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([PYTHON, "-c", code], env=env, capture_output=True, text=True, timeout=240)
     assert done.stdout == "unidist.ray.runner\n", done.stderr
 
 

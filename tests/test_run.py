@@ -159,7 +159,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 def test_ranks_have_time_to_save_after_sigterm(status: int) -> None:
     with started("-np", "2", PYTHON, PRINTS, "save", "4", str(status)) as driver:
         driver.send_signal(signal.SIGTERM)
-        output, errors = driver.communicate(timeout=30)
+        output, errors = driver.communicate(timeout=240)
     assert driver.returncode == status and output.count("saved") == 2, errors
     assert "SIGTERM goes to the ranks, which have 30 s to end" in errors
     assert ("ended by SIGTERM; rank 1 ended with status 3" in errors) == (status == 3)
@@ -169,7 +169,7 @@ def test_the_agents_own_sigterm_goes_to_the_ranks() -> None:
     with started("-np", "2", PYTHON, PRINTS, "save", "4", "0") as driver:
         agent = int(Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()[0])
         os.kill(agent, signal.SIGTERM)  # as from srun
-        output, errors = driver.communicate(timeout=30)
+        output, errors = driver.communicate(timeout=240)
     assert driver.returncode == 0 and output.count("saved") == 2, errors
 
 
@@ -186,7 +186,7 @@ def test_a_second_signal_ends_the_ranks_at_once() -> None:
 def test_too_few_open_files_are_an_error_before_the_start() -> None:
     line = f"ulimit -n 48; {' '.join(RUN)} -np 24 touch started"
     env = environment("unidist-run", {})
-    done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "needs 59 open files for 24 ranks, and 48 are allowed" in done.stderr, done.stderr
 
 
@@ -195,7 +195,7 @@ def test_a_script_needs_no_interpreter_and_closed_streams_are_no_fault(tmp_path:
     script.write_text("import pathlib, sys\npathlib.Path(__file__).with_suffix('.done').write_text(sys.executable)\n")
     env = environment("unidist-run", {})
     line = f"{' '.join(RUN)} -np 1 {script} >&-"
-    done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert script.with_suffix(".done").read_text() == PYTHON
     assert run("-np", "1", "/dev/null").returncode == 126
@@ -232,10 +232,10 @@ def test_output_that_nobody_reads_or_that_cannot_be_written_ends_the_job() -> No
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 128 + signal.SIGPIPE and "nobody reads this process's stdout" in done.stderr, done.stderr
-    done = subprocess.run(["bash", "-c", f"{line} > /dev/full"], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", f"{line} > /dev/full"], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "No space left on device" in done.stderr, done.stderr
     done = run("-np", "1", "--output-filename", "/dev/null/x", "true")
     assert done.returncode == 1 and "--output-filename /dev/null/x: " in done.stderr, done.stderr

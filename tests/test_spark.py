@@ -216,7 +216,7 @@ def test_horovod_runner_without_spark(tmp_path: Path) -> None:
     )
     env = environment("python", {"PYTHONPATH": str(ROOT)})
     command = [sys.executable, "-m", "unidist.hvd", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "(2, 'hello')" in done.stdout, done.stdout + done.stderr
     assert logged(done.stdout) == {"hello from 0", "hello from 1"} and "not for the driver" in done.stdout
 
@@ -312,7 +312,7 @@ def run_program(first_line: str, directory: Path, *options: str) -> str:
     (directory / "train.py").write_text(program)
     env = environment("python", {"PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable})
     command = [sys.executable, *options, "train.py"]
-    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -31,7 +31,7 @@ def ranks(*argv: str, size: int = 2) -> list[subprocess.CompletedProcess[str]]:
         )
         for rank in range(size)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=120) for process in running]
+    outputs = [process.communicate(timeout=240) for process in running]
     return [
         subprocess.CompletedProcess(process.args, process.returncode, *output)
         for process, output in zip(running, outputs)
