@@ -33,7 +33,7 @@ def test_abort_frees_the_ranks_that_wait_for_a_stopped_one(what: str) -> None:
     stopped = ranks[-1]
     try:
         for rank, process in enumerate(ranks[:-1]):
-            output, _ = process.communicate(timeout=240)
+            output, _ = process.communicate(timeout=90)
             ended = time.time()
             assert process.returncode == 0, output
             # DDP's backward pass calls no code of this package.
@@ -81,7 +81,7 @@ def test_a_rank_that_stops_in_the_start_is_named_in_time(call: str, victim: int)
         for rank, process in enumerate(ranks):
             if rank == victim:
                 continue
-            output, _ = process.communicate(timeout=240)
+            output, _ = process.communicate(timeout=60)
             found = re.search(rf"rank {rank} raised BackendError after ([\d.]+) s: (.*)", output)
             assert found and float(found[1]) < TIMEOUT + GRACE, output
             # Where nobody listens, rank 0's address is all that is known.

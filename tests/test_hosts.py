@@ -158,7 +158,7 @@ def test_a_firewall_that_drops_is_named_before_gloo_waits_for_it(three_hosts: li
             for rank in range(2)
         ]
         try:
-            outputs = [process.communicate(timeout=240)[0] for process in running]
+            outputs = [process.communicate(timeout=100)[0] for process in running]
         finally:
             for process in running:
                 kill(process)
@@ -171,20 +171,20 @@ def test_a_firewall_that_drops_is_named_before_gloo_waits_for_it(three_hosts: li
 # ------------------------------------------------------------------------------ unidist run, when something fails
 def test_a_failure_on_another_host_is_the_status(three_hosts: list[str]) -> None:
     process = start_on(three_hosts, 0, [*RUN, "-H", "alpha:1,beta:2", PYTHON, PRINTS, "fail", "7"])
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 7, output
     assert "rank 1 on host beta ended with status 7" in output and "\n  reason: out of luck" in output
 
 
 def test_hosts_that_do_not_answer_are_named(three_hosts: list[str]) -> None:
     process = start_on(three_hosts, 0, [*RUN, "-H", "alpha:1,beta:1", "-p", "23", "true"])
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and re.search("host beta: .*port 23: Connection refused", output), output
     machines.set_link(three_hosts[1], "down")
     try:
         start = time.monotonic()
         process = start_on(three_hosts, 0, [*RUN, "-H", "alpha:1,beta:1,gamma:1", "--start-timeout", "7", "true"])
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=60)
     finally:
         machines.set_link(three_hosts[1], "up")
     assert process.returncode == 1 and time.monotonic() - start < 20, output
@@ -252,7 +252,7 @@ def test_a_network_that_stops_for_seconds_ends_no_job(three_hosts: list[str]) ->
         machines.set_link(three_hosts[1], "up")
         assert driver.poll() is None and len(left(mark)) == 4
         driver.send_signal(signal.SIGINT)
-        output, _ = driver.communicate(timeout=240)
+        output, _ = driver.communicate(timeout=60)
         assert "is lost" not in output and not left(mark), output
     finally:
         machines.set_link(three_hosts[1], "up")
@@ -265,7 +265,7 @@ def test_a_network_that_stops_for_seconds_ends_no_job(three_hosts: list[str]) ->
 def test_mpi_that_chooses_the_network_of_one_host_ends_with_a_remedy(engine: str, three_hosts: list[str]) -> None:
     argv = ["mpirun", "--allow-run-as-root", "-np", "2", "-H", "alpha:1,beta:1", "-x", "UNIDIST_TIMEOUT", "-x", "PATH"]
     process = start_on(three_hosts, 0, [*argv, PYTHON, ENGINES, engine], UNIDIST_TIMEOUT="10")
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode != 0 and "--mca btl_tcp_if_exclude lo,docker0" in output, output
 
 
@@ -273,5 +273,5 @@ def test_mpi_that_chooses_the_network_of_one_host_ends_with_a_remedy(engine: str
 def test_an_interface_that_the_hosts_do_not_share_is_named(three_hosts: list[str]) -> None:
     options = ["--network-interface", "own0", "-H", "alpha:1,beta:1"]
     process = start_on(three_hosts, 0, [*RUN, *options, PYTHON, ENGINES, "gloo"])
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and re.search("host beta cannot connect to unidist run at 10.78.1.1", output), output

@@ -159,7 +159,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 def test_ranks_have_time_to_save_after_sigterm(status: int) -> None:
     with started("-np", "2", PYTHON, PRINTS, "save", "4", str(status)) as driver:
         driver.send_signal(signal.SIGTERM)
-        output, errors = driver.communicate(timeout=240)
+        output, errors = driver.communicate(timeout=30)
     assert driver.returncode == status and output.count("saved") == 2, errors
     assert "SIGTERM goes to the ranks, which have 30 s to end" in errors
     assert ("ended by SIGTERM; rank 1 ended with status 3" in errors) == (status == 3)
@@ -169,7 +169,7 @@ def test_the_agents_own_sigterm_goes_to_the_ranks() -> None:
     with started("-np", "2", PYTHON, PRINTS, "save", "4", "0") as driver:
         agent = int(Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()[0])
         os.kill(agent, signal.SIGTERM)  # as from srun
-        output, errors = driver.communicate(timeout=240)
+        output, errors = driver.communicate(timeout=30)
     assert driver.returncode == 0 and output.count("saved") == 2, errors
 
 
