@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -382,6 +383,22 @@ def test_where_without_a_job_and_with_several(directory: Path, server: tuple[Pee
     assert chosen.exit_code == 0 and "has ended" in chosen.output, chosen.output
     as_json = json.loads(CliRunner().invoke(main, ["where", str(os.getpid()), "--json"]).output)
     assert len(as_json["ranks"]) == 2 and as_json["findings"]
+
+
+def test_where_waits_for_a_rank_of_an_overloaded_host(directory: Path) -> None:
+    def late(request: Mapping[str, Any]) -> object:
+        time.sleep(1.2)
+        return {"state": state(0, place="train.py:7 (step)").to_row(), "exits": {}}
+
+    listening, key = socket.create_server(("127.0.0.1", 0)), new_secret()
+    server = Server(listening, key, late, lambda: 60.0, 60.0)
+    server.start()
+    path = jobs.write(0, "gloo", key, {0: peer(listening.getsockname()[1])})
+    assert path is not None
+    result = CliRunner().invoke(main, ["where", str(os.getpid())])
+    path.unlink()
+    server.close()
+    assert "at train.py:7 (step)" in result.output and "does not answer" not in result.output, result.output
 
 
 # ------------------------------------------------------------------------------------ SIGUSR1

@@ -10,6 +10,9 @@ from unidist.diagnosis.watch import jobs
 from unidist.diagnosis.watch.report import findings, report
 from unidist.diagnosis.watch.watch import states
 
+#: Time for the answers of all ranks: on an overloaded host some come late.
+_ANSWERS_S = 3.0
+
 
 @click.command("where", short_help="Show what each rank of a running job does.")
 @click.argument("pid", type=int, required=False)
@@ -19,10 +22,10 @@ def command(pid: int | None, stacks: bool, as_json: bool) -> None:
     """Show what each rank of a running job does, and who keeps it waiting.
 
     On any host of the job, as its user. PID is the process of any of the job's ranks on this host, needed where several
-    jobs run. Works while ranks are in calls of C++.
+    jobs run. Works while ranks are in calls of C++. Takes 3 seconds if a rank does not answer.
     """
     job = _job(pid)
-    found = states(job.peers, job.key, stacks=stacks)
+    found = states(job.peers, job.key, stacks=stacks, seconds=_ANSWERS_S)
     if as_json:
         click.echo(json.dumps({"ranks": [state.to_row() for state in found], "findings": findings(found)}))
     else:

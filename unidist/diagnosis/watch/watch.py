@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from unidist.backends.base import Backend
 
 _log = logging.getLogger("unidist")
-#: Time for the answers of all ranks, and for that of one.
+#: Time for the answers of all ranks, and for that of one: an error waits for them.
 _ALL_S, _ONE_S = 0.9, 0.4
 #: How long what the others have answered explains further errors of one failure.
 _REMEMBERED_S = 2.0
@@ -314,6 +314,7 @@ def states(
     own: RankState | None = None,
     exits: Mapping[int, Mapping[str, Any]] | None = None,
     stacks: bool = False,
+    seconds: float = _ALL_S,
 ) -> list[RankState]:
     """Return what all ranks of a job do, in rank order.
 
@@ -323,9 +324,10 @@ def states(
         own: the state of the rank that asks.
         exits: how ranks have ended, as far as that rank knows.
         stacks: whether to ask for Python stacks.
+        seconds: how long to wait for the answers.
     """
     others = {rank: peer for rank, peer in peers.items() if own is None or rank != own.rank}
-    answers = ask(others, secret, {"what": "state", "stacks": stacks}, _ALL_S)
+    answers = ask(others, secret, {"what": "state", "stacks": stacks}, seconds)
     known = dict(exits or {})
     for answer in answers.values():
         if not isinstance(answer, Exception):
