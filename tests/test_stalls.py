@@ -47,21 +47,23 @@ def test_the_rank_the_call_and_the_line_are_named_in_time(
     reports = re.findall(r"^unidist: (?!rank \d has got).*?(?=^(?!  ))", output, re.MULTILINE | re.DOTALL)
     call = r"allreduce\.loop of float32 \[1000\]" if how == "hvd" else r"all_reduce of float32 \[1000\], operation \d+"
     slow = line("time.sleep(LATE_S)  # a slow disk")
-    causes = (
+    assert reports, output
+    looping = re.search(
         rf"=> Rank 1 \(host {HOST}, pid (\d+)\) is at {AT}:(\d+) \(endless_loop\).*, and has not come to {call}",
-        rf"=> Rank 2 .* is at {AT}:{slow} \(__getitem__\)",
+        reports[0],
     )
-    for cause in causes:
-        # The first report of it: a longer stall is reported again, and ranks may then answer from the next one.
-        first = next((each for each in reports if re.search(cause, each)), "")
-        waited = re.search(r"has waited (\d+) s", first)
+    # The first report of it: a longer stall is reported again, and ranks may then answer from the next one.
+    found = (re.search(rf"=> Rank 2 .* is at {AT}:{slow} \(__getitem__\)", each) for each in reports)
+    loading = next(filter(None, found), None)
+    assert looping and loading, output
+    for report in (looping.string, loading.string):
+        waited = re.search(r"has waited (\d+) s", report)
         assert waited and int(waited[1]) in (STALL_S, STALL_S + 1), output
     assert re.search(rf"ranks 0, 2 \(host {HOST}, .*\): at {AT}:\d+ \(reduce\) in {call}, for [23] s", reports[0]), (
         output
     )
-    found = re.search(causes[0], reports[0])
-    assert found and f"rank 1 is {found[1]}" in output, output
-    assert int(found[2]) in range(line("def endless_loop"), line("def ask")), output
+    assert f"rank 1 is {looping[1]}" in output, output
+    assert int(looping[2]) in range(line("def endless_loop"), line("def ask")), output
     {"backward": killed_in_backward, "swapped": swapped, "shape": shapes, "SIGKILL": killed}[last](output)
 
 

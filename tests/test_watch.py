@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,14 +255,22 @@ def peer(port: int, pid: int | None = None) -> Peer:
     return Peer(own if pid is None else own._replace(pid=pid), "127.0.0.1", port)
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[Peer, bytes]]:
+@contextmanager
+def serving(answer: Callable[[Mapping[str, Any]], object]) -> Iterator[tuple[Peer, bytes]]:
     listening, key = socket.create_server(("127.0.0.1", 0)), new_secret()
-    server = Server(listening, key, lambda request: {"echo": request}, lambda: 60.0, 60.0)
+    server = Server(listening, key, answer, lambda: 60.0, 60.0)
     at = peer(listening.getsockname()[1])
     server.start()
-    yield at, key
-    server.close()
+    try:
+        yield at, key
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Peer, bytes]]:
+    with serving(lambda request: {"echo": request}) as found:
+        yield found
 
 
 def test_a_comparison_has_the_name_of_what_is_compared() -> None:
@@ -390,14 +399,9 @@ def test_where_waits_for_a_rank_of_an_overloaded_host(directory: Path) -> None:
         time.sleep(1.2)
         return {"state": state(0, place="train.py:7 (step)").to_row(), "exits": {}}
 
-    listening, key = socket.create_server(("127.0.0.1", 0)), new_secret()
-    server = Server(listening, key, late, lambda: 60.0, 60.0)
-    server.start()
-    path = jobs.write(0, "gloo", key, {0: peer(listening.getsockname()[1])})
-    assert path is not None
-    result = CliRunner().invoke(main, ["where", str(os.getpid())])
-    path.unlink()
-    server.close()
+    with serving(late) as (at, key):
+        assert jobs.write(0, "gloo", key, {0: at}) is not None
+        result = CliRunner().invoke(main, ["where", str(os.getpid())])
     assert "at train.py:7 (step)" in result.output and "does not answer" not in result.output, result.output
 
 
