@@ -58,6 +58,7 @@ def ask(pid):
 
 def last():
     current().calls[None] = 1000  # as in a long training: the next calls are not compared
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun would end the others before they have said anything
     if LAST == "swapped":
         calls = (unidist.barrier, lambda: reduce("swapped", 4))
         for call in calls if unidist.rank() else calls[::-1]:
@@ -69,7 +70,6 @@ def last():
             reduce("only", 4)
         unidist.barrier()
     elif LAST == "backward":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun would end the others before they have said anything
         model = unidist.wrap_model(torch.nn.Linear(10, 10))
         for step in range(3):
             if unidist.rank() == 1 and step == 2:
