@@ -79,6 +79,7 @@ dist.all_reduce(torch.ones(5))
     assert result.returncode != 0 and result.seconds < 40, result.output
     expected = (
         r"rank [02] of 3 \(mpi\): all_reduce of float32 \[5\], operation \d+, at <string>:7, hit its timeout of 6 s: "
+        r"(rank [02] [^;]+ does not answer: [^;]+; )?"  # on a busy host
         r"rank 1 \(host \S+ pid \d+\) is at <string>:6, after all_reduce of float32 \[4\], operation \d+, and has not "
     )
     assert re.search(expected, result.output), result.output

@@ -45,10 +45,11 @@ def relay(server: socket.socket, argv: list[str]) -> NoReturn:
     server.sendall(len(data).to_bytes(4, "big"))
     server.sendmsg([data[:1]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
     server.sendall(data[1:])
-    pid = int(server.makefile().readline())
+    answers = server.makefile()  # one buffer: both may be there already
+    pid = int(answers.readline())
     for each in RELAYED:
         signal.signal(each, lambda number, frame: os.kill(pid, number))
-    answer = server.makefile().readline()
+    answer = answers.readline()
     if not answer:  # the server has ended
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
