@@ -97,6 +97,34 @@ def test_operations_without_numbers_are_matched_by_name() -> None:
     assert not findings([waiting, state(1, operation(0, JOIN))])
 
 
+def test_an_operation_to_which_all_ranks_have_come() -> None:
+    def conclusion(*states: RankState) -> str:
+        last = report("title", states).splitlines()[-1]
+        return last if "=>" in last else ""
+
+    network = "  => All ranks are in it, and it does not complete: look at the network between them."
+    assert conclusion(state(0, operation(17)), state(1, operation(17))) == network
+    assert not conclusion(state(0, operation(17, seconds=0.2)), state(1, operation(17, seconds=0.2)))
+    # A rank that has answered later than the others, or whose last message to them is lost.
+    completed = (
+        "  => All ranks have come to it, and rank 1 (host host0, pid 101) has completed it: if the others do not, "
+    )
+    waiting = state(0, operation(17))
+    assert conclusion(waiting, state(1, operation(17, done=True))).startswith(completed)
+    next_one = operation(18, "broadcast", seconds=0.2)
+    assert conclusion(waiting, state(1, operation(17, done=True), next_one)).startswith(completed)
+    named = state(0, operation(0, "allreduce.loss", executed=7))
+    done = operation(0, "allreduce.loss", done=True, executed=8)
+    assert conclusion(named, state(1, done)).startswith(completed)
+    # It takes part in what the others do.
+    assert conclusion(named, state(1, operation(0, JOIN, seconds=0.0))) == network
+    # One that has failed by another rank, and one that is not of the group.
+    failed = state(1, error="CollectiveError: lost", follows=True)
+    assert conclusion(waiting, failed) == network
+    pair = {"ranks": (0, 1), "group": "pair"}
+    assert conclusion(state(0, operation(1, **pair)), state(1, operation(1, **pair)), state(2)) == network
+
+
 @pytest.mark.parametrize(
     ("mine", "other", "differ"),
     [

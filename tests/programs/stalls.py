@@ -16,9 +16,10 @@ import unidist.hvd as hvd
 from unidist.context import current
 
 HOW, LAST, *ASKED = sys.argv[1:]
-#: Of the reports, and how long a rank keeps the others waiting.
+#: Of the reports, and how long a rank keeps the others waiting: a report comes up to a second later, and asks for up to
+#: another one.
 STALL_S = float(os.environ["UNIDIST_STALL_S"])
-LATE_S = STALL_S + 1.4
+LATE_S = STALL_S + 2.4
 
 
 class SlowSamples(torch.utils.data.Dataset):

@@ -33,11 +33,8 @@ def report(title: str, states: Sequence[RankState]) -> str:
         waited = max((each.pending[0].seconds for each in same if each.pending), default=None)
         since = "" if waited is None else f", for {waited:.0f} s"
         lines.append(f"  {named(same)}: {_doing(same[0])}{since}" + (f"; done before: {last}" if last else ""))
-    found = findings(states)
-    if found:
-        lines += [f"  => {each[0].upper()}{each[1:]}." for each in found]
-    elif any(each.seconds > _MOMENT_S and not each.is_message for state in states for each in state.pending):
-        lines.append("  => All ranks are in it, and it does not complete: look at the network between them.")
+    found = findings(states) or _incomplete(states)
+    lines += [f"  => {each[0].upper()}{each[1:]}." for each in found]
     for state in states:
         if state.stacks:
             lines += [f"Stacks of {named([state])}:", state.stacks.rstrip()]
@@ -176,6 +173,27 @@ def _late(states: Sequence[RankState]) -> list[str]:
             found[f"{named(same)} {is_at}, and {has}not come to {operation}"] = None
         causes = causes - {state.rank for state in ranks}
     return list(found)
+
+
+def _incomplete(states: Sequence[RankState]) -> list[str]:
+    """Return what is known of the operation that takes longest, if all ranks have come to it."""
+    waiting = [each for state in states for each in state.pending if each.seconds > _MOMENT_S and not each.is_message]
+    if not waiting:
+        return []
+    oldest = max(waiting, key=lambda each: each.seconds)
+    same = (oldest.group, oldest.ranks, oldest.number, oldest.name)
+
+    def is_in_it(state: RankState) -> bool:
+        of = [(each.group, each.ranks, each.number, each.name) for each in state.pending]
+        return same in of or any(each.name == JOIN for each in state.pending)
+
+    others = [state for state in states if state.rank in (oldest.ranks or [state.rank]) and not state.error]
+    done = [state for state in others if not is_in_it(state)]
+    if not done:
+        return ["all ranks are in it, and it does not complete: look at the network between them"]
+    # They have answered a moment later, or what the others wait for is lost.
+    completed = f"{named(done)} {_agreeing('has completed it', done)}"
+    return [f"all ranks have come to it, and {completed}: if the others do not, look at the network between them"]
 
 
 def _missing(operation: OperationRecord, states: Sequence[RankState]) -> list[RankState]:
