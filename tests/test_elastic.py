@@ -24,7 +24,7 @@ from tests.support import hosts as machines
 from tests.support.preloaded import SERVER
 from tests.support.weights import distance
 from tests.support.worlds import PYTHON, ROOT, environment, shown, with_torch
-from tests.test_run import RUN, all_end
+from tests.test_run import RUN, left
 from unidist.elastic import host_memory
 from unidist.launchers.table import TORCHRUN
 
@@ -203,7 +203,7 @@ def test_how_elastic_jobs_end(tmp_path: Path) -> None:
         interrupted.generation(0, 1)
         interrupted.process.send_signal(signal.SIGINT)
         assert interrupted.status() == 130 and "ended by SIGINT" in interrupted.output, interrupted.output
-        assert all_end(str(interrupted.directory))
+        assert not left(str(interrupted.directory))
         limit_1.generation(0, 1)
         limit_1.do("kill.0")
         limit_1.generation(1)

@@ -24,7 +24,7 @@ from tests.support import hosts as machines
 from tests.support import slurm
 from tests.support.hosts import NAMES
 from tests.support.worlds import PYTHON, ROOT, environment, free_port, shown
-from tests.test_run import PRINTS, RUN, all_end, left
+from tests.test_run import PRINTS, RUN, left
 from unidist.diagnosis.timeline.recorder import path_of_rank
 from unidist.diagnosis.timeline.trace import read_all
 from unidist.diagnosis.timeline.waiting import waits
@@ -253,7 +253,7 @@ def test_a_network_that_stops_for_seconds_ends_no_job(three_hosts: list[str]) ->
         assert driver.poll() is None and len(left(mark)) == 4
         driver.send_signal(signal.SIGINT)
         output, _ = driver.communicate(timeout=60)
-        assert "is lost" not in output and all_end(mark), output
+        assert "is lost" not in output and not left(mark), output
     finally:
         machines.set_link(three_hosts[1], "up")
         driver.kill()
