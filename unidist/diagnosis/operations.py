@@ -40,6 +40,11 @@ class OperationRecord(NamedTuple):
     #: how many with it. Equal on all ranks then, while times are not.
     executed: int = 0
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for one operation on all of its ranks."""
+        return self.group, self.ranks, self.is_message, self.number, self.number or self.name
+
     def __str__(self) -> str:
         of = f" of {self.dtype} {list(self.shape)}" if self.dtype and self.shape is not None else ""
         kind = "message" if self.is_message else "operation"

@@ -41,7 +41,7 @@ class RankState:
 
     def waiting_in(self, operation: OperationRecord) -> RankState:
         """Return the same, with an operation that has failed as a pending one."""
-        others = tuple(each for each in self.operations if _key(each) != _key(operation))
+        others = tuple(each for each in self.operations if each.key != operation.key)
         before = operation.executed - operation.done  # without itself
         pending = operation._replace(done=False, executed=before)
         return replace(self, operations=(*others, pending), error="", follows=False)
@@ -64,7 +64,3 @@ class RankState:
             for each in row["operations"]
         )
         return cls(**{**row, "operations": operations})
-
-
-def _key(operation: OperationRecord) -> tuple[object, ...]:
-    return operation.group, operation.ranks, operation.is_message, operation.number, operation.number or operation.name

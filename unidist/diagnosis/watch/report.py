@@ -181,14 +181,11 @@ def _incomplete(states: Sequence[RankState]) -> list[str]:
     if not waiting:
         return []
     oldest = max(waiting, key=lambda each: each.seconds)
-    same = (oldest.group, oldest.ranks, oldest.number, oldest.name)
-
-    def is_in_it(state: RankState) -> bool:
-        of = [(each.group, each.ranks, each.number, each.name) for each in state.pending]
-        return same in of or any(each.name == JOIN for each in state.pending)
-
-    others = [state for state in states if state.rank in (oldest.ranks or [state.rank]) and not state.error]
-    done = [state for state in others if not is_in_it(state)]
+    done = [
+        state
+        for state in _members(oldest, states)
+        if not any(each.key == oldest.key or each.name == JOIN for each in state.pending)
+    ]
     if not done:
         return ["all ranks are in it, and it does not complete: look at the network between them"]
     # They have answered a moment later, or what the others wait for is lost.
@@ -198,8 +195,13 @@ def _incomplete(states: Sequence[RankState]) -> list[str]:
 
 def _missing(operation: OperationRecord, states: Sequence[RankState]) -> list[RankState]:
     """Return the ranks that have not come to an operation."""
+    return [each for each in _members(operation, states) if not _has_come(each, operation)]
+
+
+def _members(operation: OperationRecord, states: Sequence[RankState]) -> list[RankState]:
+    """Return the ranks that take part in an operation and have not failed."""
     ranks = operation.ranks or [state.rank for state in states]
-    return [each for each in states if each.rank in ranks and not each.error and not _has_come(each, operation)]
+    return [each for each in states if each.rank in ranks and not each.error]
 
 
 def _has_done_its_part(state: RankState, waiting: Sequence[OperationRecord]) -> bool:
