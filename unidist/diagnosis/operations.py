@@ -43,7 +43,7 @@ class OperationRecord(NamedTuple):
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for one operation on all of its ranks."""
-        return self.group, self.ranks, self.is_message, self.number, self.number or self.name
+        return self.group, self.ranks, self.is_message, self.number or self.name
 
     def __str__(self) -> str:
         of = f" of {self.dtype} {list(self.shape)}" if self.dtype and self.shape is not None else ""

@@ -43,7 +43,7 @@ def report(title: str, states: Sequence[RankState]) -> str:
 
 def findings(states: Sequence[RankState]) -> list[str]:
     """Return which ranks keep the others waiting, and how: the likely causes first; empty: none is known."""
-    waiting = [each for state in states for each in state.pending if not each.is_message and each.name != JOIN]
+    waiting = [each for each in _pending(states) if each.name != JOIN]
     ended = [state for state in states if state.silence and not _has_done_its_part(state, waiting)]
     failed = [state for state in states if not state.silence and state.error]
     causes = [state for state in (*ended, *failed) if not state.follows]
@@ -155,12 +155,7 @@ def _signature(operation: OperationRecord) -> Hashable:
 def _late(states: Sequence[RankState]) -> list[str]:
     """Return the ranks that have not come to an operation that others wait in."""
     found: dict[str, None] = {}
-    waiting = [
-        each
-        for state in states
-        for each in state.pending
-        if each.seconds >= _MOMENT_S and not each.is_message and each.name != JOIN
-    ]
+    waiting = [each for each in _pending(states, _MOMENT_S) if each.name != JOIN]
     waiting.sort(key=lambda each: (each.number, -each.seconds))
     missing = {operation: _missing(operation, states) for operation in waiting}
     late = {state.rank for ranks in missing.values() for state in ranks}
@@ -177,7 +172,7 @@ def _late(states: Sequence[RankState]) -> list[str]:
 
 def _incomplete(states: Sequence[RankState]) -> list[str]:
     """Return what is known of the operation that takes longest, if all ranks have come to it."""
-    waiting = [each for state in states for each in state.pending if each.seconds > _MOMENT_S and not each.is_message]
+    waiting = _pending(states, _MOMENT_S)
     if not waiting:
         return []
     oldest = max(waiting, key=lambda each: each.seconds)
@@ -191,6 +186,11 @@ def _incomplete(states: Sequence[RankState]) -> list[str]:
     # They have answered a moment later, or what the others wait for is lost.
     completed = f"{named(done)} {_agreeing('has completed it', done)}"
     return [f"all ranks have come to it, and {completed}: if the others do not, look at the network between them"]
+
+
+def _pending(states: Sequence[RankState], seconds: float = 0.0) -> list[OperationRecord]:
+    """Return the collective operations in which ranks have been for at least so long."""
+    return [each for state in states for each in state.pending if each.seconds >= seconds and not each.is_message]
 
 
 def _missing(operation: OperationRecord, states: Sequence[RankState]) -> list[RankState]:
