@@ -111,15 +111,13 @@ def main(library: str, label: str, directory: Path, wanted: set[str]) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         alarm.cancel()
-        written = dist.PrefixStore(f"written/{name}", store)
         if rank == 0:
             with outcomes.open("a") as file:
                 file.write(json.dumps({"name": name, "outcomes": outcomes_of_all}) + "\n")
-            written.set("outcome", "")
         if library != "gloo" and "timeout" in name and not outcomes_of_all[0].startswith("skipped"):
-            # It has broken its group on purpose, and the job is about to end. The launcher ends rank 0 with the first
-            # rank that exits.
-            written.wait(["outcome"], limit)
+            # It has broken its group on purpose, and the job is about to end: with the first rank that exits, so none
+            # exits before rank 0 has written.
+            rendezvous.exchange(dist.PrefixStore(f"written/{name}", store), rank, [""] * size, "", limit)
             os._exit(4)
 
 
