@@ -69,7 +69,7 @@ def main(library: str, label: str, directory: Path, wanted: set[str]) -> None:
         from unidist.backends.mpi import process_group
 
         process_group.register()
-    store = rendezvous.join(Start(launch)).store
+    world = rendezvous.join(Start(launch))
     suite = load(label, size, directory)
     for names in (suite.PROFILING_SUPPORTED_BACKENDS, suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
         names.append("mpi4py")
@@ -92,7 +92,7 @@ def main(library: str, label: str, directory: Path, wanted: set[str]) -> None:
         timeout = timedelta(seconds=suite.CUSTOM_PG_TIMEOUT.get(name, TIMEOUT.total_seconds()))
         dist.init_process_group(
             library,
-            store=dist.PrefixStore(f"{os.getppid()}/{name}", store),
+            store=dist.PrefixStore(f"{os.getppid()}/{name}", world.store),
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -105,9 +105,7 @@ def main(library: str, label: str, directory: Path, wanted: set[str]) -> None:
         outcome = run(case, name)
         # The others may have fared otherwise.
         limit = timedelta(seconds=LIMIT)
-        outcomes_of_all = rendezvous.exchange(
-            dist.PrefixStore(f"outcome/{name}", store), rank, [""] * size, outcome, limit
-        )
+        outcomes_of_all = world.exchange(f"outcome/{name}", outcome, limit)
         if dist.is_initialized():
             dist.destroy_process_group()
         alarm.cancel()
@@ -117,7 +115,7 @@ def main(library: str, label: str, directory: Path, wanted: set[str]) -> None:
         if library != "gloo" and "timeout" in name and not outcomes_of_all[0].startswith("skipped"):
             # It has broken its group on purpose, and the job is about to end: with the first rank that exits, so none
             # exits before rank 0 has written.
-            rendezvous.exchange(dist.PrefixStore(f"written/{name}", store), rank, [""] * size, "", limit)
+            world.exchange(f"written/{name}", "", limit)
             os._exit(4)
 
 
