@@ -11,11 +11,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import unidist.testing
 from benchmarks import control, machine, memory, startup
 from benchmarks.collectives import bus_factor, size_name
 from benchmarks.measure import Case
 from benchmarks.report import amount, plot, tables
-from benchmarks.scale import laws
+from benchmarks.scale import bytes_of_checks, laws
 from tests.support.worlds import PYTHON, ROOT, environment, run_world, shown, with_torch
 from unidist.cli import main
 
@@ -53,6 +54,14 @@ def test_laws() -> None:
         ("a", "backward", 1.0),
         ("b", "backward", 0.0),
     ]
+
+
+@pytest.mark.unit
+def test_bytes_of_checks_are_those_of_the_parameters_alone() -> None:
+    """The first calls of a world are compared themselves, and later ones by their number: their bytes do not count."""
+    with unidist.testing.world(2) as world:
+        found = world.run(lambda: [bytes_of_checks(torch.nn.Linear(width, 1))["unidist"] for width in (1, 100)])
+    assert found == [[[16], [16]]] * 2
 
 
 def test_worlds_of_its_own(tmp_path: Path) -> None:
