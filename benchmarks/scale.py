@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ def bytes_of_checks(model: nn.Module) -> dict[str, list[float]]:
     texts = [f"{name} {tuple(p.shape)} {p.dtype} {p.stride()}" for name, p in model.named_parameters()]
     backend: Any = current()
     received = [0]
-    gather, reduce, compares = backend.all_gather, backend.all_reduce, backend.compares
+    gather, reduce = backend.all_gather, backend.all_reduce
 
     def all_gather(*args: Any) -> Tensor:
         result: Tensor = gather(*args)
@@ -78,13 +79,9 @@ def bytes_of_checks(model: nn.Module) -> dict[str, list[float]]:
         received[0] += tensor.numel() * tensor.element_size()
         reduce(tensor, *args)
 
-    backend.all_gather, backend.all_reduce = all_gather, all_reduce
     # Whether a call is compared depends on the number of calls before it, and timed cases make now more, now fewer.
-    backend.compares = False
-    try:
+    with patch.multiple(backend, all_gather=all_gather, all_reduce=all_reduce, compares=False):
         first_difference(texts)
-    finally:
-        backend.all_gather, backend.all_reduce, backend.compares = gather, reduce, compares
     return {OURS: [received[0]], "all names": [len(pickle.dumps(texts)) * unidist.world_size()]}
 
 
