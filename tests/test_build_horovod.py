@@ -331,7 +331,7 @@ def test_interrupted_it_leaves_no_process_and_no_file(pip: list[str], tmp_path: 
     with subprocess.Popen(driver(pip, cache), env=env, stdout=-1, stderr=-1, text=True) as process:
         child = int(started.read_text())  # waits until the build is in the middle
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
     assert process.returncode == 1
     assert list(cache.iterdir()) == []
     with pytest.raises(ProcessLookupError):

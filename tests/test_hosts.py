@@ -23,7 +23,7 @@ from torch import nn
 from tests.support import hosts as machines
 from tests.support import slurm
 from tests.support.hosts import NAMES
-from tests.support.worlds import PYTHON, ROOT, environment, free_port, shown
+from tests.support.worlds import PYTHON, ROOT, environment, free_port, load, shown
 from tests.test_run import PRINTS, RUN, left
 from unidist.diagnosis.timeline.recorder import path_of_rank
 from unidist.diagnosis.timeline.trace import read_all
@@ -158,36 +158,36 @@ def test_a_firewall_that_drops_is_named_before_gloo_waits_for_it(three_hosts: li
             for rank in range(2)
         ]
         try:
-            outputs = [process.communicate(timeout=100)[0] for process in running]
+            outputs = [process.communicate(timeout=240)[0] for process in running]
         finally:
             for process in running:
                 kill(process)
     for process, output in zip(running, outputs):
         assert process.returncode == 1, output
         assert re.search("rank 0 on host alpha cannot connect to rank 1 on host beta at 10.77.0.2, port .*: no", output)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 60 * load()
 
 
 # ------------------------------------------------------------------------------ unidist run, when something fails
 def test_a_failure_on_another_host_is_the_status(three_hosts: list[str]) -> None:
     process = start_on(three_hosts, 0, [*RUN, "-H", "alpha:1,beta:2", PYTHON, PRINTS, "fail", "7"])
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 7, output
     assert "rank 1 on host beta ended with status 7" in output and "\n  reason: out of luck" in output
 
 
 def test_hosts_that_do_not_answer_are_named(three_hosts: list[str]) -> None:
     process = start_on(three_hosts, 0, [*RUN, "-H", "alpha:1,beta:1", "-p", "23", "true"])
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 1 and re.search("host beta: .*port 23: Connection refused", output), output
     machines.set_link(three_hosts[1], "down")
     try:
         start = time.monotonic()
         process = start_on(three_hosts, 0, [*RUN, "-H", "alpha:1,beta:1,gamma:1", "--start-timeout", "7", "true"])
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
     finally:
         machines.set_link(three_hosts[1], "up")
-    assert process.returncode == 1 and time.monotonic() - start < 20, output
+    assert process.returncode == 1 and time.monotonic() - start < 20 * load(), output
     assert "2 of 3 hosts have answered; waiting for beta" in output
     assert re.search(r"no answer of host beta within 7 s|host beta: .*(timed out|No route)", output), output
 
@@ -211,8 +211,8 @@ def test_no_rank_is_left_on_any_host(fault: str, three_hosts: list[str]) -> None
             machines.set_link(three_hosts[1], "down")
         elif fault == "host frozen":
             machines.signal_all(three_hosts[1], signal.SIGSTOP)
-            assert driver.wait(20) == 1
-            assert time.monotonic() - start < 15
+            assert driver.wait(240) == 1
+            assert time.monotonic() - start < 15 * load()
             machines.signal_all(three_hosts[1], signal.SIGCONT)
             start = time.monotonic()
         else:
@@ -224,11 +224,11 @@ def test_no_rank_is_left_on_any_host(fault: str, three_hosts: list[str]) -> None
         while left(mark):
             assert not ended or fault.startswith(("driver", "host")), "ranks outlive their launcher"
             ended = driver.poll() is not None
-            assert time.monotonic() < start + 10, left(mark)
+            assert time.monotonic() < start + 10 * load(), left(mark)
             time.sleep(0.05)
         seconds = time.monotonic() - start
         if not fault.startswith("driver"):
-            output, _ = driver.communicate(timeout=20)
+            output, _ = driver.communicate(timeout=240)
             assert driver.returncode == 1 and re.search(r"host (alpha|beta) is lost", output), output
         shown.setdefault("unidist run: seconds until no rank is left on two hosts", []).append(
             f"{fault:15} {seconds:4.1f}"
@@ -252,7 +252,7 @@ def test_a_network_that_stops_for_seconds_ends_no_job(three_hosts: list[str]) ->
         machines.set_link(three_hosts[1], "up")
         assert driver.poll() is None and len(left(mark)) == 4
         driver.send_signal(signal.SIGINT)
-        output, _ = driver.communicate(timeout=60)
+        output, _ = driver.communicate(timeout=240)
         assert "is lost" not in output and not left(mark), output
     finally:
         machines.set_link(three_hosts[1], "up")
@@ -265,7 +265,7 @@ def test_a_network_that_stops_for_seconds_ends_no_job(three_hosts: list[str]) ->
 def test_mpi_that_chooses_the_network_of_one_host_ends_with_a_remedy(engine: str, three_hosts: list[str]) -> None:
     argv = ["mpirun", "--allow-run-as-root", "-np", "2", "-H", "alpha:1,beta:1", "-x", "UNIDIST_TIMEOUT", "-x", "PATH"]
     process = start_on(three_hosts, 0, [*argv, PYTHON, ENGINES, engine], UNIDIST_TIMEOUT="10")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode != 0 and "--mca btl_tcp_if_exclude lo,docker0" in output, output
 
 
@@ -273,5 +273,5 @@ def test_mpi_that_chooses_the_network_of_one_host_ends_with_a_remedy(engine: str
 def test_an_interface_that_the_hosts_do_not_share_is_named(three_hosts: list[str]) -> None:
     options = ["--network-interface", "own0", "-H", "alpha:1,beta:1"]
     process = start_on(three_hosts, 0, [*RUN, *options, PYTHON, ENGINES, "gloo"])
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 1 and re.search("host beta cannot connect to unidist run at 10.78.1.1", output), output

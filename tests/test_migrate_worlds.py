@@ -291,7 +291,7 @@ def test_a_long_file(tmp_path: Path) -> None:
         "print(len(report.before.splitlines()), int(status.split('VmHWM:')[1].split()[0]) // 1024)\n"
     )
     command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     lines, megabytes = map(int, done.stdout.split())
     assert lines > 5_000 and megabytes < 350

@@ -221,7 +221,7 @@ def test_horovods_own_parser_reads_the_same(tmp_path: Path) -> None:
     lines = [random_line(draw, config) for _ in range(400)]
     lines += [["-np=2", "python"]]
     result = subprocess.run(
-        [PYTHON, "-c", HOROVOD % (COMPARED,)], input=json.dumps(lines), capture_output=True, text=True, timeout=120
+        [PYTHON, "-c", HOROVOD % (COMPARED,)], input=json.dumps(lines), capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stderr
     theirs = [json.loads(text) for text in result.stdout.splitlines() if text.startswith(("{", '"'))]

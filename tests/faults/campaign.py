@@ -32,7 +32,7 @@ import torch
 
 from tests.support import hosts as machines
 from tests.support import slurm
-from tests.support.worlds import ROOT, commands, environment, free_port, with_torch
+from tests.support.worlds import ROOT, commands, environment, free_port, load, with_torch
 
 RANKS = 3
 #: Seconds of UNIDIST_TIMEOUT, and how much later a survivor must have ended where each process has a core.
@@ -67,11 +67,6 @@ CALL = re.compile(
 )
 LINE = re.compile(r"\btrain\.py:\d")
 RANK = re.compile(r"\branks? (\d+(?:(?:, (?:and )?| and | to |-)\d+)*)")
-
-
-def load() -> float:
-    """How many processes have shared a core in the last minute, at least one."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Elastic training with Horovod's calls alone, as in its documentation: it runs on Horovod, and on the drop-in.
 
 Each worker writes what it does to a file of its own in the directory of the first argument. Faults are files there:
-``kill.RANK.STEP`` and the like; the worker that finds its own removes it.
+``kill.RANK.STEP`` and the like; the worker that finds its own removes it. In a world of a size that is among
+HELD_SIZES, the workers train for a step and wait for another world.
 """
 
 import json
@@ -17,6 +18,7 @@ import torch
 DIRECTORY = Path(sys.argv[1])
 EPOCHS, BATCH, SAMPLES = 3, 4, 96
 PAUSE = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+HELD_SIZES = os.environ.get("HELD_SIZES", "").split()
 
 
 def note(event: str, **values: object) -> None:
@@ -84,6 +86,9 @@ def train(state: hvd.elastic.TorchState) -> None:
             state.save()
             note("committed", epoch=state.epoch, ids=ids, step=state.step, size=hvd.size())
             state.check_host_updates()
+            while str(hvd.size()) in HELD_SIZES:
+                time.sleep(0.1)
+                state.check_host_updates()
         state.batch = 0
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)

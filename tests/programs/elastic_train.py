@@ -1,7 +1,7 @@
 """Elastic training with unidist's own calls: a wrapped model or a replicated one, and shard_loader.
 
 Arguments: the directory of its files, ``wrap_model`` or ``replicate``, and seconds that each step takes. What a worker
-does and the faults are as in ``elastic_horovod.py``. Fewer ranks than FULL_SIZE train for a step and wait for more.
+does, the faults, and HELD_SIZES are as in ``elastic_horovod.py``.
 """
 
 import json
@@ -17,7 +17,7 @@ import unidist
 
 DIRECTORY, CALL, PAUSE = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 EPOCHS, BATCH, SAMPLES = 3, 4, 96
-FULL = int(os.environ.get("FULL_SIZE", "0"))
+HELD_SIZES = os.environ.get("HELD_SIZES", "").split()
 
 
 def note(event: str, **values: object) -> None:
@@ -69,7 +69,7 @@ def train(state: unidist.elastic.TorchState) -> None:
             state.save()
             note("committed", epoch=loader.epoch, ids=number.tolist(), step=state.step, size=unidist.world_size())
             state.check_host_updates()
-            while unidist.world_size() < FULL:
+            while str(unidist.world_size()) in HELD_SIZES:
                 time.sleep(0.1)
                 state.check_host_updates()
     note("end", step=state.step)

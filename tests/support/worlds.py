@@ -95,6 +95,11 @@ def commands(launcher: str, n: int, argv: Sequence[str]) -> list[list[str]]:
     return VARIANTS[launcher](n, argv) if launcher in VARIANTS else [command_line(launcher, n, argv)]
 
 
+def load() -> float:
+    """How many processes have shared a core in the last minute, at least one: what may take longer, by how much."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def missing(launcher: str) -> str | None:
     """What is not installed here and a launcher needs, or None."""
     return None if launcher == "python" else table.missing(launcher.split()[0])
