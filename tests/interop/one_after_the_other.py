@@ -45,11 +45,15 @@ def end_world() -> None:
     dist.broadcast_object_list(port)
     os.environ["MASTER_PORT"] = str(port[0])
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's
+    # A model that freed the group would hold the interpreter and wait for the group's threads, and they for the
+    # interpreter (https://github.com/pytorch/pytorch/issues/56297). So this reference is the last one.
+    group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
-    gc.collect()  # the threads of the models' process groups
+    gc.collect()  # the models
+    del group  # its threads
 
 
 def main(launcher: str, directory: Path, names: list[str]) -> None:
