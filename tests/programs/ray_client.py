@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from ray.cluster_utils import Cluster
 from ray.util.client.ray_client_helpers import ray_start_client_server
 
 import unidist
@@ -16,7 +17,9 @@ def train() -> tuple[int, float]:
 
 
 if __name__ == "__main__":
-    with ray_start_client_server(ray_init_kwargs={"address": "local", "num_cpus": 2}) as client:
+    # Before the client's server has threads: of the processes that it forks, one of fifty aborts.
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    with ray_start_client_server(ray_init_kwargs={"address": nodes.address}) as client:
         assert client.is_connected()
         fixed = RayExecutor(num_workers=2)
         fixed.start()
@@ -26,4 +29,5 @@ if __name__ == "__main__":
         logged: list[Any] = []
         assert elastic.run(train, callbacks=[logged.append]) == [(0, 2), (1, 2)]
         assert sorted(logged) == [0, 1], logged
+    nodes.shutdown()
     print("DONE")
