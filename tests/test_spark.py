@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -172,21 +173,36 @@ def test_no_session() -> None:
 
 
 def test_slots_that_others_have(spark: Any, tmp_path: Path) -> None:
-    """The tasks do not start in time."""
+    """The tasks do not start in time, or the driver is told to end meanwhile."""
 
     def work(number: int) -> None:
         (tmp_path / f"{number}").touch()
         while not (tmp_path / "end").exists():
             time.sleep(0.1)
 
+    def end_when_submitted() -> None:
+        while len(status.getActiveJobsIds()) < 2:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    status = spark.sparkContext.statusTracker()
     others = threading.Thread(target=lambda: spark.sparkContext.range(4, numSlices=4).foreach(work))
     others.start()
+    handler = signal.signal(signal.SIGUSR1, lambda *_: sys.exit("told to end"))
     try:
         while len(list(tmp_path.iterdir())) < 4:
             time.sleep(0.1)
-        with pytest.raises(UnidistError, match="Spark has not started the 2 tasks within 1 s"):
-            unidist.spark.run(train, (1,), num_proc=2, start_timeout=1)
+        for seconds in (0, 1):  # before the job is submitted, and after
+            with pytest.raises(UnidistError, match=f"Spark has not started the 2 tasks within {seconds} s"):
+                unidist.spark.run(train, (1,), num_proc=2, start_timeout=seconds)
+        threading.Thread(target=end_when_submitted).start()
+        spark.sparkContext.setJobGroup("training", "of the caller")
+        with pytest.raises(SystemExit, match="told to end"):
+            unidist.spark.run(train, (1,), num_proc=2)
+        assert len(status.getJobIdsForGroup("training")) == 1
     finally:
+        spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
+        signal.signal(signal.SIGUSR1, handler)
         (tmp_path / "end").touch()
         others.join()
 

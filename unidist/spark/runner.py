@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from contextlib import suppress
 from operator import index
 from typing import Any, NamedTuple, TextIO
@@ -200,23 +201,35 @@ def _context() -> SparkContext:
 def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) -> list[Any]:
     """Return the stage's results, in rank order; it is cancelled when a rank has failed."""
     tag = f"unidist-{uuid.uuid4()}"
-    context.addJobTag(tag)
-    ranks.start(cancel=lambda: context.cancelJobsWithTag(tag))
-    try:
+    properties = context._jsc.sc().getLocalProperties().clone()  # the caller's: a pool, a job group
+
+    # In a thread: a thread's connection to the JVM can cancel nothing while it waits for a result.
+    def collect() -> list[tuple[int, bytes]]:
+        context._jsc.sc().setLocalProperties(properties)
+        context.addJobTag(tag)
         tasks = context.parallelize(range(count), count).barrier()
         found: list[tuple[int, bytes]] = tasks.mapPartitions(functools.partial(run_task, job)).collect()
-        return [cloudpickle.loads(result) for _, result in sorted(found)]
-    except BaseException as error:  # KeyboardInterrupt, too
-        with suppress(Exception):  # the driver's JVM has ended, as when results are larger than its memory
-            context.cancelJobsWithTag(tag)
-        ranks.close()
-        if ranks.failure and isinstance(error, Exception):
-            raise (_RankFailed if ranks.reports else UnidistError)(ranks.failure) from None
-        raise
-    finally:
-        with suppress(Exception):
-            context.removeJobTag(tag)
-        ranks.close()
+        return found
+
+    def cancel() -> None:
+        while not stage.done():  # Spark forgets to cancel a job that is not submitted yet
+            with suppress(Exception):  # the driver's JVM has ended, as when results are larger than its memory
+                context.cancelJobsWithTag(tag)
+            futures.wait([stage], timeout=0.1)
+
+    with futures.ThreadPoolExecutor(1, "unidist-spark-job") as executor:
+        stage = executor.submit(collect)
+        ranks.start(cancel)
+        try:
+            return [cloudpickle.loads(result) for _, result in sorted(stage.result())]
+        except BaseException as error:  # KeyboardInterrupt, too
+            cancel()
+            ranks.close()
+            if ranks.failure and isinstance(error, Exception):
+                raise (_RankFailed if ranks.reports else UnidistError)(ranks.failure) from None
+            raise
+        finally:
+            ranks.close()
 
 
 def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
