@@ -173,7 +173,7 @@ def test_no_session() -> None:
 
 
 def test_slots_that_others_have(spark: Any, tmp_path: Path) -> None:
-    """The tasks do not start in time, or the driver is told to end meanwhile."""
+    """The tasks do not start in time, or a signal ends the driver meanwhile."""
 
     def work(number: int) -> None:
         (tmp_path / f"{number}").touch()
@@ -188,7 +188,7 @@ def test_slots_that_others_have(spark: Any, tmp_path: Path) -> None:
     status = spark.sparkContext.statusTracker()
     others = threading.Thread(target=lambda: spark.sparkContext.range(4, numSlices=4).foreach(work))
     others.start()
-    handler = signal.signal(signal.SIGUSR1, lambda *_: sys.exit("told to end"))
+    handler = signal.signal(signal.SIGUSR1, lambda *_: sys.exit("ended by a signal"))
     try:
         while len(list(tmp_path.iterdir())) < 4:
             time.sleep(0.1)
@@ -197,7 +197,7 @@ def test_slots_that_others_have(spark: Any, tmp_path: Path) -> None:
                 unidist.spark.run(train, (1,), num_proc=2, start_timeout=seconds)
         threading.Thread(target=end_when_submitted).start()
         spark.sparkContext.setJobGroup("training", "of the caller")
-        with pytest.raises(SystemExit, match="told to end"):
+        with pytest.raises(SystemExit, match="ended by a signal"):
             unidist.spark.run(train, (1,), num_proc=2)
         assert len(status.getJobIdsForGroup("training")) == 1
     finally:

@@ -199,7 +199,7 @@ def _context() -> SparkContext:
 
 
 def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) -> list[Any]:
-    """Return the stage's results, in rank order; it is cancelled when a rank has failed."""
+    """Return the stage's results, in rank order; cancel it when a rank has failed or an exception interrupts."""
     tag = f"unidist-{uuid.uuid4()}"
     properties = context._jsc.sc().getLocalProperties().clone()  # the caller's: a pool, a job group
 
@@ -223,7 +223,6 @@ def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) ->
         try:
             return [cloudpickle.loads(result) for _, result in sorted(stage.result())]
         except BaseException as error:  # KeyboardInterrupt, too
-            cancel()
             ranks.close()
             if ranks.failure and isinstance(error, Exception):
                 raise (_RankFailed if ranks.reports else UnidistError)(ranks.failure) from None
@@ -339,12 +338,12 @@ class _Ranks:
         self._thread = threading.Thread(target=self._listen, name="unidist-spark", daemon=True)
 
     def start(self, cancel: Callable[[], None]) -> None:
-        """Listen, in a thread; ``cancel`` ends the Spark job."""
+        """Listen, in a thread; ``cancel`` ends the Spark job, if it has not ended."""
         self._cancel = cancel
         self._thread.start()
 
     def close(self) -> None:
-        """Close all connections, upon which the tasks end their ranks."""
+        """Cancel the job and close all connections, upon which the tasks end their ranks."""
         with suppress(OSError):
             self._wake.send(b"\n")
         self._thread.join()
@@ -354,8 +353,7 @@ class _Ranks:
             self._follow()
         except Exception as error:  # of a stream of the user's, say
             self.failure = f"what the ranks print cannot be written on the driver: {error!r}"
-        if self.failure:
-            self._cancel()
+        self._cancel()
         for connection in self._open:
             connection.close()
         self._acceptor.close()
