@@ -145,6 +145,11 @@ def exchange(store: dist.Store, rank: int, hosts: Sequence[str], value: str, tim
         found = in_time(meet, timeout + 2 * _LONGER)
         if isinstance(found[0], str):
             return found
+    if rank and rank in found:
+        raise BackendError(
+            f"rank {rank} of {len(hosts)} came after the {timeout.total_seconds():.0f} s for which rank 0 waited for "
+            "it. UNIDIST_TIMEOUT is how long ranks wait, in seconds."
+        )
     named = ", ".join(f"{other} (host {hosts[other]})" if hosts[other] else str(other) for other in found[:8])
     more = f", ... ({len(found)} in all)" if len(found) > 8 else ""
     raise BackendError(

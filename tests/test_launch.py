@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from tests.support.places import expected, places
 from tests.support.worlds import PYTHON, ROOT, Result, environment, free_port, load, run_world, with_torch
 from unidist.backends import rendezvous
+from unidist.errors import BackendError
 from unidist.run import spawn
 
 PLACE = "tests/programs/place.py"
@@ -213,6 +215,15 @@ def test_a_missing_rank_ends_the_start_with_a_clear_error() -> None:
     assert "rank 0 of 2 did not meet ranks 1 within 3 s" in result.output and result.seconds < 30 * load(), (
         result.output
     )
+
+
+@pytest.mark.unit
+def test_a_rank_that_comes_too_late_is_told_so() -> None:
+    store = dist.HashStore()
+    with pytest.raises(BackendError, match="rank 0 of 2 did not meet ranks 1 within 1 s"):
+        rendezvous.exchange(store, 0, ["", ""], "", timedelta(seconds=1))
+    with pytest.raises(BackendError, match="rank 1 of 2 came after the 1 s for which rank 0 waited for it"):
+        rendezvous.exchange(store, 1, ["", ""], "", timedelta(seconds=1))
 
 
 # ------------------------------------------------------------------------------------ a rank that fails
