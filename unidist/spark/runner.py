@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
-from contextlib import suppress
+from contextlib import closing, suppress
 from operator import index
 from typing import Any, NamedTuple, TextIO
 
@@ -217,18 +217,16 @@ def _collect(context: SparkContext, count: int, job: SparkJob, ranks: _Ranks) ->
                 context.cancelJobsWithTag(tag)
             futures.wait([stage], timeout=0.1)
 
-    with futures.ThreadPoolExecutor(1, "unidist-spark-job") as executor:
-        stage = executor.submit(collect)
-        ranks.start(cancel)
-        try:
-            return [cloudpickle.loads(result) for _, result in sorted(stage.result())]
-        except BaseException as error:  # KeyboardInterrupt, too
-            ranks.close()
-            if ranks.failure and isinstance(error, Exception):
-                raise (_RankFailed if ranks.reports else UnidistError)(ranks.failure) from None
-            raise
-        finally:
-            ranks.close()
+    try:
+        with futures.ThreadPoolExecutor(1, "unidist-spark-job") as executor:
+            stage = executor.submit(collect)
+            ranks.start(cancel)
+            with closing(ranks):
+                return [cloudpickle.loads(result) for _, result in sorted(stage.result())]
+    except Exception:
+        if ranks.failure:
+            raise (_RankFailed if ranks.reports else UnidistError)(ranks.failure) from None
+        raise
 
 
 def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
