@@ -14,7 +14,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from http.client import HTTPException
@@ -141,11 +140,14 @@ def exchange(store: dist.Store, rank: int, hosts: Sequence[str], value: str, tim
         return found
 
     found: list[Any] = [0]  # whose process has the store
-    with suppress(RuntimeError, TimeoutError):
+    try:
         found = in_time(meet, timeout + 2 * _LONGER)
-        if isinstance(found[0], str):
-            return found
-    if rank and rank in found:
+    except (RuntimeError, TimeoutError) as error:
+        if rank == 0:
+            raise BackendError(f"rank 0 of {len(hosts)} cannot use the key-value store: {error}.") from error
+    if isinstance(found[0], str):
+        return found
+    if rank in found:
         raise BackendError(
             f"rank {rank} of {len(hosts)} came after the {timeout.total_seconds():.0f} s for which rank 0 waited for "
             "it. UNIDIST_TIMEOUT is how long ranks wait, in seconds."

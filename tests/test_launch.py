@@ -226,6 +226,15 @@ def test_a_rank_that_comes_too_late_is_told_so() -> None:
         rendezvous.exchange(store, 1, ["", ""], "", timedelta(seconds=1))
 
 
+@pytest.mark.unit
+def test_rank_0_is_told_when_the_store_has_gone() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    with pytest.raises(BackendError, match="rank 0 of 2 cannot use the key-value store: "):
+        rendezvous.exchange(store, 0, ["", ""], "", timedelta(seconds=1))
+
+
 # ------------------------------------------------------------------------------------ a rank that fails
 # Every launcher, and every backend, with an exception that ends a rank. The launcher, and not the backend, sees a
 # process that exits without a word.

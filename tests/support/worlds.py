@@ -100,6 +100,11 @@ def load() -> float:
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
+def scaled(seconds: float) -> str:
+    """What takes so many seconds on a quiet machine: a value of UNIDIST_TIMEOUT, say."""
+    return str(round(seconds * load()))
+
+
 def missing(launcher: str) -> str | None:
     """What is not installed here and a launcher needs, or None."""
     return None if launcher == "python" else table.missing(launcher.split()[0])
