@@ -115,7 +115,7 @@ def exchange(store: dist.Store, rank: int, hosts: Sequence[str], value: str, tim
         timeout: for all ranks to come.
 
     Raises:
-        BackendError: some did not; it names them.
+        BackendError: some did not, and it names them; or rank 0 cannot use the store.
     """
     keys = [str(other) for other in range(len(hosts))]
 

@@ -88,22 +88,22 @@ dist.all_reduce(torch.ones(5))
 
 
 def test_ranks_in_different_calls_are_told_apart() -> None:
-    code = """
+    code = f"""
 import torch, torch.distributed as dist, unidist
-unidist.init("mpi")
+unidist.init("mpi", timeout={scaled(4)})
 tensor = torch.ones(3 if unidist.rank() else 100_000)
 dist.all_reduce(tensor, async_op=True).get_future().wait()
 """
-    result = run_world("openmpi", 2, ["-c", code], env={"UNIDIST_TIMEOUT": scaled(4)})
+    result = run_world("openmpi", 2, ["-c", code])
     assert result.returncode != 0 and result.seconds < 30 * load(), result.output
     calls = r"rank 0 .* called all_reduce of float32 \[100000\].*; rank 1 .* called all_reduce of float32 \[3\]"
     assert re.search(rf"mismatch in operation \d+: {calls}", result.output), result.output
 
 
 def test_a_caught_timeout_ends_the_job_a_little_later() -> None:
-    code = """
+    code = f"""
 import time, torch, torch.distributed as dist, unidist
-unidist.init("mpi")
+unidist.init("mpi", timeout={scaled(3)})
 if unidist.rank() == 0:
     try:
         dist.recv(torch.ones(1), 1)
@@ -111,7 +111,7 @@ if unidist.rank() == 0:
         print("caught:", error, flush=True)
 time.sleep(600)
 """
-    result = run_world("openmpi", 2, ["-c", code], env={"UNIDIST_TIMEOUT": scaled(3)})
+    result = run_world("openmpi", 2, ["-c", code])
     assert result.returncode != 0 and result.seconds < 40 * load(), result.output
     caught = "caught: rank 0 of 2 (mpi): recv of float32 [1], message 1, at <string>:6, hit its timeout"
     assert caught in result.output, result.output
