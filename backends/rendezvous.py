@@ -144,7 +144,10 @@ def exchange(store: dist.Store, rank: int, hosts: Sequence[str], value: str, tim
         found = in_time(meet, timeout + 2 * _LONGER)
     except (RuntimeError, TimeoutError) as error:
         if rank == 0:
-            raise BackendError(f"rank 0 of {len(hosts)} cannot use the key-value store: {error}.") from error
+            raise BackendError(
+                f"rank 0 of {len(hosts)} cannot use the key-value store: {error}. "
+                "Has torchrun, or the process that has the store, ended?"
+            ) from error
     if isinstance(found[0], str):
         return found
     if rank in found:

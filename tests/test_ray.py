@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ray_start import start_ray
 from tests.support.worlds import PYTHON, ROOT, environment, run_world
 from unidist.errors import BackendError, UnidistError
 from unidist.launch.topology import detect
@@ -96,8 +97,9 @@ def cluster() -> Iterator[Cluster]:
     """Two nodes with two CPUs each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-        nodes.add_node(num_cpus=2)
+        head = {"num_cpus": 2, "include_dashboard": False}
+        nodes = start_ray(partial(Cluster, initialize_head=True, head_node_args=head))
+        start_ray(partial(nodes.add_node, num_cpus=2))
         ray.init(address=nodes.address, log_to_driver=False)
         yield nodes
         ray.shutdown()

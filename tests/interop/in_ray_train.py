@@ -2,6 +2,7 @@
 
 import tempfile
 
+import ray
 import torch
 import torch.distributed as dist
 from ray.train import RunConfig, ScalingConfig
@@ -9,6 +10,7 @@ from ray.train.torch import TorchTrainer
 from torch.utils.data import DataLoader, TensorDataset
 
 import unidist
+from tests.support.ray_start import start_ray
 
 
 def work() -> None:
@@ -29,6 +31,7 @@ def work() -> None:
 
 
 if __name__ == "__main__":
+    start_ray(lambda: ray.init(num_cpus=2, include_dashboard=False))
     storage = RunConfig(storage_path=tempfile.mkdtemp())
     TorchTrainer(work, scaling_config=ScalingConfig(num_workers=2), run_config=storage).fit()
     print("FITTED")

@@ -14,7 +14,7 @@ import torch
 
 import unidist
 
-SIZE = 500_000  # numbers: a save takes some milliseconds
+SIZE = 500_000  # numbers: a save takes some milliseconds, or many on a slow disk
 
 
 def save_for_ever(directory: Path, step: int) -> None:
@@ -37,12 +37,13 @@ def main() -> None:
     dice = random.Random(0)
     step, amid, loaded = 0, 0, 0
     for _ in range(times):
+        begin = time.monotonic()
         child = os.fork()
         if child == 0:
             save_for_ever(directory, step)
         while last_step(directory) == step:  # not for a file of a given name: the child deletes all but its last two
             time.sleep(0.001)
-        time.sleep(dice.uniform(0, 0.05))
+        time.sleep(dice.uniform(0, 2 * (time.monotonic() - begin)))  # up to two saves, however long one takes here
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         amid += any(directory.glob(".*.unfinished"))
