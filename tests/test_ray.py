@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ray_start import start_ray
 from tests.support.worlds import PYTHON, ROOT, environment, run_world
 from unidist.errors import BackendError, UnidistError
 from unidist.launch.topology import detect
@@ -27,6 +26,7 @@ from ray.exceptions import RayTaskError  # noqa: E402
 from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
+from tests.support.ray_start import start_cluster, start_ray  # noqa: E402
 from unidist.ray import ElasticRayExecutor, RayExecutor, ray_logger  # noqa: E402
 from unidist.run.elastic import Elastic  # noqa: E402
 from unidist.run.hosts import HostSlots  # noqa: E402
@@ -97,8 +97,7 @@ def cluster() -> Iterator[Cluster]:
     """Two nodes with two CPUs each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        head = {"num_cpus": 2, "include_dashboard": False}
-        nodes = start_ray(partial(Cluster, initialize_head=True, head_node_args=head))
+        nodes = start_cluster()
         start_ray(partial(nodes.add_node, num_cpus=2))
         ray.init(address=nodes.address, log_to_driver=False)
         yield nodes
@@ -277,7 +276,7 @@ def test_no_room(executor: RayExecutor) -> None:
 
 
 def train_elastic(directory: str, steps: int) -> tuple[int, float, list[int]]:
-    """A rank, the weight, and the sizes of the world; each step of rank 0's is written to a file."""
+    """A rank, its steps, and the sizes of the world; each step of rank 0's is written to a file."""
     import horovod.torch as hvd
     from horovod.ray import ray_logger
 
@@ -287,9 +286,12 @@ def train_elastic(directory: str, steps: int) -> tuple[int, float, list[int]]:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, sizes=[])
 
+    def is_enough() -> bool:  # as rank 0 finds: it may come between the looks of two ranks
+        return hvd.broadcast_object((Path(directory) / "enough").exists(), 0)  # type: ignore[no-any-return]
+
     @hvd.elastic.run
     def run(state: Any) -> tuple[int, float, list[int]]:
-        while state.step < steps or not (Path(directory) / "enough").exists():
+        while state.step < steps or not is_enough():
             optimizer.zero_grad()
             model(torch.ones(1, 1)).sum().backward()
             optimizer.step()

@@ -1,14 +1,12 @@
 """Through a Ray client (``ray://``): workers of a fixed and of a changing number, and what they log."""
 
-from functools import partial
 from typing import Any
 
 import torch
-from ray.cluster_utils import Cluster
 from ray.util.client.ray_client_helpers import ray_start_client_server
 
 import unidist
-from tests.support.ray_start import start_ray
+from tests.support.ray_start import start_cluster
 from unidist.ray import ElasticRayExecutor, RayExecutor, ray_logger
 
 
@@ -20,8 +18,7 @@ def train() -> tuple[int, float]:
 
 if __name__ == "__main__":
     # Before the client's server has threads: of the processes that it forks, one of fifty aborts.
-    head = {"num_cpus": 2, "include_dashboard": False}
-    nodes = start_ray(partial(Cluster, initialize_head=True, head_node_args=head))
+    nodes = start_cluster()
     with ray_start_client_server(ray_init_kwargs={"address": nodes.address}) as client:
         assert client.is_connected()
         fixed = RayExecutor(num_workers=2)

@@ -14,7 +14,7 @@ import torch
 
 import unidist
 
-SIZE = 500_000  # numbers: a save takes some milliseconds, or many on a slow disk
+SIZE = 500_000  # numbers: a save takes some milliseconds
 
 
 def save_for_ever(directory: Path, step: int) -> None:
