@@ -40,7 +40,8 @@ _VERSION = 1
 REST = "unidist.pt"
 _ONLY = (
     "contains numbers, strings, tensors, lists and plain dicts only: convert a number of NumPy's by "
-    "float(x), and give an object a state_dict()"
+    "float(x), give an object a state_dict(), and save the unbind() of a nested tensor, which PyTorch refuses from "
+    "2.15 on, unless torch.serialization.add_safe_globals allows it"
 )
 
 
@@ -71,11 +72,13 @@ def _refused(state: dict[str, Any]) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether it can be saved and loaded, but for its tensors."""
+    """Return whether it can be saved and loaded, but for its plain tensors."""
     data = io.BytesIO()
     with suppress(Exception):
-        no_tensors = {id(leaf): None for _, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
-        torch.save(copy.deepcopy(value, no_tensors), data)
+        tensors = [leaf for _, leaf in walk(value) if isinstance(leaf, torch.Tensor)]
+        refusable = [leaf for leaf in tensors if leaf.is_nested or type(leaf) not in (torch.Tensor, torch.nn.Parameter)]
+        copies = {id(leaf): None for leaf in tensors} | {id(leaf): leaf for leaf in refusable}
+        torch.save(copy.deepcopy(value, copies), data)
         data.seek(0)
         torch.load(data, weights_only=True)
         return True
