@@ -7,6 +7,8 @@ import pickle
 import random
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
@@ -270,3 +272,17 @@ def test_an_index_names_files_of_its_directory_only(tmp_path: Path) -> None:
     data.getbuffer()[600] ^= 1
     with pytest.raises(ValueError, match="it is damaged"):
         archive.verify(data)
+
+
+@pytest.mark.skipif(
+    torch.__version__ >= "2.15", reason="PyTorch 2.15 refuses nested tensors: test_tensors_of_every_layout"
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_new_process_loads_jagged_tensors(tmp_path: Path) -> None:
+    jagged = torch.nested.as_nested_tensor([torch.ones(2), torch.arange(3.0)], layout=torch.jagged)
+    files.write(tmp_path / "jagged.pt", {"x": jagged}, Event())
+    code = (
+        "import sys; from unidist.checkpoint import files; print(files.read(open(sys.argv[1], 'rb'))['x'].unbind()[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "jagged.pt"], capture_output=True, text=True)
+    assert done.stdout == "tensor([0., 1., 2.])\n", done.stderr

@@ -304,7 +304,14 @@ def read(file: IO[bytes]) -> dict[str, Any]:
     is_archive = zipfile.is_zipfile(file)
     try:
         path = f"/proc/self/fd/{file.fileno()}"
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+        except pickle.UnpicklingError as error:
+            if "torch._dynamo" not in str(error):
+                raise
+            from torch import _dynamo  # noqa: F401  without it PyTorch loads no jagged tensors
+
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except OSError:
         raise
     except Exception as error:  # of any kind, in a file that is damaged or not torch's
