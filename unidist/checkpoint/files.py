@@ -18,6 +18,7 @@ import stat
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import IO, Any, NamedTuple
@@ -75,10 +76,12 @@ def _is_plain(value: Any) -> bool:
     """Return whether it can be saved and loaded, but for its plain tensors."""
     data = io.BytesIO()
     with suppress(Exception):
-        tensors = [leaf for _, leaf in walk(value) if isinstance(leaf, torch.Tensor)]
-        refusable = [leaf for leaf in tensors if leaf.is_nested or type(leaf) not in (torch.Tensor, torch.nn.Parameter)]
-        copies = {id(leaf): None for leaf in tensors} | {id(leaf): leaf for leaf in refusable}
-        torch.save(copy.deepcopy(value, copies), data)
+        no_plain_tensors = {
+            id(leaf): leaf if leaf.is_nested or type(leaf) not in (torch.Tensor, torch.nn.Parameter) else None
+            for _, leaf in walk(value)
+            if isinstance(leaf, torch.Tensor)
+        }
+        torch.save(copy.deepcopy(value, no_plain_tensors), data)
         data.seek(0)
         torch.load(data, weights_only=True)
         return True
@@ -303,15 +306,7 @@ def read(file: IO[bytes]) -> dict[str, Any]:
     """Return the checkpoint in an open file, its tensors mapped: they are read when they are used."""
     is_archive = zipfile.is_zipfile(file)
     try:
-        path = f"/proc/self/fd/{file.fileno()}"
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-        except pickle.UnpicklingError as error:
-            if "torch._dynamo" not in str(error):
-                raise
-            from torch import _dynamo  # noqa: F401  without it PyTorch loads no jagged tensors
-
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+        state = _load(f"/proc/self/fd/{file.fileno()}", mmap=is_archive)
     except OSError:
         raise
     except Exception as error:  # of any kind, in a file that is damaged or not torch's
@@ -326,6 +321,19 @@ def read(file: IO[bytes]) -> dict[str, Any]:
     if (version := state.pop(FORMAT, 0)) > _VERSION:
         raise ValueError(f"it has format {version}, and this unidist reads formats up to {_VERSION}: upgrade unidist")
     return state
+
+
+def _load(path: str, mmap: bool) -> Any:
+    """Return what ``torch.load`` reads, of jagged tensors, too, which it loads only where torch._dynamo is imported."""
+    load = partial(torch.load, path, map_location="cpu", weights_only=True, mmap=mmap)
+    try:
+        return load()
+    except pickle.UnpicklingError as error:
+        if "torch._dynamo" not in str(error):
+            raise
+    from torch import _dynamo  # noqa: F401
+
+    return load()
 
 
 def order(path: Path) -> tuple[int, int]:
